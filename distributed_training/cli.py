@@ -1,5 +1,5 @@
-"""Define the command line. A command is an entry of COMMANDS: a function that adds its options to a
-parser and returns the action to run. No torch import before training begins."""
+"""Define the command line. Each entry of COMMANDS is a function that adds the command's options to
+a parser and returns the action to run. No torch import before training begins."""
 
 import argparse
 import importlib
@@ -203,7 +203,8 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the option of commands that read a run, whose model may be code of the user's own."""
+    """Add --model to commands that read a run, because the run's model may be the user's own
+    code."""
     family = "folder of the model family, if the run trained a model family of your own"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 

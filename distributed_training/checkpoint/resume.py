@@ -1,5 +1,5 @@
 """Find and check the checkpoint that a run continues from, before processes start. No torch import.
-saver.py, which writes checkpoints, documents their files."""
+saver.py writes checkpoints and documents their files."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class ElsewhereError(UserError):
-    """Error for a node that needs files that are on other nodes."""
+    """Error for a node that needs files from other nodes."""
 
 
 class Meta(BaseModel, strict=True):

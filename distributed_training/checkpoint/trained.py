@@ -39,7 +39,7 @@ class Saved(Mapping[str, torch.Tensor]):
                 with torch.device("meta"):
                     outline = plan.model.build(dropout=0.0, seed=0)
                 shapes = {name: part.shape for name, part in outline.named_parameters()}
-            except UserError:  # for example, a family that is somebody's code
+            except UserError:  # for example, a model family in the user's own code
                 raise
             except Exception:  # for example, a size of -1
                 shapes = {}

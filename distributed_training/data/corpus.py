@@ -1,4 +1,5 @@
-"""Sources of text: local files and folders, the Hub, Python's own sources. No torch import."""
+"""Find sources of text: local files and folders, the Hub, and Python's own sources. No torch
+import."""
 
 import hashlib
 import itertools
@@ -44,7 +45,7 @@ _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The texts of a split, in files that are read again for each use, or in memory."""
+    """Texts of a split, either in memory or in files that are read again for each use."""
 
     form: str  # RUNNING, or the form of the records (data/pieces.py)
     files: Sequence[Path] = ()
@@ -69,7 +70,7 @@ class Source:
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 of form and contents, for which all files are read. Raises UserError
+        """Return the SHA-256 of the form and the contents. This reads all files. Raises UserError
         for a file that cannot be read."""
         columns = self.shape.columns if self.shape else {}
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
@@ -98,8 +99,7 @@ Corpus = dict[str, Source]
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of all contents and their division into splits, for which everything is
-    read."""
+    """Return the SHA-256 of all contents and their division into splits. This reads everything."""
     splits = ("train", "validation")
     digests = [corpus[split].digest() if split in corpus else "" for split in splits]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -195,8 +195,8 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return the source of running text, or of records that all have the shape of the first one.
-    Raises UserError for a mixture of both, or if there is no text."""
+    """Return a source of running text, or of records that all have the first record's shape. Raises
+    UserError if text and records are mixed, or if there is no text."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXTS):
         return Source(form=RUNNING, files=files)

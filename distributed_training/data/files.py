@@ -1,4 +1,4 @@
-"""Read files of texts and of records piece by piece, so that they need little memory. No torch."""
+"""Read files of texts and records in pieces, so that little memory is needed. No torch."""
 
 import codecs
 import csv
@@ -62,7 +62,8 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
         except UnicodeDecodeError as error:
             start = error.start
             before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
-            why = f"{error.encoding}: {error.reason}, 0x{error.object[start]:02x} after {before!r}"
+            byte = f"the byte 0x{error.object[start]:02x} after {before!r}"
+            why = f"{byte} is not valid {error.encoding.upper()}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
         except (OSError, EOFError) as error:
             raise UserError(f"dataset file {path} cannot be read", str(error)) from None
@@ -168,8 +169,9 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
 
 
 def _rows_at_a_time(table: Any, path: Path) -> int:
-    """Return how many rows to decode at a time. This is 1 if rows may be much larger than the file,
-    because a repeated value is stored once. Raises UserError if a column is far larger."""
+    """Return the number of rows to decode at a time. It is 1 if rows may be much larger than the
+    file, because a file stores a repeated value only once. Raises UserError if a column is far
+    larger."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
     if metadata.num_rows > max(10**6, num_bytes):  # One repeated value may need no space at all.
@@ -185,8 +187,8 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return how many bytes a file may unpack to. Texts compress to a tenth of their size at
-    best."""
+    """Return the number of bytes that a file may unpack to. Texts compress to a tenth of their size
+    at best."""
     return max(_UNPACKED, _RATIO * path.stat().st_size)
 
 

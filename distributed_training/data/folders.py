@@ -28,10 +28,9 @@ Splits = dict[str, list[Path]]
 
 
 def find_splits(path: Path, what: str) -> Splits:
-    """Return the files by split of a dataset on disk. `what` names it in errors.
-
-    It may be a file, a folder of files, a dataset cloned from the Hub, or one that `save_to_disk`
-    wrote. Raises UserError for anything else."""
+    """Return the files by split of a dataset on disk. The dataset may be a file, a folder of files,
+    a clone from the Hub, or the output of `save_to_disk`. `what` names the dataset in errors.
+    Raises UserError for anything else."""
     if path.is_file():
         if suffix_of(path) in KINDS:
             return {"train": [path]}

@@ -1,4 +1,5 @@
-"""Files from the Hugging Face Hub or its local cache, with errors that tell users what to do."""
+"""Fetch files from the Hugging Face Hub or its local cache, with errors that tell users what to
+do."""
 
 import re
 import sys
@@ -77,7 +78,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
 
 
 def is_repo_id(name: str) -> bool:
-    """Return whether a model on the Hub may have this name."""
+    """Return whether this is a valid name for a model on the Hub."""
     return _REPO_ID.fullmatch(name) is not None
 
 
@@ -134,8 +135,8 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
-    """Return the folder of the Hub's cache with these files. Download them unless it has all.
-    Raises OSError if that fails."""
+    """Return the folder of the Hub's cache that contains these files. Download them if any is
+    missing. Raises OSError if that fails."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError

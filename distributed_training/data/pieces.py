@@ -1,5 +1,5 @@
-"""Forms of text, and running text cut into pieces. The ids of the pieces in a row are the ids of
-the whole text."""
+"""Define the forms of text, and cut running text into pieces. The concatenated ids of the pieces
+are the ids of the whole text."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ _BREAK = re.compile(r"(?<=[^\s\u180e]) |(?<=[A-Za-z0-9\u4e00-\u9fff])\n")
 
 
 class Piece(NamedTuple):
-    """A text to tokenize, or a part of one."""
+    """Text to tokenize, or a part of it."""
 
     text: str
     spans: Sequence[Span] | None = None  # characters in the loss; None: all
@@ -37,8 +37,8 @@ class Piece(NamedTuple):
 def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
     """Cut a text, given in `blocks`, into pieces. A blank text has no pieces.
 
-    The ids of the pieces in a row are the ids of the whole text. Raises UserError for a text that
-    is too long to be tokenized at once and cannot be cut."""
+    The concatenated ids of the pieces are the ids of the whole text. Raises UserError for a text
+    that is too long to be tokenized at once and cannot be cut."""
     pending = ""
     start = 0
     begins = True

@@ -1,5 +1,5 @@
-"""Statistics of a training set: records used and left out, lengths, the share in the loss; and its
-first samples."""
+"""Compute statistics of a training set (records used and left out, lengths, the share in the loss)
+and read its first samples."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +78,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def headline(counts: dict[str, Any]) -> list[str]:
-    """Return the most important statistics, as two lines of text, or one for running text."""
+    """Return the most important statistics as two lines of text, or as one line for running
+    text."""
     if counts["form"] == RUNNING:
         texts = "1 text" if counts["records"] == 1 else f"{counts['records']:,} texts or lines"
         return [f"the dataset has {texts} with {counts['num_tokens']:,} tokens, all in the loss"]
@@ -124,7 +125,7 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
 def read_samples(
     folder: Path, config: RunConfig, count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, a mask of those that are targets) of the first `count` samples, before records
+    """Yield (ids, mask of the ids that are targets) of the first `count` samples, before records
     are packed."""
     split = load_tokens(folder)[1][0]
     for start, length in zip(*find_parts(split, read_meta(folder)["form"], config), strict=True):

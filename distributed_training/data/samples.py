@@ -1,4 +1,4 @@
-"""Samples cut from cached token ids, and the batches of each step. No torch import."""
+"""Cut cached token ids into samples, and choose the batches of each step. No torch import."""
 
 import functools
 import hashlib
@@ -25,11 +25,10 @@ HELD_OUT = 0.05  # share kept for validation if the data set has no validation s
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one split.
-
-    Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: the inputs, and shifted by one the
-    targets. Blocks of running text overlap by one token, so that each token except the first is a
-    target exactly once. A sample is one part or, if records are packed, a block of several."""
+    """Samples of one split. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. It contains
+    the inputs and, shifted by one, the targets. Blocks of running text overlap by one token, so
+    that each token except the first is a target exactly once. A sample is one part or, if records
+    are packed, a block of several parts."""
 
     tokens: np.ndarray  # ids of all texts, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
@@ -47,8 +46,8 @@ class Samples:
         return len(self.starts if self.firsts is None else self.firsts[1:])
 
     def take(self, first: int, last: int) -> "Samples":
-        """Return the parts from `first` to `last` - 1, without copying tokens. Not for packed
-        samples."""
+        """Return the parts from `first` to `last` - 1, without copying tokens. Packed samples are
+        not supported."""
         assert self.firsts is None
         return replace(
             self,
@@ -117,8 +116,8 @@ class Samples:
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
     def count_bytes(self, bytes_of: np.ndarray) -> int:
-        """Return the UTF-8 bytes of text that all targets stand for. `bytes_of` gives those of each
-        token id."""
+        """Return the UTF-8 bytes of text that all targets stand for. `bytes_of` contains the bytes
+        of each token id."""
         total = 0
         calls = -(-len(self) * self.seq_len // _CHUNK_TOKENS)
         for indices in np.array_split(np.arange(len(self)), max(1, min(calls, len(self)))):
@@ -134,7 +133,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The training and validation samples of a run."""
+    """Training and validation samples of a run."""
 
     train: Samples
     validation: Samples

@@ -1,4 +1,5 @@
-"""Bytes of text that tokens stand for. They make losses comparable across tokenizers."""
+"""Count the bytes of text that tokens stand for, which makes losses comparable across
+tokenizers."""
 
 import json
 import re

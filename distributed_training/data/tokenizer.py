@@ -1,4 +1,4 @@
-"""Tokenizers, read by transformers and loaded only when text is tokenized.
+"""Load tokenizers with transformers, and only when text is tokenized.
 
 GPT-2's two files, which this suite ships, are read by the library `tokenizers` alone, because it
 imports much faster than transformers."""
@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """One more than the largest id."""
+        """Largest id plus one."""
         return self.facts.num_tokens
 
     @cached_property
@@ -168,8 +168,8 @@ class Tokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The tokenizer as transformers opens it or, for GPT-2's files, of the library
-        `tokenizers`."""
+        """Tokenizer as transformers opens it or, for GPT-2's files, as the library `tokenizers`
+        opens it."""
         for name in self._files:
             if (self.folder / name).stat().st_size > MAX_BYTES:
                 raise self._unreadable(f"{name} is larger than {MAX_BYTES // 10**6} MB")
@@ -226,8 +226,8 @@ class Tokenizer:
 
     @cached_property
     def _library(self) -> Any:
-        """The tokenizer of the library `tokenizers` that computes ids, or None if Python code
-        does."""
+        """Tokenizer of the library `tokenizers` that computes ids, or None if Python code computes
+        them."""
         if self._is_gpt2:
             return self._loaded
         from transformers import PreTrainedTokenizerFast as Fast
@@ -315,8 +315,8 @@ class Tokenizer:
 
     @cached_property
     def can_cut(self) -> bool:
-        """True if data/pieces.py may cut a text, because the ids of the pieces in a row are the
-        ids of the whole.
+        """True if data/pieces.py may cut a text, because the concatenated ids of the pieces are the
+        ids of the whole text.
 
         This holds for byte-level BPE in which words end before a space, and before a line feed that
         follows a letter, if no added token contains or strips spaces."""
@@ -382,7 +382,7 @@ class Tokenizer:
 
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return (ids, loss mask) of each piece. A mask of None means that all ids are in the loss.
-        The ids of a text's pieces in a row are those of `tokenizer(text)`."""
+        The concatenated ids of a text's pieces equal the ids of `tokenizer(text)`."""
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for special in (False, True):
             plain = list[int]()  # indices of pieces that are in the loss as a whole
@@ -406,10 +406,10 @@ class Tokenizer:
         return rows
 
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, loss mask) of a piece with spans, which alone are in the loss.
+        """Return (ids, loss mask) of a piece with spans. Only the spans are in the loss.
 
         As in transformers, a token is in the loss if one of its characters is. The exception is a
-        token beside an answer that contains no more of it than white space."""
+        token beside an answer that contains nothing of the answer except white space."""
         assert piece.spans is not None
         borders = None
         if self._library is not None:
@@ -445,11 +445,10 @@ class Tokenizer:
     def _read_offsets(
         self, text: str, pairs: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (first character, one after the last) of each token, from the offsets that the
-        library gives, or None if they are wrong.
-
-        If a character has no token at all, the library leaves it out and shifts the offsets of the
-        tokens that follow in the same word, so that the end of the word belongs to no token."""
+        """Return (first character, one after the last character) of each token, from the library's
+        offsets. Return None if the offsets are wrong: if a character has no token, the library
+        shifts the offsets of the following tokens of the same word, so that no token covers the end
+        of the word."""
         offsets = np.array(pairs, np.int64).reshape(-1, 2)
         lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
         previous = np.concatenate([[0], lasts])
@@ -466,11 +465,9 @@ class Tokenizer:
         return np.minimum(offsets[:, 0], previous[:-1]), lasts
 
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
-        """Return the number of tokens before the character at `edge`, for a tokenizer that gives no
-        offsets or wrong ones.
-
-        They are the tokens of the text before it, if the ids of the whole text begin with these.
-        Raises UserError if they do not."""
+        """Return the number of tokens before the character at `edge`, for a tokenizer without
+        correct offsets. This is the number of ids of the text before `edge`. Raises UserError
+        unless the ids of the whole text begin with these ids."""
         if edge == len(text):
             return len(ids)
         first = len(self.ends[0]) if special else 0
@@ -495,7 +492,7 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
-        """The tokenizer's own chat templates (without tools, with tools), or None if it has none.
+        """Chat templates of the tokenizer (without tools, with tools), or None if it has none.
         Raises UserError if it has several and none is the default."""
         if self._is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
@@ -519,7 +516,7 @@ class Tokenizer:
         return Renderer(self._templates, names, self.special_tokens)
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each (place in the data set, conversation), rendered by the model's
+        """Return the samples of each (place in the dataset, conversation), rendered by the model's
         own template or by ours. Raises UserError if a template refuses a conversation."""
         if self.renderer is not None:
             return self.renderer.align(batch)
@@ -573,7 +570,7 @@ class Tokenizer:
         return [*before, *self.encode_batch([text])[0].tolist()]
 
     def ask(self, messages: list[Message]) -> list[int]:
-        """Return the ids of a conversation up to where the answer to its last message begins.
+        """Return the ids of a conversation up to the start of the answer to its last message.
         Raises UserError if the template refuses the conversation."""
         if self.renderer is not None:
             return self.encode_batch([self.renderer.ask(messages)])[0].tolist()
@@ -604,7 +601,7 @@ def _pass_on_interrupts(error: BaseException) -> None:
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """Return by which factor a normalizer or decoder can lengthen a text."""
+    """Return the factor by which a normalizer or decoder can lengthen a text."""
     members = part.get("normalizers") or part.get("decoders")
     if members:
         return math.prod(map(_growth, members))
@@ -619,8 +616,8 @@ def is_chat(folder: Path) -> bool:
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Return whether the folder holds GPT-2's two files and nothing else that decides ids. This
-    holds for our own tokenizer, our exports, and GPT-2's folders from the Hub."""
+    """Return whether the folder contains GPT-2's two files and no other file that affects ids. This
+    is true of our own tokenizer, our exports, and GPT-2's folders from the Hub."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:

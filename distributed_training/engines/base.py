@@ -120,7 +120,7 @@ class Engine(abc.ABC):
         return state
 
     def close(self) -> None:
-        """Drop the model and the optimizer, so that nothing refers to the process group."""
+        """Drop the model and the optimizer, so that no object refers to the process group."""
         for name in list(vars(self)):
             delattr(self, name)
 

@@ -166,8 +166,8 @@ class ModelSize:
         return names
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
-        """Return (parameters of a block's adapters on each process of tp, how many of them are
-        equal on all processes)."""
+        """Return (number of parameters of a block's adapters on each process of tp, number of these
+        that are equal on all processes)."""
         names = self.adapted(targets)
         per_process = shared = 0
         for index, (rows, columns) in enumerate(self.block_matrices):

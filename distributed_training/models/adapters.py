@@ -38,7 +38,7 @@ class AdapterConfig(BaseModel, strict=True):
 
     @property
     def scale(self) -> float:
-        """Return the factor of B A, which is added to the base weights."""
+        """Return the factor by which B A is multiplied before it is added to the base weights."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 

@@ -22,7 +22,7 @@ from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents, attend, describe_documents
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
-"""How tensor parallelism treats a module:
+"""Treatment of a module by tensor parallelism:
 
 - "column": it is split by its outputs;
 - "row": it is split by its inputs, so that its outputs must be summed;
@@ -31,7 +31,8 @@ Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 - "positions": each process holds the table whole and looks up its own positions;
 - "vocabulary": the rows are split by token."""
 Positions = int | torch.Tensor
-"""Position of the first token, which the others follow, or the position of each token, [B, T]."""
+"""Position of the first token if positions are consecutive, or the position of each token, [B,
+T]."""
 # Constants of SplitMix64 as int64, and an odd number that spreads keys
 _SPLITMIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, 0x2545F4914F6CDD1D)
 _ROLES: dict[str, Role] = {
@@ -87,7 +88,8 @@ class Past:
         self._by_block: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
     def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Append new keys and values of a block. Return those of all tokens, each [B, H, T, K]."""
+        """Append new keys and values of a block. Return the keys and values of all tokens, each [B,
+        H, T, K]."""
         if block in self._by_block:
             tensors = tuple(
                 torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)

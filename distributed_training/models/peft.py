@@ -252,7 +252,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
-    fingerprint of the base that the adapters of `whose` were trained on. A `base` of None is
+    fingerprint of the weights that the adapters of `whose` were trained on. A `base` of None is
     unknown and is accepted."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"

@@ -67,7 +67,7 @@ def check_packages(plan: Draft) -> None:
 
 
 def check_open_files(plan: Draft) -> None:
-    """Raise UserError if processes may not open as many files as a run does, sockets included."""
+    """Raise UserError if processes may not open as many files and sockets as a run needs."""
     # On CPUs, two processes ran with a limit of 40 and four with one of 64.
     needed = 48 + 8 * plan.processes_here
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -89,8 +89,9 @@ def check_gpus(plan: Draft) -> None:
 
 def check_swapping(plan: Draft) -> None:
     """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
-    # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
-    # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
+    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses it too early, and
+    # gradients were wrong. Parts below the threshold of 1 MiB, such as all parts of gpt2-tiny, are
+    # never swapped.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     swaps = plan.strategy.offload["param"] == "nvme"
@@ -163,7 +164,8 @@ def check_extensions(plan: Draft) -> None:
 
 
 def built_extensions(strategy: Strategy) -> list[str]:
-    """Return the names of all DeepSpeed extensions that a run builds, which name their folders."""
+    """Return the names of all DeepSpeed extensions that a run builds. Their folders have the same
+    names."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
         names += ["async_io", "pin_memory"]
@@ -201,8 +203,8 @@ def has_libaio() -> bool:
 
 
 def refuse_stale_lock(name: str) -> None:
-    """Raise UserError if a killed build of an extension left its `lock` file, for which every later
-    run would wait."""
+    """Raise UserError if a killed build of an extension left its `lock` file. Every later run would
+    wait for this file."""
     for lock in _extension_files(name, "lock"):
         age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
         folders = (process.info["cwd"] for process in psutil.process_iter(["cwd"]))

@@ -1,4 +1,5 @@
-"""Turn CONFIG into a draft plan: resolve "auto" by machine and layout. No torch import."""
+"""Turn CONFIG into a draft plan by resolving "auto" for the machine and the layout. No torch
+import."""
 
 import math
 import time
@@ -34,13 +35,13 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
 
-WORDS_PRESET = "words"  # for a small text without a GPU
+WORDS_PRESET = "words"  # for training on a small text without a GPU
 # Keys that this preset does not set here
 PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
-CPU_EVAL_SAMPLES = 50  # of 512 tokens: half a second on two cores
-MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications of fewer are slower
-LOSS_CHUNK_COST = 0.01  # of a step's time, at most
-SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
+CPU_EVAL_SAMPLES = 50  # samples of 512 tokens, which take half a second on two cores
+MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
+LOSS_CHUNK_COST = 0.01  # maximum cost, as a share of a step's time
+SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 
 
 def choose_model(
@@ -50,9 +51,9 @@ def choose_model(
     strategy: Strategy | None,
     notes: list[str],
 ) -> Request:
-    """Choose the model if it is "auto", and on a CPU the training settings for a text of the
-    user's. Adapters that training continues set their own keys. `strategy` is None if the
-    planner is to choose it."""
+    """Choose the model if it is "auto" and, on a CPU, the training settings for the user's own
+    text. If training continues adapters, they set their own keys. `strategy` is None if the planner
+    has to choose it."""
     decided = continue_adapters(config, notes)
     if decided.get("model", config.model) != AUTO:
         pass
@@ -69,7 +70,7 @@ def choose_model(
 def _choose_for_cpu(
     config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the model, and settings for a text of the user's."""
+    """Return the model, and settings for the user's own text."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
@@ -105,10 +106,10 @@ def lay_out(
     notes: list[str] | None = None,
     **changes: Any,
 ) -> Draft:
-    """Return a draft for a CONFIG whose model, strategy and batch size are known, with `changes`.
-    `strategy` is the one that CONFIG names, if it has been read, and `mesh` replaces its mesh.
-    `requested` is CONFIG before these were decided. Raises UserError if the number of processes
-    does not fit the mesh or a setting does not work with it."""
+    """Return a draft for CONFIG with `changes`. Its model, strategy and batch size must be known.
+    `strategy` is the strategy that CONFIG names, if it has been read, and `mesh` replaces its mesh.
+    `requested` is CONFIG before these values were decided. Raises UserError if the number of
+    processes does not fit the mesh or a setting does not work with it."""
     notes = [] if notes is None else notes
     given = with_values(given, **changes)
     machine = cluster.machine
@@ -153,7 +154,9 @@ def lay_out(
     offload_dir = None
     if strategy.swaps_to_disk:
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
-        offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"  # no other run's
+        offload_dir = (
+            parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
+        )  # a name that no other run uses
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
     draft = Draft(
@@ -280,11 +283,11 @@ def _check_loss_chunks(candidate: Candidate, precision: str) -> None:
 def _choose_loss_chunk(
     candidate: Candidate, machine: Machine, precision: str, micro_batch_size: int
 ) -> int:
-    """Return the number of tokens whose logits are in memory at the same time; 0: all.
+    """Return the number of tokens whose logits are in memory at the same time. 0 means all tokens.
 
-    Each chunk after the first reads and writes the gradient of the output rows once more. On a GPU
-    that takes as long as computing it, the logits and the gradient of hidden states from about 150
-    tokens (4 P D bytes at 3 TB/s, 6 P D FLOPs per token at 680 TFLOP/s).
+    Each chunk after the first reads and writes the gradient of the output rows once more. On a GPU,
+    this takes as long as computing that gradient, the logits and the gradient of hidden states for
+    about 150 tokens (4 P D bytes at 3 TB/s, 6 P D FLOPs per token at 680 TFLOP/s).
     """
     config = candidate.config
     # Under gpipe the gradient of the output rows would wait for the backward pass m times.
@@ -394,8 +397,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
-    """Order a pipeline's operations by their durations at the cluster's rates, or at an H200's
-    if it has none. The plan stores the orders: ranks with different orders would deadlock."""
+    """Order a pipeline's operations by their durations at the cluster's rates or, if these are
+    unknown, at an H200's rates. The plan stores the orders: ranks with different orders would
+    deadlock."""
     work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage

@@ -1,4 +1,4 @@
-"""Find tokenizer, weights and text, and fit the plan to the text. No torch."""
+"""Find the tokenizer, weights and text, and fit the plan to the text. No torch."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -33,13 +33,13 @@ from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
-QUICKLY_CUT = 4_000_000  # bytes
-MAX_SPARE_ROWS = 128  # that embeddings have beyond their tokenizer's tokens
+QUICKLY_CUT = 4_000_000  # largest text, in bytes, that a dry run tokenizes
+MAX_SPARE_ROWS = 128  # accepted rows of an embedding beyond its tokenizer's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """The files that a run reads, and the keys that depend on them."""
+    """Files that a run reads, and keys that depend on them."""
 
     decided: dict[str, Any]  # values of keys
     model: ModelSpec
@@ -51,7 +51,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """The keys and counts that depend on the samples."""
+    """Keys and counts that depend on the samples."""
 
     decided: dict[str, Any] = field(default_factory=dict)  # values of keys
     packing: Packing | None = None
@@ -72,7 +72,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
-    if opened.loads_fast:  # others are checked before they tokenize
+    if opened.loads_fast:  # slower ones are checked when they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train the "
@@ -93,7 +93,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if config.export_dtype == AUTO:
         stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
-    if spec.weights_dir is not None:  # runs/latest is another run's from now on
+    if spec.weights_dir is not None:  # from now on, runs/latest points to another run
         decided["model"] = spec.path
         spec = find_model(decided["model"])
     sources = dict[str, str]()
@@ -114,8 +114,8 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
 
 
 def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the model that a folder in `weights` belongs to, if CONFIG names none, and the rank,
-    alpha, targets and dropout of the adapters in it, if it holds any."""
+    """Return the keys that a folder in `weights` decides: the model, if CONFIG names none, and the
+    rank, alpha, targets and dropout of the folder's adapters, if it has any."""
     folder = Path(config.weights)
     decided: dict[str, Any] = {}
     if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():
@@ -156,7 +156,8 @@ def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:
-    """Return the same as `read_data` without writing to the cache; None if it would take long."""
+    """Return the same as `read_data` without writing to the cache. Return None if this would take
+    long."""
     config = draft.config
     dataset = sources.decided["dataset"]
     named = {"dataset": dataset, "validation_dataset": config.validation_dataset}
@@ -223,7 +224,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / draft.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
-    # choose_model's max_steps is a limit: 60 epochs of a small text end earlier.
+    # The max_steps of choose_model is only a limit, because 60 epochs of a small text end earlier.
     is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
@@ -268,7 +269,8 @@ def _choose_weights(
     config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights` and their folder. Weights are random only if the user
-    says so, or named no model that has any; UserError if those that are named are not available."""
+    requests this or names no model that has published weights. Raises UserError if weights that the
+    user names are not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id
@@ -331,8 +333,8 @@ def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
 def choose_tokenizer(
     config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
-    """Return the value of the key `tokenizer` and its folder. The weights that `source` names have
-    a tokenizer beside them: only a tokenizer that the user names takes its place."""
+    """Return the value of the key `tokenizer` and its folder. The weights that `source` names come
+    with a tokenizer. It is used unless the user names another one."""
     named = config.tokenizer
     local, published = _folders_beside(source, spec)
     if named == AUTO:
@@ -375,7 +377,7 @@ def choose_tokenizer(
 
 
 def _check_embedded(embedded: Tokenizer, weights_dir: Path, spec: ModelSpec) -> None:
-    """Raise UserError if weights were trained with another tokenizer than the embedded one."""
+    """Raise UserError if the weights were not trained with the embedded tokenizer."""
     if hub.has_tokenizer(weights_dir):
         same = Tokenizer(weights_dir).fingerprint == embedded.fingerprint
     else:

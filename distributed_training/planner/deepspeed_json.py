@@ -18,7 +18,7 @@ OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "torch_adam": (True, False),
 }
-# A loss scale with which fp16 skips the same steps under every strategy.
+# With this loss scale, fp16 skips the same steps under every strategy.
 FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 # DeepSpeed's schedulers -> CONFIG's lr_schedule of that shape.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -51,12 +51,14 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             what += repr(getattr(batch, key, getattr(config, key)))
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[last] = value
-    # It would assert in DeepSpeed for any other number of GPUs: checked and dropped.
+    # DeepSpeed asserts that this value fits the number of GPUs. Check it here and drop it.
     written = document.pop("train_batch_size", AUTO)
     if not _same(written, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
         raise UserError(what, fix='write "auto" in the JSON')
-    for name, value in document.pop("optimizer")["params"].items():  # the same for every engine
+    for name, value in document.pop("optimizer")[
+        "params"
+    ].items():  # these values are the same for every engine
         if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
             continue
         what = (
@@ -71,7 +73,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         why = "pipeline_cut and activation_checkpointing in CONFIG decide it"
         raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
     if scheduler:
-        # Even if all its values are "auto": DeepSpeed warms up logarithmically, we linearly.
+        # Refuse it even if all its values are "auto", because DeepSpeed's warm-up is logarithmic
+        # and ours is linear.
         kind = scheduler.get("type") if isinstance(scheduler, dict) else None
         same = SCHEDULES.get(str(kind), "linear, cosine or constant")
         why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
@@ -105,7 +108,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
 
 
 def _same(written: object, value: object) -> bool:
-    """Return whether a value is "auto" or equal, without taking True for 1."""
+    """Return whether a value is "auto" or equals `value`. True does not equal 1."""
     alike = isinstance(written, bool) == isinstance(value, bool)
     return written == AUTO or (alike and written == value)
 

@@ -1,10 +1,10 @@
 """Decide which sections of a user's DeepSpeed JSON are passed on and which are refused. No torch
 import.
 
-A section that DeepSpeed acts on without changing results is passed on. A section that would
-change results, memory or speed without being recorded is refused, and so is a section that
-nothing acts on. DeepSpeed's own classes check unusual values, in a child process, because
-importing them takes seconds."""
+A section that DeepSpeed acts on without changing results is passed on. A section that would change
+results, memory or speed without being recorded is refused. A section without any effect is also
+refused. DeepSpeed's own classes check unusual values, in a child process, because importing them
+takes seconds."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from typing import Any
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, shown
 
-# Sections that CONFIG decides: name -> what to set instead.
+# Sections that CONFIG decides: name -> advice.
 INSTEAD = {
     "activation_checkpointing": "remove it and set activation_checkpointing in CONFIG",
     "amp": "remove it and set precision in CONFIG",
@@ -32,14 +32,14 @@ INSTEAD = {
     "torch_autocast": "remove it and set precision in CONFIG",
     "wandb": "remove it and set log_to in CONFIG",
 }
-# Other sections and values that would change the training of a run: no strategy here has them.
+# Other sections and values that would change training. No strategy here has them.
 CHANGING = {
     "compression_training", "curriculum_learning", "data_efficiency", "data_types", "datastates",
     "eigenvalue", "expert_parallel", "hybrid_engine", "managed_gradient_accumulation", "nebula",
     "progressive_layer_drop", "quantize_training", "sparse_attention", "weight_quantization",
     "use_data_before_expert_parallelism",
 }  # fmt: skip
-# Values that change nothing. Others would change sums, batches or communication.
+# Values without an effect. Other values would change sums, batches or communication.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "communication_data_type": (None,),
     "seq_parallel_communication_data_type": (None, "fp32"),
@@ -53,7 +53,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "managed_gradient_accumulation": (True,),
     "vocabulary_size": (None,),
 }
-# Settings of what DeepSpeed prints, times or reads from disks.
+# Settings of DeepSpeed's messages, timers and disk access
 PASSED_ON = {
     "aio", "comms_logger", "disable_python_gc", "dump_state", "log_level", "memory_breakdown",
     "steps_per_print", "timers", "wall_clock_breakdown", "zero_allow_untested_optimizer",
@@ -64,7 +64,7 @@ FILLED = {
     "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "pipeline", "zero_optimization",
 }  # fmt: skip
 KNOWN = {*INSTEAD, *CHANGING, *HARMLESS, *PASSED_ON, *FILLED}
-# Of ZeRO, fp16 and bf16: whole numbers, True or False, that decide how state is moved.
+# Keys of ZeRO, fp16 and bf16 with whole numbers or booleans that decide how state is moved
 NUMBERS = {
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
@@ -89,7 +89,7 @@ _ALLOCATED = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bu
 _MOST_ALLOCATED = 2**32
 _WORDS = {"device", "nvme_path"}
 _JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
-# Their default alone keeps arithmetic, memory and traffic as the plan has them.
+# Only the default values keep computation, memory and traffic as planned.
 DEFAULTS: dict[str, Any] = {
     "cpu_offload": False,
     "cpu_offload_param": False,
@@ -113,7 +113,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16_optimizer_states": False,
     "leaf_module": {},
 }
-# As DeepSpeed's Trainer fills "auto", from the hidden size d.
+# Values for "auto" by hidden size d, as in Hugging Face's Trainer
 SIZES = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
@@ -135,7 +135,8 @@ ASK_LIMIT_S = 120
 
 
 def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return a JSON in which ZeRO's sizes that say "auto" are those of Hugging Face's Trainer."""
+    """Return the JSON with each "auto" among ZeRO's sizes replaced by the value of Hugging Face's
+    Trainer."""
     zero = document.get("zero_optimization")
     if not isinstance(zero, dict):
         return dict(document)
@@ -144,8 +145,8 @@ def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Drop the sections that are switched off; raise UserError for one that this suite does not run
-    as written. Return the dotted names that only DeepSpeed can judge."""
+    """Drop the sections that are switched off. Return the dotted names that only DeepSpeed can
+    check. Raises UserError for a section that this suite does not run as written."""
     for name, section in list(document.items()):
         in_braces = isinstance(section, dict)
         off = in_braces and (section.get("enabled") is False or not any(section.values()))
@@ -190,8 +191,8 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
 
 
 def _expected(name: str, value: Any) -> str:
-    """Return what a value outside of all sections must be, or "" if it is that. DeepSpeed does not
-    check these values."""
+    """Describe the values that are accepted for a key outside of all sections. Return "" if the
+    value is accepted. DeepSpeed does not check these values."""
     if value is None:
         return ""
     if name in NUMBERS:
@@ -212,14 +213,14 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if DeepSpeed's own classes do not accept a filled JSON. Takes seconds; says
-    nothing if DeepSpeed is not installed here."""
+    """Raise UserError if DeepSpeed's own classes do not accept a filled JSON. This takes seconds.
+    It does nothing if DeepSpeed is not installed here."""
     ask = [sys.executable, "-c", _ASK]
     text = json.dumps(document)
     try:
         answer = subprocess.run(
             ask, input=text, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False,
-            cwd=ROOT,  # -c imports what is in the folder where one stands before all else
+            cwd=ROOT,  # `python -c` would import modules from the current folder first
         ).stdout  # fmt: skip
     except subprocess.TimeoutExpired:
         return

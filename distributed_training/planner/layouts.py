@@ -1,11 +1,12 @@
-"""The sizes of the mesh's axes, and how model and batch are laid over it. No torch import.
+"""Decide the sizes of the mesh's axes, and partition the model and the batch over them. No torch
+import.
 
     world_size == pp * dp_replicate * dp_shard * tp
 
-That is never rounded; what a refusal suggests has been tried on the rules that refuse. A stage is a
-run of consecutive blocks; the first also holds the embeddings, the last the final norm and the
-output layer, which has the tied embedding's weights once more. A step has batch_size x
-grad_accum_steps x processes sequences under every strategy, in micro-batches:
+This product is never rounded. Every layout that an error suggests has passed the same checks. A
+stage has consecutive blocks. The first stage also has the embeddings. The last stage also has the
+final norm and the output layer, which repeats the weights of a tied embedding. A step has
+batch_size x grad_accum_steps x processes sequences under every strategy, in micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
@@ -24,22 +25,22 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
-Settings = dict[str, Any]  # CONFIG key -> value, to override what the user asked for
+Settings = dict[str, Any]  # CONFIG key -> value that overrides the user's value
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
-# With these values a layout is refused for its axes alone.
+# With these values, only a layout's axes can cause a refusal.
 RELAXED_SETTINGS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
     "pipeline_cut": None,
     **OPEN_BATCH,
 }
-# With these fsdp works with any number of processes.
+# With these settings, fsdp works with any number of processes.
 OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """CONFIG under a strategy and one mesh, to be laid out or refused."""
+    """CONFIG under a strategy and a mesh, before it is laid out or refused."""
 
     config: RunConfig
     strategy: Strategy
@@ -80,8 +81,9 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
-    """Return settings that each make a layout of `world_size` processes under the strategy, nearest
-    to its mesh first: fewest settings, then smallest sum of the logarithms of the ratios."""
+    """Return alternative settings, each of which makes a layout of `world_size` processes under the
+    strategy. The nearest to its mesh come first: the fewest settings, then the smallest sum of the
+    logarithms of the ratios."""
     target = dict(candidate.strategy.mesh)
     fixed, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
@@ -111,7 +113,7 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     axes."""
     can = strategy.traits.axes
     free: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
-    # Without its only axis of this kind, a strategy would be another strategy.
+    # Without its only axis of this kind, a layout would belong to another strategy.
     alone = free if len(free) == 1 and world_size > 1 else ()
     kept = [axis for axis in alone if strategy.mesh[axis] != 1]
     free |= {"dp_replicate"}.intersection(can)
@@ -125,7 +127,7 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
 
 
 def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
-    """Return the product of the sizes that the mesh gives, and the axis that it leaves open."""
+    """Return the product of the sizes in the mesh, and the axis without a size."""
     open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
@@ -136,8 +138,8 @@ def _changes(config: RunConfig, wanted: Settings) -> Settings:
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the members of RELAXED_SETTINGS that this layout needs: none, one or all. None: it is
-    refused even with all of them."""
+    """Return the members of RELAXED_SETTINGS that this layout needs: none, one or all. Return None
+    if the layout is refused even with all of them."""
     changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         tried = replace(candidate, config=candidate.config.model_copy(update=settings))
@@ -149,8 +151,8 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 
 def build_layout(candidate: Candidate) -> Layout:
-    """Partition the model for a mesh. Raises UserError if it cannot be, or if a setting of CONFIG
-    does not work with it."""
+    """Partition the model for a mesh. Raises UserError if this is impossible, or if a setting of
+    CONFIG does not work with the mesh."""
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
@@ -205,7 +207,7 @@ def _check_divisible(candidate: Candidate) -> None:
 
 
 def _check_splits(candidate: Candidate) -> None:
-    """Raise UserError if the strategy, or its mesh, divides a model that cannot be divided."""
+    """Raise UserError if the strategy or its mesh splits a model that cannot be split."""
     traits = candidate.strategy.traits
     is_pipeline = traits.takes_json and "pp" in traits.axes
     if candidate.model.size.splits or not (
@@ -223,8 +225,8 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
 
     `ranks`: the pipeline rank of each stage, one or two stages per process. The cost is FLOPs per
     token. It includes the output layer, but not the lookup of embeddings. If a process with two
-    stages has an odd number of blocks, the stage that is later in the model gets one more, or in a
-    V the earlier one. The simulator of pipedream_tutorial found these splits to be shorter."""
+    stages has an odd number of blocks, the later stage gets one more, or in a V the earlier stage.
+    In the simulator of pipedream_tutorial, these splits take less time."""
     # Multiplications per token in a block and in the output layer
     block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
@@ -235,7 +237,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     costs = [per_rank * block] * pp
     costs[last] += head
     for _ in range(size.num_layers - len(ranks)):
-        # On a tie, the process with the output layer gets the block, as others have less to do.
+        # On a tie, the process with the output layer gets the block.
         rank = min(range(pp), key=lambda rank: (costs[rank], rank != last))
         totals[rank] += 1
         costs[rank] += block
@@ -278,7 +280,7 @@ def cut_batch(candidate: Candidate) -> Batch:
     def fits(count: int) -> bool:
         size = sequences // count
         kept = size * candidate.schedule.kept(pp, count) / pp * share
-        # The loss is computed one micro-batch at a time, its logits divided over tp.
+        # The loss is computed for one micro-batch at a time, and its logits are split over tp.
         return max(kept, size / tp) <= int(config.batch_size)
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
@@ -292,8 +294,8 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 
 def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """Return the error for a division that does not fit, with the nearest ones that do. Single
-    sequences always fit."""
+    """Return the error for numbers that do not fit, with the nearest numbers that do. Micro-batches
+    of one sequence always fit."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")

@@ -27,10 +27,9 @@ def make_plan(
     *,
     below_bytes: int | None = None,
 ) -> Plan:
-    """Decide and check everything about a run. Downloads come after the checks of this machine.
-
-    `read` returns the run's samples, or None if they are not wanted. "auto" chooses a layout that
-    is predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
+    """Decide and check everything about a run. Downloads follow the checks of this machine. `read`
+    returns the run's samples, or None if they are not needed. "auto" chooses a layout that is
+    predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
     notes: list[str] = []
     request = take_over(request, cluster.num_processes, notes)
     draft = draft_plan(request, cluster, notes, below_bytes)
@@ -84,8 +83,8 @@ def draft_plan(
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the work, the strategy and the checkpoint interval of the run that
-    `resume` names, except for keys that were typed; unchanged if `resume` names no run. Raises
-    UserError if that run is missing."""
+    `resume` names, except for keys that were typed. If `resume` names no run, CONFIG is unchanged.
+    Raises UserError if the run is missing."""
     if config.resume in (None, AUTO):
         return config
     before = load_plan(named_checkpoint(str(config.resume)).parents[1])
@@ -99,11 +98,15 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
         values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
         notes.append(f"as in the run: {values}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
-    if config.is_set("dataset"):  # from which these were decided, unless they were asked for
+    if config.is_set(
+        "dataset"
+    ):  # these values depend on the earlier dataset, so request them again
         of_data: dict[str, Any] = {
             name: asked_before[name] for name in ("num_samples", "pack") if name in taken
         }
-        if decided["num_samples"] == -1:  # all: as asked for, or as without a GPU
+        if (
+            decided["num_samples"] == -1
+        ):  # the run used all samples, by request or because it had no GPU
             of_data.pop("num_samples", None)
         taken |= of_data
     if "strategy" in taken:

@@ -39,8 +39,8 @@ def rank_layouts(
     build: Callable[[str], Request], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
     """Return all layouts that can start, the best first. `build` returns CONFIG under a strategy's
-    name and raises UserError if they do not go together. Algorithms that compute something else are
-    included only if `asked` names them. On CPUs, strategies that offload state to the host are
+    name and raises UserError if they are incompatible. Algorithms that compute different results
+    are included only if `asked` names them. On CPUs, strategies that offload state to the host are
     included only if `asked` names them or CONFIG has a DeepSpeed JSON. `only` names the single
     strategy to rank."""
     choices: dict[object, Prediction] = {}
@@ -65,8 +65,8 @@ def rank_layouts(
 
 
 def _detours(plan: Draft) -> tuple[int, bool]:
-    """Return the order of two names of one layout. The name that needs fewer settings comes first,
-    and fsdp for sharded copies (HSDP)."""
+    """Return a sort key for two names of one layout. The name that needs fewer settings comes
+    first, and for sharded replicas (HSDP) the name fsdp."""
     shards = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(settings_of(plan)), shards and plan.strategy.mesh["dp_shard"] == 1
 
@@ -88,7 +88,7 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
-            # A search for orders takes 1 to 2 s, so it is done only if the user asks for it.
+            # A search for orders takes 1 to 2 s, so it runs only on request.
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         plan_for = functools.partial(lay_out, cluster, config, strategy=strategy, mesh=mesh)
         for schedule in schedules:
@@ -97,7 +97,8 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                 yield first
                 if first.schedule.searched or not cut_is_open:
                     continue
-                # Fewer would hold more than `batch_size` sequences under dp.
+                # With fewer micro-batches, activations would need more memory than `batch_size`
+                # sequences under dp.
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
                     with contextlib.suppress(UserError):
                         yield plan_for(pipeline_schedule=schedule, num_microbatches=count)
@@ -118,7 +119,8 @@ def settings_of(plan: Draft) -> dict[str, Any]:
     settings: dict[str, Any] = {
         axis: size for axis, size in mesh.items() if named_mesh[axis] not in (-1, size)
     }
-    # An open axis gets all remaining processes, which may not be meant. Two cannot be open.
+    # An open axis gets all remaining processes, which may not be intended. Only one axis may be
+    # open.
     open_axes = [axis for axis in mesh if named_mesh[axis] == -1]
     if plan.num_processes > 1 and any(mesh[axis] == 1 for axis in open_axes):
         settings |= {axis: size for axis, size in mesh.items() if size > 1}
@@ -192,7 +194,7 @@ def best_layout(
     build: Callable[[str], Request], cluster: Cluster, below_bytes: int | None = None
 ) -> Prediction | None:
     """Return the simplest of the fastest layouts that fit and need less GPU memory than
-    `below_bytes`, or None. `build` as for `rank_layouts`."""
+    `below_bytes`, or None. `build` is described in `rank_layouts`."""
     ranked = rank_layouts(build, cluster)
     # The checks of the run report a lack of host memory.
     choices = [
@@ -218,13 +220,13 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 
 def _within(choices: Sequence[Prediction], best: Prediction, share: float) -> list[Prediction]:
-    """Return the layouts with as much free memory as `best` that take at most `share` longer."""
+    """Return the layouts that fit as well as `best` and take at most `share` longer."""
     room, seconds = best.order
     return [choice for choice in choices if choice.order <= (room, seconds * (1 + share))]
 
 
 def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
-    """Return the layouts of a ranking to show first, each once, with its labels."""
+    """Return the layouts of a ranking to show first, each with its labels."""
     best = choices[0]
     safest = min(_within(choices, best, SAFE), key=lambda choice: choice.memory.needed_bytes)
     labeled: dict[int, tuple[list[str], Prediction]] = {}
@@ -244,14 +246,14 @@ def choose_spread(
     notes: list[str],
     below_bytes: int | None = None,
 ) -> tuple[Request, Strategy]:
-    """Choose the strategy and batch size that are "auto": the fastest by prediction. `strategy` is
-    None if it is "auto"."""
+    """Choose the strategy and the batch size that are predicted to be fastest, if they are "auto".
+    `strategy` is None if it is "auto"."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, with_values(config, batch_size=few))
         best = best_layout(build, cluster, below_bytes)
         if best is None:
-            # Raise the refusal that says most, or else the one for memory.
+            # Raise the most specific error. If there is none, the memory does not suffice.
             plainest = "dp"
             if config.deepspeed_config:
                 plainest = "zero2"

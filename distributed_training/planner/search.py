@@ -47,19 +47,18 @@ def search_orders(
     """Return the shortest order found for `m` micro-batches under `zb-auto`. `zb-v`'s order is the
     longest that it returns.
 
-    `seconds` has the durations of F, I and W of each stage. `blocks` has the number of blocks whose
-    activations a micro-batch holds from F to W. Rank r has stages r and 2 p - 1 - r. A result
-    reaches another rank after `message_s`.
+    `seconds` has the durations of F, I and W of each stage. `blocks` has the number of blocks in
+    each stage, whose activations a micro-batch holds from F to W. Rank r has stages r and 2 p - 1 -
+    r. A result reaches another rank after `message_s`.
 
-    `zb-v` takes stages to be equal. They are not: the last stage also computes the loss. So its
-    order, or torch's if that is shorter, is improved by simulated annealing, with random
-    thresholds, on estimated durations. Equal arguments give equal
-    orders on any machine: only additions, products and comparisons of floats decide, and
-    `random()`, which Python keeps as it is."""
+    `zb-v` assumes equal stages, but the last stage also computes the loss. Therefore simulated
+    annealing with random thresholds improves its order, or torch's if that is shorter, on estimated
+    durations. Equal arguments give equal orders on any machine, because the search uses only
+    additions, products and comparisons of floats, and `random()`, which Python does not change."""
     last = len(blocks) - 1
     p = len(blocks) // 2
     took = by_operation(seconds)
-    # The loss goes backward at once, before there are logits of another micro-batch.
+    # The loss runs its backward pass at once, before the logits of another micro-batch exist.
     at_once = ("I", last)
     took["F", last] += took[at_once]
     gives = flow(SCHEDULES["zb-v"].ranks(p), message_s)
@@ -74,9 +73,9 @@ def search_orders(
     )
 
     def held_by(words: list[Step]) -> int | None:
-        """Return the most blocks whose activations a rank holds at once; None if an operation comes
-        before its input."""
-        ahead = dict.fromkeys(words, 0)  # how often each was done
+        """Return the largest number of blocks whose activations a rank holds at once. Return None
+        if an operation comes before its input."""
+        ahead = dict.fromkeys(words, 0)  # number of times that each step has run
         held = most = 0
         for step in words:
             kind, stage = step

@@ -1,8 +1,7 @@
-"""The record of a mechanism's costs, and the values that costs are computed from: sizes of
-tensors, and seconds of elementary operations. No torch import.
-
-Sizes of exchanges are of the tensors given to an operation: the whole tensor for all-reduce,
-all-gather and reduce-scatter. `sent_bytes` converts them to the bytes that a process sends."""
+"""Define the costs of a mechanism, and the values from which they are computed: sizes of tensors,
+and seconds of elementary operations. No torch import. The size of an exchange is that of the whole
+tensor for all-reduce, all-gather and reduce-scatter. `sent_bytes` converts them to the bytes that a
+process sends."""
 
 import itertools
 import math
@@ -41,7 +40,7 @@ def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
 
 
 class Place:
-    """Sizes of tensors in the processes at one pipeline rank."""
+    """Sizes of tensors in the processes of one pipeline rank."""
 
     def __init__(self, plan: Draft, place: int = 0) -> None:
         config = plan.config
@@ -69,7 +68,7 @@ class Place:
         self.hidden = self.tokens * size.hidden_size * self.width
         self.parts = self.tp if config.sequence_parallel else 1
         self.between = 1 / self.parts
-        # What tp splits in a block, by hidden size
+        # Values that tp splits in a block, relative to the hidden size
         values = size.values_in + size.values_out + size.kept_values
         self.split_values = values / size.hidden_size
         self.way = "compiled" if config.compile else "eager"
@@ -107,7 +106,7 @@ class Place:
             self.learning = self.adapters
 
     def traced_bytes(self, what: str, way: str) -> float:
-        """Return bytes of a block and micro-batch of a model whose traces were made in bf16."""
+        """Return the bytes per block and micro-batch of a traced model. Traces are made in bf16."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
@@ -133,7 +132,8 @@ class Timing(Place):
         return num_bytes / self.rates.memory_bytes * MEMORY
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Return the seconds of `times` collectives over an axis, of `tensor_bytes` in total."""
+        """Return the seconds of `times` collectives over an axis, which exchange `tensor_bytes` in
+        total."""
         members = self.mesh[axis]
         # tp varies fastest with the rank. If a group spans nodes, each of its members in a node has
         # an adapter, and NCCL's rings use all of them.
@@ -150,7 +150,7 @@ class Timing(Place):
 
 
 def all_places(plan: Draft) -> list[Place]:
-    """Return the sizes in the processes of each pipeline rank."""
+    """Return the sizes of tensors in the processes of each pipeline rank."""
     return [Place(plan, rank) for rank in range(plan.mesh["pp"])]
 
 

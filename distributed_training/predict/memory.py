@@ -1,5 +1,5 @@
-"""Estimate the peak memory of one process by component: add up the mechanisms of predict/costs at
-three points of a step. No torch import."""
+"""Estimate the peak memory of one process by component. It adds up the mechanisms of predict/costs
+at three points of a step. No torch import."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> dict[str, int]:
-        """The components of the fullest process."""
+        """Components of the fullest process."""
         return max(self.by_place, key=_total)
 
     @property
@@ -44,8 +44,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
-    """Estimate the peak of a plan's processes by component. `tokenised`: the token cache has the
-    samples."""
+    """Estimate the peak of a plan's processes by component. `tokenised`: whether the token cache
+    already has the samples."""
     mechanisms = used_by(plan)
     processes = all_places(plan)
     by_place = [_find_peak(process, mechanisms) for process in processes]
@@ -73,7 +73,7 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
     on_host += model if plan.machine.num_gpus else max(peak, model)
     copy = estimate_copy(plan)
     if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:
-        on_host += copy  # else training waits while it saves
+        on_host += copy  # otherwise training waits during saves
     return MemoryEstimate(
         by_place=by_place,
         likely_bytes=[round(share * peak) + context for share in likely],
@@ -84,8 +84,8 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
 
 
 def estimate_state(plan: Draft) -> dict[str, int]:
-    """Return the bytes of model state of the process that holds most of the model: each of STATE on
-    the device, and offloaded state on "host" and "disk"."""
+    """Return the bytes of model state in the process with the most: each component of STATE on the
+    device, and offloaded state on "host" and "disk"."""
     fullest = max(all_places(plan), key=lambda process: process.parameters)
     return _state_of(fullest, used_by(plan))
 
@@ -120,7 +120,7 @@ def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 
 
 def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
-    """Return the components of a process at the moment of the largest sum."""
+    """Return the components of a process at the moment at which their sum is largest."""
     kept = sum(mechanism.kept(at) for mechanism in mechanisms)
     backward = sum(mechanism.backward(at) for mechanism in mechanisms)
     held = partial(_held, at, mechanisms, _state_of(at, mechanisms))
@@ -142,7 +142,7 @@ def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 def _held(
     at: Place, mechanisms: Sequence[Mechanism], state: Mapping[str, int], moment: Moment
 ) -> dict[str, float]:
-    """Return state, gradients, copies and buffers at a moment."""
+    """Return the bytes of state, gradients, copies and buffers at a moment."""
     parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
     for mechanism in mechanisms:
         for part, size in mechanism.held(at, moment, state).items():
@@ -153,7 +153,7 @@ def _held(
 
 def _activations(at: Place, per_block: float, backward: float) -> tuple[float, float]:
     """Return the bytes (of blocks, of logits) at the peak of the process's order. A block keeps
-    `per_block` bytes, and its backward pass needs `backward` bytes beside them."""
+    `per_block` bytes, and its backward pass needs another `backward` bytes."""
     blocks = at.plan.layout.blocks_per_stage
     loss = loss_bytes(at)
     pending = pending_bytes(at)
@@ -166,10 +166,11 @@ def _activations(at: Place, per_block: float, backward: float) -> tuple[float, f
     for operation, stage, _ in find_orders(at.plan)[at.place]:
         last = stage == len(blocks) - 1
         action = "B" if at.frozen and operation == "I" else operation
-        if at.frozen and action == "W":  # it has no gradients to compute
+        if at.frozen and action == "W":  # frozen blocks have no gradients of weights
             continue
         during = (held, held_logits)
-        # Without inputs to find gradients for, the first stage's W does all, if not compiled.
+        # The first stage needs no gradients of inputs. Unless it is compiled, its W does all the
+        # work.
         later = pending if stage or at.config.compile else 0.0
         of_block = {"F": per_block, "B": -per_block, "I": later, "W": -per_block - later}
         held += blocks[stage] * of_block[action]

@@ -1,4 +1,4 @@
-"""Predict memory and time of a plan on a cluster. No torch import."""
+"""Predict the memory and time of a plan on a cluster. No torch import."""
 
 import re
 import sys
@@ -16,28 +16,28 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
-RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
-# Which estimate of memory fits: the most that is likely ("yes"), the predicted one ("tight"), only
-# the least that is likely ("unlikely"), or none ("no").
+RECORDED = (9, 0)  # compute capability of the GPUs with which the records were measured
+# The largest estimate of memory that fits: the upper end of the likely range ("yes"), the
+# prediction ("tight"), the lower end ("unlikely"), or none ("no").
 Room = Literal["yes", "tight", "unlikely", "no"]
 ROOMS: tuple[Room, ...] = get_args(Room)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The processes of a plan on identical nodes."""
+    """Processes of a plan on identical nodes."""
 
     num_processes: int
     processes_a_node: int
     machine: Machine  # one node
-    rates: Rates | None  # None: an unknown GPU
+    rates: Rates | None  # None for an unknown GPU
     name: str
     is_here: bool  # whether this machine is one of the nodes
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
-    """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" of a given
-    `gpu`. Raises UserError if it does not parse and for an unknown GPU."""
+    """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" with a
+    separate `gpu`. Raises UserError for text of another form and for an unknown GPU."""
     match = _FORM.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
@@ -74,8 +74,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """Return a cluster of this machine and others like it. `gpu` describes GPUs that the table
-    lacks."""
+    """Return a cluster of this machine and identical ones. `gpu` describes GPUs that are not in the
+    table."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -99,7 +99,7 @@ def this_machine(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The predicted memory of a plan and, if the GPU's rates are known, time."""
+    """Predicted memory of a plan and, if the GPU's rates are known, its predicted time."""
 
     plan: Draft
     rates: Rates | None
@@ -108,13 +108,15 @@ class Prediction:
 
     @property
     def room(self) -> Room:
-        """Estimate that still fits into GPU and host memory, for the fullest process."""
+        """Estimate, as one of ROOMS, of whether the fullest process fits into GPU and host
+        memory."""
         on_host = self.memory.host_bytes * self.plan.processes_here
         return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
 
     @property
     def room_on_gpu(self) -> Room:
-        """Estimate that still fits into the fullest GPU. "yes" without GPUs."""
+        """Estimate, as one of ROOMS, of whether the fullest process fits into its GPU. "yes"
+        without GPUs."""
         machine = self.plan.machine
         least, most = self.memory.likely_bytes
         if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
@@ -130,12 +132,13 @@ class Prediction:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: layouts that fit first, then by time. Without times, the order is kept."""
+        """Sort key: layouts that fit come first, then the fastest. Without times, the order is
+        kept."""
         return (ROOMS.index(self.room), self.step.seconds if self.step else 0.0)
 
     @property
     def kind(self) -> str:
-        """Kind of the main bottleneck of a step, the key of its typical error in
+        """Kind of the main bottleneck of a step. It is the key of the typical error in
         FITTED.likely_s."""
         rates = self.rates
         if self.step is None or rates is None:
@@ -153,7 +156,7 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if runs like this were measured: this model on one node of such GPUs."""
+        """True if similar runs were measured: this model on one node of such GPUs."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -166,7 +169,7 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """The least and most likely time of a step, as shares of the predicted time."""
+        """Lower and upper end of the likely time of a step, as shares of the predicted time."""
         least, most = vars(FITTED.likely_s)[self.kind]
         if not self.validated:
             wider = FITTED.unvalidated_s
@@ -175,7 +178,7 @@ class Prediction:
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Least and most likely seconds of a step."""
+        """Lower and upper end of the likely time of a step, in seconds."""
         if self.step is None:
             return None
         return [share * self.step.seconds for share in self.likely_shares]
@@ -214,7 +217,8 @@ class Prediction:
 
 
 def predict(plan: Draft, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
-    """Predict a plan's step. `tokenised`: the token cache has the samples."""
+    """Predict the memory and time of a plan's step. `tokenised`: whether the token cache already
+    has the samples."""
     return Prediction(
         plan=plan,
         rates=rates,

@@ -1,4 +1,4 @@
-"""Rates of a machine: measured by `plan --calibrate`, or estimated from datasheets."""
+"""Return the rates of a machine, as measured by `plan --calibrate` or estimated from datasheets."""
 
 import itertools
 import json
@@ -19,11 +19,11 @@ _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
 # units, source records and observed ranges.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
 TILES = ((128, 256), (256, 128))  # rows and columns of a tile of a matrix multiplication's result
-PARTS = (1, 2, 4)  # parts of each sum, which are added up
+PARTS = (1, 2, 4)  # numbers of parts into which each sum may be split
 
 
 def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
-    """Return launch costs, such as FITTED.launching_s, of a host that is slower by `factor`."""
+    """Return launch costs, such as FITTED.launching_s, for a host that is slower by `factor`."""
     return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
 
 
@@ -31,13 +31,15 @@ def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
 class Rates:
     """Rates of one process, per second."""
 
-    gemm_flops: float  # of large 16-bit matrix multiplications
+    gemm_flops: float  # FLOP/s of large 16-bit matrix multiplications
     fp32_gemm_flops: float
-    memory_bytes: float  # that element-wise kernels read and write
-    head_memory_bytes: float | None = None  # the same in the loss, in the update; None: no other
+    memory_bytes: float  # bytes/s that element-wise kernels read and write
+    head_memory_bytes: float | None = (
+        None  # the same rate in the loss and in the update; None: no separate rate
+    )
     update_memory_bytes: float | None = None
-    attention_flops: float  # of causal attention over long sequences
-    link_bytes: float  # that a process sends in a collective inside a node
+    attention_flops: float  # FLOP/s of causal attention over long sequences
+    link_bytes: float  # bytes/s that a process sends in a collective inside a node
     network_bytes: float = ADAPTER_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1: matrix multiplications do not run in waves
     kernel_s: float = FITTED.kernel_s
@@ -46,15 +48,15 @@ class Rates:
     on_host: bool = False  # there is no device that computes while Python runs
     peak_flops: float | None = None  # by the datasheet, for MFU
     measured_at: str = ""  # time of calibration; "": from the table
-    measured: tuple[str, ...] = ()  # of "host" and "gpu"
+    measured: tuple[str, ...] = ()  # measured parts: "host", "gpu"
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """Return the rates of a GPU of the table.
+    """Return the rates of a GPU in the table.
 
     Long matrix multiplications exceed the power limit of most GPUs, which then lower clock and
-    voltage. The rate goes with the square root of power. Element-wise kernels are bound by memory
-    bandwidth or, if that is large, by the throughput of multiprocessors."""
+    voltage. The rate is proportional to the square root of the power. Element-wise kernels are
+    bound by memory bandwidth or, if that is large, by the throughput of multiprocessors."""
     shares = FITTED.gpu_shares
     powers = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)
@@ -93,8 +95,9 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
 
 
 def tiled(m: float, k: float, n: float, num_sms: int) -> float:
-    """Return the multiplications that a GPU does for an m x k by k x n matrix multiplication. Each
-    multiprocessor works on one tile of the result at a time, and all work on the same number."""
+    """Return the number of multiplications that a GPU performs for an m x k by k x n matrix
+    multiplication. Each multiprocessor computes one tile of the result at a time, and all compute
+    the same number of tiles."""
     costs = []
     for (rows, columns), parts in itertools.product(TILES, PARTS):
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
@@ -151,7 +154,7 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the FLOP/s of the largest matrix multiplications, in whole tiles."""
+    """Return the FLOP/s of the largest matrix multiplications, counted in whole tiles."""
     m = max(product["tokens"] for product in products)
     rates = []
     for product in products:
@@ -167,7 +170,7 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
 
 
 def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:
-    """Return the bandwidth of the largest message and the latency of the fastest one, of the
+    """Return the bandwidth of the largest message and the latency of the fastest message in the
     largest group."""
     members = max(entry["members"] for entry in collectives)
     entries = [entry for entry in collectives if entry["members"] == members]

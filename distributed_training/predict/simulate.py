@@ -36,8 +36,8 @@ def simulate(
     gives: Mapping[Step, tuple[Step, float]],
     launching: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
-    """Return begin and end in seconds of each operation, per micro-batch. `gives` is from `flow`.
-    The result is empty if ranks wait for each other forever.
+    """Return the begin and the end of each operation in seconds, per micro-batch. `gives` is from
+    `flow`. The result is empty if ranks wait for each other forever.
 
     `launching`: seconds that a rank's host takes to launch each operation. The host launches ahead
     of the GPU, and the GPU cannot end an operation before it is launched."""

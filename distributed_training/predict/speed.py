@@ -1,10 +1,10 @@
 """Estimate the seconds of one optimizer step and its main bottleneck. No torch import.
 
 Matrix multiplications take FLOPs / rate, and attention has a rate that grows with the sequence.
-Element-wise operations take bytes / bandwidth, and each kernel a time to start. A collective
-takes its latency and the bytes of a ring / bandwidth. A pipeline is simulated in its schedule's
-order. The host launches while the GPU computes: the slower one counts, unless a CUDA graph
-launches all."""
+Element-wise operations take bytes / bandwidth, and each kernel takes time to start. A collective
+takes its latency plus the bytes sent in a ring / bandwidth. A pipeline is simulated in its
+schedule's order. The host launches kernels while the GPU computes, so the slower of the two counts,
+unless a CUDA graph launches all kernels."""
 
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
 
 
 class Work(Timing):
-    """Seconds of the parts of a step of a plan."""
+    """Seconds of the parts of a plan's step."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan, rates)
@@ -87,7 +87,7 @@ class Work(Timing):
         for stage, number in enumerate(blocks):
             costs["F", stage] = number * forward
             costs["I", stage] = number * inputs
-            costs["W", stage] = number * weights  # only of the blocks' matrices
+            costs["W", stage] = number * weights  # only for the matrices of blocks
             if stage == len(blocks) - 1:
                 of_head = head(self)
                 costs["F", stage] += of_head[0]
@@ -107,15 +107,15 @@ class Work(Timing):
         return costs
 
     def _gradient_bytes(self) -> float:
-        """Return the bytes of a block's gradients and rounded weights that one micro-batch
-        moves."""
+        """Return the bytes that one micro-batch moves for a block's gradients and rounded
+        weights."""
         whole = self.size.block_parameters
         split = self.size.block_parameters_split
         per_parameter = sum(mechanism.moved(self) for mechanism in self.mechanisms)
         return per_parameter * (whole - split + split / self.tp)
 
     def update(self, process: Place) -> float:
-        """Return the seconds of clipping and the optimizer step of a process."""
+        """Return the seconds that clipping and the optimizer step take in a process."""
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
         return sum(mechanism.updated(process) for mechanism in self.mechanisms) / rate
 
@@ -144,7 +144,8 @@ class Work(Timing):
         }
 
     def host_block(self) -> float:
-        """Return the seconds to launch one block, forward and backward, with its exchanges."""
+        """Return the seconds to launch the forward and backward passes of one block, including its
+        exchanges."""
         exchanges = sum(mechanism.launches(self) for mechanism in self.mechanisms)
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 

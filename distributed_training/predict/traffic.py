@@ -1,4 +1,5 @@
-"""Communication volume of a step, by the formulas of strategies/*/README.md. No torch import."""
+"""Compute the communication volume of a step by the formulas of strategies/*/README.md. No torch
+import."""
 
 from collections import Counter, defaultdict
 
@@ -8,7 +9,8 @@ from distributed_training.predict.mechanism import Bytes, Place, all_places, sen
 
 
 def tensor_bytes(at: Place) -> Bytes:
-    """Return all traffic of a process but numbers of at most 8 bytes, by axis and operation."""
+    """Return the traffic of a process by axis and operation, without exchanges of at most 8
+    bytes."""
     total: Bytes = Counter()
     for mechanism in used_by(at.plan):
         total += mechanism.traffic(at) + mechanism.exchange(at)
@@ -24,8 +26,8 @@ def sent_by_kind(at: Place) -> dict[str, float]:
 
 
 def sent_by_axis(plan: Draft) -> dict[str, float]:
-    """Map each axis to the bytes that a process sends in a step. Of the pipeline ranks, the one
-    that sends most counts."""
+    """Map each axis to the bytes that a process sends in a step. The pipeline rank that sends the
+    most counts."""
     most = max(map(sent_by_kind, all_places(plan)), key=lambda sent: sum(sent.values()))
     by_axis: dict[str, float] = defaultdict(float)
     for name, size in most.items():

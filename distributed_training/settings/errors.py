@@ -14,9 +14,9 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix: what is wrong, why, and what to type instead, one sentence
-    each. The command line prints the sentences without a traceback and exits with code 2. A command
-    at the end of `fix`, after "run:", gets a line of its own."""
+    """Mistake that the user can fix. Its three sentences say what is wrong, why, and what to type
+    instead. The command line prints the sentences without a traceback and exits with code 2. A
+    command at the end of `fix`, after "run:", gets a line of its own."""
 
     exit_code = 2
 

@@ -129,7 +129,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_small(path: Path) -> bytes:
     """Read a settings file, or a shell's `<(...)`. Raises OSError if the file is not regular or is
-    too long to read quickly."""
+    too long."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(_SMALL_BYTES + 1)
     if len(data) > _SMALL_BYTES:
@@ -184,7 +184,7 @@ def _json_fault(error: json.JSONDecodeError) -> str:
         return f"line {line} has a comment, which JSON does not allow: {comment}"
     if remaining.startswith(("}", "]")) and preceding.endswith(","):
         return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
-    return f"line {error.lineno} column {error.colno}: {json_mistake(error)}"
+    return f"{json_mistake(error)}, in line {error.lineno} column {error.colno}"
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:

@@ -172,7 +172,7 @@ def foreign_key(name: str) -> str | None:
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
     """Return the key, or the element of `others`, whose name is close to `word`, or None."""
     names = _all_names(keys) | {name: name for name in others}
-    close = nearest(word, names, cutoff=0.7)  # a far-fetched suggestion would mislead
+    close = nearest(word, names, cutoff=0.7)  # a name that differs more would mislead the user
     return names[close] if close else None
 
 

@@ -3,10 +3,11 @@ rates are estimated.
 
 Sources: NVIDIA's datasheets; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
 the A10G, which is AWS's variant, the values that CUDA reports. Rates are dense, without sparsity.
-Memory is as reported by nvidia-smi. Links in GB/s each way: NVLink 5 has 900, NVLink 4 has 450,
-NVLink 3 has 300, NVLink 2 has 150, and that of the H800 and A800 has 200; PCIe 5 x16 has about 63,
-PCIe 4 has 31.5, PCIe 3 has 15.75. Entries whose names contain other names come first. For one
-model, the form that a plain name means comes before PCIe."""
+Memory is as reported by nvidia-smi. Bandwidths of links in GB/s in each direction: NVLink 5 has
+900, NVLink 4 has 450, NVLink 3 has 300, NVLink 2 has 150, and the NVLink of H800 and A800 has 200.
+PCIe 5 x16 has about 63, PCIe 4 has 31.5, and PCIe 3 has 15.75. Entries whose names contain other
+names come first. If a model has several forms, the form that its plain name means comes before the
+PCIe form."""
 
 import json
 import os
@@ -77,8 +78,8 @@ def detect_machine() -> Machine:
 
 
 def has_bf16(info: Path) -> bool:
-    """Return whether Linux's list of a CPU's features has instructions for matrix multiplications
-    in bf16: AVX-512 or AMX of x86, or Arm's. Return False if there is no list."""
+    """Return whether Linux lists instructions for matrix multiplications in bf16 among a CPU's
+    features: AVX-512 or AMX on x86, or Arm's instructions. Return False if there is no list."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (
         re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None

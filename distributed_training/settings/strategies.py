@@ -146,8 +146,8 @@ class _DeepSpeed(BaseModel, strict=True):
 
 @functools.lru_cache(maxsize=64)
 def _read_zero(text: str) -> _Zero:
-    """Parse a ZeRO section. The result is cached, because a ranking needs it tens of thousands of
-    times."""
+    """Parse a ZeRO section. The result is cached, because ranking layouts needs it tens of
+    thousands of times."""
     return _Zero.model_validate_json(text)
 
 

@@ -130,7 +130,7 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How the ranks ended."""
+    """Exit codes of the ranks."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # return codes, as Popen's, of ranks that ended before they were told to
@@ -148,7 +148,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Return the signal to stop or the ranks that were killed; "" if all ranks ended by
+        """Return the signal to stop or the ranks that were killed. Return "" if all ranks ended by
         themselves."""
         if self.signum:
             return signal.Signals(self.signum).name
@@ -280,7 +280,7 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
-    """End all ranks. They have time to save or, if a rank failed, to report what they know."""
+    """End all ranks. They have time to save or, if a rank failed, to report the cause."""
     patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
@@ -291,9 +291,9 @@ def _end(ranks: Ranks, *, told: bool) -> None:
 
 
 def fork(body: Body) -> psutil.Process:
-    """Run `body` in a fork of this process, which must have no other threads. Signal handlers are
-    those of a new process. The fork has its own session, so Ctrl-C in a terminal reaches it once,
-    through this process."""
+    """Run `body` in a fork of this process, which must have no other threads. The fork has the
+    signal handlers of a new process. The fork has its own session, so Ctrl-C in a terminal reaches
+    it once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)

@@ -31,8 +31,8 @@ class Process:
 
 
 class Startup:
-    """Seconds of each phase from the start of this process to the end of its first step. In a
-    forked process, the phases `before` the fork are kept."""
+    """Seconds of each startup phase, from the start of this process to the end of its first step.
+    In a forked process, the phases `before` the fork are kept."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})

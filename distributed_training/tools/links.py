@@ -49,7 +49,7 @@ FIX = "Exclude its host, or look for other programs there with top, nvidia-smi a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Group of processes that measure, as seen by this process."""
+    """Group of processes that measure together, and this process's rank in it."""
 
     process: Process
     device: torch.device

@@ -40,8 +40,8 @@ def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("ein Café ä".encode("latin-1"), ["utf-8", "0xe9 after 'ein Caf'"]),
-        ("ä".encode()[:1], ["unexpected end of data"]),
+        ("ein Café ä".encode("latin-1"), ["0xe9 after 'ein Caf' is not valid UTF-8"]),
+        ("ä".encode()[:1], ["0xc3 after '' is not valid UTF-8"]),
         ("plain words".encode("utf-16-le"), ["UTF-16 without a byte-order mark", "-f UTF-16LE"]),
         ("plain words".encode("utf-16-be"), ["UTF-16 without a byte-order mark", "-f UTF-16BE"]),
     ],

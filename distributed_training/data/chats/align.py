@@ -46,9 +46,10 @@ def align(
     """Return the samples of a conversation.
 
     One sample holds all answers that the template renders as it does when the model is asked for
-    them. Any other answer gets a sample of its own. `skip` are indices of messages that are not in
-    the loss, `marked` the spans between the template's own generation marks, if it has any, and
-    `marks` matches special tokens. Raises AlignmentError if an answer cannot be found."""
+    them. Any other answer gets a sample of its own. `skip` contains the indices of messages that
+    are not in the loss. `marked` contains the spans between the template's own generation marks, if
+    it has any. `marks` matches special tokens. Raises AlignmentError if an answer cannot be
+    found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:
@@ -141,7 +142,7 @@ def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
 
 
 def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
-    """Return whether a message has thoughts that its rendered `text` lacks."""
+    """Return whether a message has reasoning that its rendered `text` lacks."""
     thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
     content = message.get("content")
     if isinstance(content, str):

@@ -1,5 +1,4 @@
-"""Records in the shapes that people use: find the shape, and which part of a record is in the
-loss."""
+"""Recognize the shape of a dataset's records, and decide which part of a record is in the loss."""
 
 import json
 from collections import Counter
@@ -51,7 +50,7 @@ def _name_some(columns: Iterable[str]) -> str:
 
 
 class Shape:
-    """How to read the records of a dataset, decided by the first one.
+    """Shape of the records of a dataset, recognized from the first record.
 
     `columns` maps names that this module knows to the dataset's own names. Raises UserError if the
     record has no known column."""
@@ -96,7 +95,7 @@ class Shape:
         return {**others, **renamed}
 
     def text(self, record: Any, where: str) -> str:
-        """Return the text of a record with a text. Raises UserError if it has none."""
+        """Return the text of a record that has one. Raises UserError if it has none."""
         (text,) = self._strings(record, where)
         return text
 

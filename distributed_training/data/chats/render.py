@@ -1,9 +1,8 @@
-"""Chat templates, rendered by transformers in a process of their own.
-
-A template is a program from somebody else, which may fail, run forever, or use up the memory. The
-parent process survives that and reports the row. Parent and child exchange lines of JSON: first
-{"templates", "marks", "names"}, then batches of conversations. Each conversation gets an answer of
-its own, so that the parent knows which one ended the child."""
+"""Render chat templates with transformers in a separate process. A template is a program by
+somebody else. It may fail, run forever or use up the memory. The parent process survives this and
+reports the row. Parent and child exchange lines of JSON: first {"templates", "marks", "names"},
+then batches of conversations. The child answers each conversation separately, so that the parent
+knows which conversation ended the child."""
 
 import functools
 import json
@@ -27,7 +26,7 @@ MAX_CHARACTERS = 2**20  # limit on a text, beyond four times the length of its c
 
 
 class Conversation(NamedTuple):
-    """The arguments of a chat template, and the messages that are not in the loss."""
+    """Arguments of a chat template, and the messages that are not in the loss."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -39,8 +38,8 @@ class Conversation(NamedTuple):
 class Renderer:
     """The parent's side of the process that renders templates.
 
-    `templates` are the template without tools and the one with tools, `names` the variables that
-    both can use, and `marks` the special tokens."""
+    `templates` contains the template without tools and the template with tools, `names` the
+    variables that both can use, and `marks` the special tokens."""
 
     def __init__(
         self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]
@@ -50,8 +49,8 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
-        """Start the child, unless it runs. Its imports take a second or two, for which later
-        requests wait."""
+        """Start the child unless it is running. Later requests wait for its imports, which take a
+        second or two."""
         if self._process is None:
             command = [sys.executable, "-m", __name__]
             # Python -m imports from the current folder first, so this must be the checkout.
@@ -131,9 +130,9 @@ def main() -> None:
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers in the child. It returns the samples of a conversation, or
-    its text as a question, or a string with the reason why the template failed. A template that
-    takes too long ends the process."""
+    """Return the function that answers in the child. The function returns the samples of a
+    conversation, the conversation's text as a question, or a string with the reason why the
+    template failed. A template that takes too long ends the process."""
     import warnings
 
     warnings.simplefilter("ignore")

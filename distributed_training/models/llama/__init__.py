@@ -44,8 +44,7 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """`rope_parameters` of transformers: how fast each pair of numbers in a head rotates with the
-    position."""
+    """`rope_parameters` of transformers: the rotation speed of each pair of numbers in a head."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     # Up to max_position_embeddings, which no sequence here exceeds, "dynamic" equals "default".

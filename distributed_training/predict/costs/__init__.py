@@ -1,6 +1,5 @@
-"""Memory, traffic and time of a step, in one file per mechanism. No torch import.
-
-A new mechanism is a new file and a line in MECHANISMS."""
+"""Estimate memory, traffic and time of a step, with one file per mechanism. No torch import. A new
+mechanism needs a new file and a line in MECHANISMS."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import (

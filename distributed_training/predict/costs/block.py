@@ -1,6 +1,5 @@
-"""Cost of the blocks of the model itself. No torch import.
-
-Element-wise operations and attention are those of models/; the constants were fitted."""
+"""Estimate the cost of the model's blocks. No torch import. Element-wise operations and attention
+follow the code in models/, and the constants were fitted."""
 
 import math
 
@@ -51,14 +50,15 @@ def elementwise(at: Timing) -> tuple[Cost, Cost]:
         forward = at.moving(share.forward * at.traced_bytes("forward", at.way))
         backward = at.moving(share.backward * at.traced_bytes("backward", at.way))
         return forward + starts * MEMORY, backward + 2 * starts * MEMORY
-    by_gpt2 = at.split_values / 12  # whose blocks were measured
+    by_gpt2 = at.split_values / 12  # relative to GPT-2, whose blocks were measured
     values = fitted.between * at.between + fitted.split * by_gpt2 / at.tp
     forward = at.moving(values * eager * at.hidden) + starts * MEMORY
     return forward, 2 * forward
 
 
 def _matrices(at: Place) -> list[tuple[float, float]]:
-    """Return (rows, columns) of a block's matrices, which tp splits in turn."""
+    """Return (rows, columns) of a block's matrices. tp splits them alternately by rows and by
+    columns."""
     return [
         (rows, columns / at.tp) if index % 2 else (rows / at.tp, columns)
         for index, (rows, columns) in enumerate(at.size.block_matrices)
@@ -66,21 +66,24 @@ def _matrices(at: Place) -> list[tuple[float, float]]:
 
 
 def _attention(at: Timing) -> Cost:
-    """Return the cost of causal attention of one block, forward. For packed records, a kernel
-    skips the other records of a block. A mask hides them and costs more than whole blocks."""
+    """Return the cost of causal attention of one block in the forward pass. For packed records, a
+    kernel skips the other records of a block. A mask only hides them, which costs more than
+    attention over the whole block."""
     packing = at.plan.packing
     masked = packing is not None and not _has_kernel(at)
     length = at.config.max_length if masked else at.plan.attended
     rate = at.rates.attention_flops * length / (length + FITTED.attention_half)
     fitted = FITTED.packed_attention
-    if at.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
+    if at.width == 4:  # the kernel for fp32 is compute-bound at any length
         rate = at.rates.fp32_gemm_flops / 2
     elif masked:
         rate /= fitted.mask
     elif packing is not None:
         rate /= fitted.kernel
     traced = at.size.traced
-    seen = 1 if traced is None or traced.fused else 2  # share of the square
+    seen = (
+        1 if traced is None or traced.fused else 2
+    )  # 2 for the whole square of scores, 1 for the causal half
     seconds = 2 * seen * at.tokens * length * at.size.attention_width / at.tp / rate
     if packing is not None and not masked:
         tiles = math.ceil(at.config.max_length / fitted.tile) * packing.max_documents
@@ -97,13 +100,13 @@ def _has_kernel(at: Timing) -> bool:
 
 
 def kept(at: Place) -> float:
-    """Return the bytes that a block keeps for its backward pass: tensor by tensor, as models/ and
-    torch.compile keep them, in values of the compute dtype per token and hidden unit."""
+    """Return the bytes that a block keeps for its backward pass. The sum lists the tensors that
+    models/ and torch.compile keep, in values of the compute dtype per token and hidden unit."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", at.way)
     values = 2 * at.between + at.split_values / at.tp
-    values += 2  # whole: the input of both column-split layers
-    if at.config.dropout:  # a byte for each value that two masks are for
+    values += 2  # the inputs of both column-split layers, which tp does not split
+    if at.config.dropout:  # two masks with one byte per value
         values += 2 * at.between / at.width
     return at.hidden * values + statistics_bytes(at)
 
@@ -122,15 +125,16 @@ def mlp_values(at: Place) -> tuple[int, int]:
 
 
 def backward(at: Place) -> float:
-    """Return the bytes that the backward pass of a block needs at its peak in the MLP: the gradient
-    of its first matrix's output. The gradient of the second matrix's input has taken the place of
-    the input."""
+    """Return the bytes that the backward pass of a block needs at its peak, in the MLP: the
+    gradient of the output of its first matrix. The gradient of the second matrix's input replaces
+    that input."""
     return at.tokens * at.width * mlp_values(at)[0] / at.tp
 
 
 def gradients(at: Place, moment: Moment) -> float:
-    """Return 0 during the passes, because gradients come while activations go, unless earlier
-    micro-batches have left theirs. Then only the first block's are missing."""
+    """Return the share of the gradients that exists at a moment. Earlier micro-batches leave all of
+    them. A single micro-batch has none during the passes, because activations are freed as
+    gradients are added, and before the first block only the first block's gradients are missing."""
     if at.micro_batches > 1 or moment == "update":
         return 1
     if moment == "passes":
@@ -143,7 +147,8 @@ def gradients(at: Place, moment: Moment) -> float:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes of adding two gradients: both are read, their sum is written."""
+    """Return the bytes per parameter that the addition of two gradients moves: both are read, and
+    their sum is written."""
     return 10 if at.micro_batches > 1 or at.pp > 1 else 0
 
 

@@ -1,5 +1,5 @@
-"""Cost of activation checkpointing: a block keeps less, and the backward pass computes the rest
-again. No torch import."""
+"""Estimate the cost of activation checkpointing: a block keeps less, and the backward pass computes
+the rest again. No torch import."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from distributed_training.predict.mechanism import Cost, Mechanism, Place, Timin
 
 
 def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the forward pass without its last product, which nothing needs again. In compiled
-    blocks, which read an adapter's output where they read the product it is added to, nothing
-    needs the sum."""
+    """Return the cost of the forward pass without its last matrix multiplication, whose result is
+    not needed again. Compiled blocks also omit the sum of this result and the output of an
+    adapter."""
     last = block.last_product(at)
     if at.config.compile:
         return forward, -(last + (0 if at.trained else lora.block(at)[0] / 2))
@@ -37,8 +37,8 @@ def kept_selectively(at: Place) -> float:
     return at.hidden * values + block.statistics_bytes(at)
 
 
-# The gradient that arrives is beside all that the block keeps. A recomputed block's input makes
-# room for that gradient.
+# The incoming gradient needs memory in addition to everything that the block keeps. In a recomputed
+# block, it takes the memory of the block's input.
 NONE = Mechanism(
     used=lambda plan: plan.config.activation_checkpointing == "none",
     kept=block.kept,

@@ -1,5 +1,5 @@
-"""Cost of whole replicas whose gradients are averaged: by PyTorch's DDP, or by a strategy's own
-engine. No torch import."""
+"""Estimate the cost of whole replicas whose gradients are averaged by PyTorch's DDP or by a
+strategy's own engine. No torch import."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ from distributed_training.settings.strategies import strategy_options
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the average of gradients, block by block during the backward pass. An engine may
-    average parameters instead, all at once and not in every step."""
+    """Return the traffic of averaging gradients, block by block during the backward pass. An engine
+    may average parameters instead, all at once and not in every step."""
     kinds = {"all_reduce": 2 * at.learning}
     if at.config.gradient_compression == "none":
         matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
@@ -31,7 +31,8 @@ def _matrices(at: Place) -> list[tuple[int, int]]:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the sum of gradients, which is beside the buckets until the last micro-batch."""
+    """Return the bytes of the sum of gradients, which is stored in addition to the buckets until
+    the last micro-batch."""
     return {"buffers": state["gradients"]} if at.has_buckets and at.micro_batches > 1 else {}
 
 

@@ -1,5 +1,5 @@
-"""Cost of PyTorch's FSDP: state sharded over dp_shard, and replicas of shards over dp_replicate.
-No torch import."""
+"""Estimate the cost of PyTorch's FSDP: state sharded over dp_shard, and replicas of shards over
+dp_replicate. No torch import."""
 
 from collections import Counter
 
@@ -8,8 +8,9 @@ from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Par
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the gathers of a block before its forward and its backward pass in every micro-batch,
-    and the scatter of its gradients. In a pipeline they run once per step, around its phase."""
+    """Return the traffic of gathering a block before its forward and its backward pass in every
+    micro-batch, and of scattering its gradients. In a pipeline, these collectives run once per
+    step, before and after the pipeline's passes."""
     traffic: Bytes = Counter()
     if at.shards > 1:
         around = at.width * at.around
@@ -22,8 +23,9 @@ def exchange(at: Place) -> Bytes:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return gathered parameters, and whole fp32 gradients on their way to a reduce-scatter. The
-    parameters around the blocks stay gathered; of the blocks, the one in use and those ahead."""
+    """Return the bytes of gathered parameters, and of whole fp32 gradients that wait for a
+    reduce-scatter. The parameters outside the blocks stay gathered. Only the current block and the
+    prefetched blocks are gathered."""
     if at.pp > 1:  # see costs/pp.py
         return {}
     if moment == "update" and at.trained:
@@ -38,8 +40,8 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes of parameters that are copied out of a buffer twice, and of widened
-    gradients that are copied into another one."""
+    """Return the bytes per parameter that are moved when parameters are copied out of a buffer,
+    twice, and when gradients in fp32 are copied into another buffer."""
     return 4 * at.width + 4 + at.width if at.pp == 1 else 0
 
 

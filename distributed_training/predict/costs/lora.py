@@ -1,5 +1,4 @@
-"""Cost of LoRA adapters beside frozen weights, and of quantizing the frozen weights. No torch
-import."""
+"""Estimate the cost of LoRA adapters, and of quantizing the frozen weights. No torch import."""
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from distributed_training.predict.mechanism import Mechanism, Parts, Passes, Pla
 
 
 def block(at: Timing) -> Passes:
-    """Return the cost of a block's adapters, which memory traffic binds."""
+    """Return the cost of a block's adapters, which is bound by memory bandwidth."""
     outputs = sum(rows for rows, _ in at.size.block_matrices) / at.tp
     adapted = at.size.adapted(at.config.lora_targets)
     moved = at.moving(at.tokens * at.width * outputs)
@@ -17,15 +16,15 @@ def block(at: Timing) -> Passes:
 
 
 def base_bytes(at: Place) -> int:
-    """Return the bytes of the model's own parameters in the compute dtype or quantized: NF4 has 4
-    bits for a value and an fp32 scale for 64."""
+    """Return the bytes of the model's own parameters, in the compute dtype or quantized. NF4 has 4
+    bits per value and an fp32 scale per 64 values."""
     saved = (16 * at.width - 9) * _values(at) // 16 if at.config.base_dtype == "nf4" else 0
     return at.width * at.parameters - at.num_blocks * saved
 
 
 def frozen(at: Place) -> Parts:
-    """Return the bytes of the base. FSDP and ZeRO-3 shard it. A pipeline under FSDP also gathers it
-    for all micro-batches."""
+    """Return the bytes of the frozen base weights. FSDP and ZeRO-3 shard them. A pipeline under
+    FSDP also gathers them for all micro-batches."""
     sharded = at.plan.uses_fsdp or at.zero.stage == 3
     copies = 1 / at.shards if sharded else 1
     if at.plan.uses_fsdp and at.pp > 1:
@@ -34,8 +33,9 @@ def frozen(at: Place) -> Parts:
 
 
 def beside_base(at: Place) -> float:
-    """Return the bytes of the gradient of the second matrix's input by its adapter, beside that by
-    the base. If the block is recomputed, outputs of both first matrices exist side by side."""
+    """Return the bytes of the gradient of the second matrix's input through its adapter, which
+    exists at the same time as the gradient through the base. If the block is recomputed, the
+    outputs of both first matrices also exist at the same time."""
     outer, inner = mlp_values(at)
     return at.tokens * at.width * (inner + at.recomputes * outer) / at.tp
 

@@ -1,4 +1,4 @@
-"""Cost of the output layer and the loss, whole or in chunks. No torch import."""
+"""Estimate the cost of the output layer and the loss, whole or in chunks. No torch import."""
 
 import math
 from typing import NamedTuple
@@ -31,11 +31,11 @@ class LossBytes(NamedTuple):
 
 
 def loss_bytes(at: Place) -> LossBytes:
-    """Return the bytes of logits, and of tensors around them.
+    """Return the bytes of logits, and of the tensors that exist at the same time.
 
-    The compiled loss keeps logits and writes their gradient over them. Uncompiled, log_softmax
-    keeps its fp32 result, and its backward pass holds two more of that size. Over tp the
-    probabilities are kept in fp32, and the gradient is allocated beside them."""
+    The compiled loss keeps logits and writes their gradient over them. Without compilation,
+    log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
+    With tp, the probabilities are kept in fp32, and the gradient is allocated in addition."""
     sharded = at.strategy.traits.rounds_weights or at.plan.uses_fsdp
     after = 0.0
     if at.trained and not at.has_buckets and at.micro_batches == 1:
@@ -74,7 +74,7 @@ def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def head(at: Timing) -> Passes:
-    """Return the costs of output layer and loss for one micro-batch, in each pass."""
+    """Return the costs of the output layer and the loss for one micro-batch, for each pass."""
     d = at.size.hidden_size
     vocabulary = at.size.padded_vocab_size / at.tp
     rate = at.rates.memory_bytes

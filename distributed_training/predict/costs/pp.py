@@ -1,6 +1,5 @@
-"""Cost of a pipeline: layers partitioned into stages over pp. No torch import.
-
-predict/simulate.py finds the time in which stages wait."""
+"""Estimate the cost of a pipeline: layers partitioned into stages over pp. No torch import.
+predict/simulate.py computes the time that stages wait."""
 
 from collections import Counter
 
@@ -23,7 +22,7 @@ def traffic(at: Place) -> Bytes:
 
 
 def message_s(at: Timing) -> float:
-    """Return the seconds until a result of one stage has reached the next."""
+    """Return the seconds that a result of one stage takes to reach the next stage."""
     rate = at.rates.link_bytes
     latency = at.rates.link_latency_s
     if at.plan.num_processes // at.pp >= at.plan.processes_here:  # on another node
@@ -59,10 +58,10 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 def pending_bytes(at: Place) -> float:
     """Return the bytes of a block that a micro-batch adds to those it keeps, from I to W.
 
-    Compiled, the inputs of all matrices and the gradients of their outputs are together as large
-    as the activations that they replace (parallel/zero_bubble.py). Over tp the gradients of both
-    sums are whole if the hidden states between layers are not. Uncompiled, the gradients are added
-    to the activations."""
+    In compiled blocks, the inputs of all matrices and the gradients of their outputs are together
+    as large as the activations that they replace (parallel/zero_bubble.py). With tp, the gradients
+    of both sums are whole even if the hidden states between layers are sharded. In uncompiled
+    blocks, the gradients are added to the activations."""
     if at.config.compile:
         return 2 * (1 - at.between) * at.hidden
     return at.tokens * at.width * sum(rows for rows, _ in at.size.block_matrices)

@@ -1,4 +1,5 @@
-"""Cost of training state in fp32, and of rounding it to the compute dtype. No torch import."""
+"""Estimate the cost of training state in fp32, and of rounding it to the compute dtype. No torch
+import."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place
@@ -18,8 +19,8 @@ def state(at: Place) -> Parts:
 
 
 def rounded(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the rounded weights that autograd keeps for the backward pass. Recomputed blocks round
-    them again."""
+    """Return the bytes of the rounded weights that autograd keeps for the backward pass. Recomputed
+    blocks round them again."""
     if moment == "update" and (at.plan.only_copies or at.trained):
         return {}
     kept = at.learning

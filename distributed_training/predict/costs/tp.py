@@ -1,4 +1,5 @@
-"""Cost of tensor parallelism: every layer split over tp. No torch import."""
+"""Estimate the cost of tensor parallelism, in which every layer is split over tp. No torch
+import."""
 
 from collections import Counter
 
@@ -66,8 +67,8 @@ def exchange_in_block(at: Timing) -> Cost:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return an untied embedding's gradient, which is summed over tp and then copied to the
-    parameter's layout."""
+    """Return the bytes of an untied embedding's gradient, which is summed over tp and then copied
+    to the parameter's layout."""
     alone = at.pp == 1 and not at.plan.uses_fsdp
     if moment == "update" and alone and at.trained and not at.size.tied:
         return {"buffers": 2 * 4 * at.embedding}

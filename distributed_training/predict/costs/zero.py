@@ -1,5 +1,5 @@
-"""Cost of DeepSpeed's ZeRO: state rounded to the compute dtype beside an fp32 master copy, sharded
-by stage, and offloaded to the host or a disk. No torch import."""
+"""Estimate the cost of DeepSpeed's ZeRO. State in the compute dtype and an fp32 master copy are
+sharded by the ZeRO stage, and may be offloaded to the host or a disk. No torch import."""
 
 from collections import Counter
 
@@ -37,7 +37,8 @@ def state(at: Place) -> Parts:
 
 
 def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return stage 3's copies of parameters of other processes, of the host or of a disk."""
+    """Return the bytes of stage 3's copies of parameters that other processes, the host or a disk
+    store."""
     if at.zero.stage < 3:
         return {}
     most = min(at.zero.stage3_max_live_parameters, at.parameters)
@@ -46,15 +47,15 @@ def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def buckets(at: Place) -> float:
-    """Return two buckets of gradients: one fills while the other is reduced."""
+    """Return the bytes of two buckets of gradients. One is filled while the other is reduced."""
     if at.zero.stage not in (1, 2) or at.pp > 1:
         return 0
     return 2 * at.width * min(at.zero.reduce_bucket_size, at.learning)
 
 
 def widened(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the fp32 gradients that Adam needs of this process's part, and a flat copy of the
-    rounded ones."""
+    """Return the bytes of the fp32 gradients that Adam needs for this process's part, and of a flat
+    copy of the gradients in the compute dtype."""
     if moment != "update" or at.strategy.steps_on_host:
         return {}
     return {"buffers": (4 + at.width) * at.learning / at.shards}
@@ -84,15 +85,16 @@ def updated(at: Place) -> float:
 
 
 def launches(at: Place) -> float:
-    """Return stage 3's gathers of parameters, one per pass, and its scatter of gradients."""
+    """Return the number of exchanges that stage 3 launches per block: a gather of parameters in
+    each pass, and a scatter of gradients."""
     if at.zero.stage < 3:
         return 0
     return 2 if at.shards == 1 else 3
 
 
 def hooks(at: Place, rates: Rates) -> tuple[float, float]:
-    """Return the cost of hooks. Those of stages 0 to 2 run for each tensor in every micro-batch,
-    whether or not they exchange anything."""
+    """Return (how often hooks run per tensor, seconds that the GPU waits for hooks). In stages 0 to
+    2, hooks run for each tensor in every micro-batch, even if they exchange nothing."""
     wait_s = rates.host.wait * at.num_blocks
     if at.zero.stage < 3:
         return at.micro_batches, wait_s / at.shards
@@ -100,7 +102,7 @@ def hooks(at: Place, rates: Rates) -> tuple[float, float]:
 
 
 def off_device(at: Place, learning: float) -> dict[str, float]:
-    """Return the seconds of each node's files, or of the optimizer step on the host."""
+    """Return the seconds that each node's file access takes, or the optimizer step on the host."""
     here = at.plan.processes_here
     share = learning / at.shards
     if at.strategy.swaps_to_disk:

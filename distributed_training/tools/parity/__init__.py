@@ -59,8 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
-    """Train under every layout, then write the page. Return the exit code: 1 if a layout computes
-    something else."""
+    """Train under every layout, then write the page. Return the exit code, which is 1 if a layout
+    computes different results."""
     if arguments.jobs is not None and current_process() is not None:
         from distributed_training.tools.parity import ranks
 
