@@ -30,6 +30,7 @@ _PART_BYTES = 4096
 _SMALL_BYTES = 64_000_000  # of JSON, which takes one to two seconds to parse
 # Beginnings of the messages of Python's parser, and our messages for the same mistakes
 _JSON_FAULTS = {
+    "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
     "Expecting value": "a value is missing, or is not JSON",
     "Expecting property name": "a key must be in double quotes",
     "Illegal trailing comma": "a comma before the closing bracket is not allowed",
@@ -169,7 +170,7 @@ def load_json(path: Path, what: str) -> Any:
         if isinstance(error, json.JSONDecodeError):
             why = _json_fault(error)
         elif isinstance(error, UnicodeDecodeError):
-            why = f"byte {error.start + 1} is not UTF-8"
+            why = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}, which is not UTF-8"
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
 
 
