@@ -42,7 +42,7 @@ CONFIG = {
 def main() -> int:
     """Run the command line; `train` is what runs without a command."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):  # of a notebook, which would lose its output or its process
+    if hasattr(shell, "kernel"):  # a notebook's kernel would lose the output or the process
         words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
         command = shlex.join([sys.executable, os.path.abspath(__file__), *words])
         print("error: A notebook's kernel cannot train. Run in a cell:")
@@ -51,18 +51,18 @@ def main() -> int:
     try:
         from distributed_training.start.bytecode import keep_bytecode
 
-        keep_bytecode()  # before the imports that it speeds up
+        keep_bytecode()  # this precedes the imports that it speeds up
         from distributed_training import cli
 
         return cli.main(CONFIG, __doc__, __file__)
-    except KeyboardInterrupt:  # of the imports
+    except KeyboardInterrupt:  # Ctrl-C during the imports
         print("interrupted before training began", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         root = Path(os.path.relpath(Path(__file__).parent))
         pinned = (root / "requirements.txt").read_text().splitlines()
         if (error.name or "").partition(".")[0] not in [line.partition("=")[0] for line in pinned]:
-            raise  # an import of somebody's own file
+            raise  # the missing module is not one of this project's requirements
         fix = f"{sys.executable} -m pip install -r {root / 'requirements.txt'}"
         made = root / ".venv" / "bin" / "activate"
         if made.is_file() and not made.parent.samefile(Path(sys.prefix, "bin")):

@@ -1,4 +1,4 @@
-"""Exit with code 0 if this Python has every package of the given requirements files, in the
+"""Exit with code 0 if this Python has every package in the given requirements files, in the
 required versions."""
 
 import sys

@@ -1,4 +1,4 @@
-"""The tutorial's package: an exact simulator of pipeline schedules, and a runtime that trains them.
+"""Simulate pipeline schedules exactly, and train under them.
 
 schedules/   orders, weight versions, closed forms
 simulate/    the exact clock, comparison, search, blocking sends, traces

@@ -4,7 +4,7 @@
     python -m pipedream --set schedule=search --set memory=5
     python -m pipedream --help
 
-Everything printed is computed here: grids and times by simulation, losses by training.
+All output is computed during the call: grids and times by simulation, losses by training.
 """
 
 import gc
@@ -79,8 +79,8 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 
 def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """Run pipedream_simple.py: its `own` main if that file knows all of CONFIG, else this
-    module's."""
+    """Run pipedream_simple.py. Use its `own` main if that file has all the requested keys,
+    otherwise this module's main."""
 
     def run() -> None:
         defaults = CONFIG | config
@@ -110,7 +110,7 @@ def read(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(config: dict[str, Any]) -> None:
-    """Print, write and train as CONFIG says."""
+    """Print schedules, write files and train, as CONFIG requests."""
     name = config["schedule"]
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
@@ -148,7 +148,7 @@ def show(config: dict[str, Any]) -> None:
 
 
 def export(row: Row, config: dict[str, Any]) -> None:
-    """Write the files that --csv and --trace ask for."""
+    """Write the files of --csv and --trace."""
     schedule = row.batch.schedule
     if config["csv"] is not None:
         if config["recompute"] is not None:
@@ -173,8 +173,9 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print one schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
-    schedule without a flush is drawn over several batches, where it differs from one with it."""
+    """Print a schedule's grid, unless `drawn` (orders -> title) has an equal one, and its figures.
+    A schedule without a flush is drawn over several batches, because it differs from flushing
+    schedules only there."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")
@@ -224,7 +225,7 @@ def tell(label: str, text: str) -> None:
 
 
 def tell_closed_form(row: Row) -> None:
-    """Print the formula's idle time of one batch beside the simulated one."""
+    """Print the idle time of one batch by the formula and by simulation."""
     known = comparison.closed_form(row.name, row.config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
@@ -244,7 +245,7 @@ def tell_closed_form(row: Row) -> None:
 
 
 def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
-    """Print a table line for each schedule, or the reason why it is not possible."""
+    """Print a table line for each schedule, or the reason why it is impossible."""
     mixed = False
     shown = config["columns"]
     print(simple.table_line("", simple.COLUMNS, shown))
@@ -266,7 +267,7 @@ def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> N
 
 
 def print_training(config: dict[str, Any]) -> None:
-    """Train a small model under each weight policy, or under the schedule that was named."""
+    """Train a small model under each weight policy, or under the named schedule."""
     name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained here: pipedream_runtime.py --schedule PATH trains under a CSV.")

@@ -1,8 +1,8 @@
-"""A script's CONFIG, changed by `--set key=value`. Imports no torch.
+"""Read a script's CONFIG and apply `--set key=value` to it. No torch import.
 
-A script holds CONFIG, a plain dict with a comment behind each key that says what it means, and one
-Rule a key that says what it accepts. The same rules check what was typed and what was edited in the
-file.
+A script defines CONFIG, a plain dict with a comment after each key that explains it, and a Rule per
+key that defines the accepted values. The same rules check typed values and values that were edited
+in the file.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import pipedream_simple as simple
 from pipedream.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent
-"""The tutorial's own."""
+"""Folder of the tutorial."""
 
 # Short enough that no exponent or digit string can make computations slow.
 _NUMBER = re.compile(
@@ -34,7 +34,7 @@ _KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # else "a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """The values that one CONFIG key accepts."""
+    """Values that one CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration: 1/3 is kept exactly
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
@@ -78,7 +78,7 @@ class Rule:
         return number if self.low <= number <= self.high else None
 
     def describe(self) -> str:
-        """Return a text that says which values are accepted."""
+        """Describe the accepted values."""
         text = _KINDS.get(self.kind, "a number")
         if self.choices:
             text = "one of " + ", ".join(self.choices)
@@ -126,11 +126,11 @@ def parse_arguments(
     script: str,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return CONFIG with the command line's changes, every value checked.
+    """Return CONFIG with the command line's changes, after checking every value.
 
-    `--set key=value` takes several and may be repeated, `--key value` is the same, the last wins.
-    `arguments` is sys.argv's by default. Raises UserError for an unknown key or a value that its
-    rule does not accept; --help prints all keys and exits with 0.
+    `--set key=value` accepts several changes and may be repeated. `--key value` is equivalent, and
+    the last value counts. The default of `arguments` is the command line. Raises UserError for an
+    unknown key or a value that its rule does not accept; --help prints all keys and exits with 0.
     """
     for key in sorted(config.keys() ^ rules.keys(), key=str):
         if key in config:
@@ -184,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _shown(value: object) -> str:
-    """Return a value as it would be typed, on one line and cut where it is long."""
+    """Return a value as it would be typed, on one line and shortened if it is long."""
     text = str(value)
     if not text.strip() or not text.isprintable():
         text = repr(value)

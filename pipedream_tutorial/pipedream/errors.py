@@ -1,4 +1,4 @@
-"""The error that a user can mend: what is wrong, why, and what to type instead."""
+"""Define the error for mistakes that a user can fix."""
 
 import difflib
 import os
@@ -8,14 +8,14 @@ from typing import NoReturn
 
 
 class UserError(ValueError):
-    """Shown as one line, exit code 2, no traceback."""
+    """Mistake of the user, shown on one line without a traceback. The exit code is 2."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}; {fix}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return 'did you mean ...?' or the whole list, for a word that is not in `known`."""
+    """Return 'did you mean ...?', or the whole list, for a word that is not in `known`."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     if close:
@@ -24,7 +24,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
+    """Run a script's main and exit with code 0, or with 2 after one line "error: ..." on stderr."""
     try:
         main()
         print(end="", flush=True)

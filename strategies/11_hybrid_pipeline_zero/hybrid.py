@@ -1,4 +1,4 @@
-"""Capabilities of DeepSpeed's pipeline. No torch import."""
+"""Declare the capabilities of DeepSpeed's pipeline. No torch import."""
 
 from dataclasses import replace
 

@@ -56,7 +56,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         else:  # `head` uses the rows directly, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
-        # In a list the module is hidden. Otherwise its parameter would belong to two layers.
+        # The list hides the module from torch. Otherwise its parameter would belong to two layers.
         self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
@@ -96,8 +96,8 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
-    """Engine with pipeline stages under DeepSpeed's 1F1B. Everything else is as in the other
-    DeepSpeed strategies."""
+    """Engine with pipeline stages under DeepSpeed's 1F1B. It otherwise equals the engine of the
+    other DeepSpeed strategies."""
 
     _shape: torch.Size | None = None
 

@@ -51,7 +51,7 @@ class LocalSGD(NativeEngine):
                 self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
     def replicate(self, part: Decoder) -> nn.Module:
-        return part  # no DDP: the backward pass exchanges nothing
+        return part  # without DDP, so the backward pass exchanges nothing
 
     def train_step(self, batch: StepBatch) -> StepResult:
         self._restore_own()
@@ -141,7 +141,8 @@ class LocalSGD(NativeEngine):
                     tensor.copy_(state[f"{name}/{number}"])
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors of this replica by name; Adam moments only after the first step."""
+        """Return the tensors of this replica by name. Adam moments exist only after the first
+        step."""
         tensors = {"weight": self.saved or list(self.parameters)}
         adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
         tensors |= {name: [state[name] for state in adam] for name in MOMENTS if name in adam[0]}

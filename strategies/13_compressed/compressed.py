@@ -1,12 +1,11 @@
-"""Data parallelism whose gradients are compressed, with error feedback (Karimireddy et al.,
-1901.09847): what compression loses is added to the next gradient.
+"""Train with data parallelism and compressed gradients. Error feedback (Karimireddy et al.,
+1901.09847) adds the error of each compression to the next gradient. PowerSGD (Vogels et al.,
+1905.13727) is torch's implementation. With topk-int8, each process divides a bucket into one part
+per process and sends each part to the process that averages it. It sends the k values of largest
+magnitude exactly and the others as multiples of one scale in 8 bits. The averages return in the
+same form.
 
-PowerSGD (Vogels et al., 1905.13727) is torch's. Under topk-int8 each process divides a bucket into
-one part per process and sends each part to the process that averages it. It sends the k values of
-largest magnitude exactly and the others as multiples of one scale in 8 bits. The averages return in
-the same form.
-
-DDP reads the hooks' annotations, which must not be text."""
+DDP evaluates the hooks' annotations, so they must not be strings."""
 
 from typing import Any
 
@@ -36,8 +35,8 @@ class Compressed(NativeEngine):
         super().__init__(model, plan, topology)
 
     def replicate(self, part: Decoder) -> nn.Module:
-        # gloo matches collectives by their order, and a hook starts its second one whenever the
-        # first is done. With several buckets that is at another time on each process.
+        # gloo matches collectives by their order, and a hook starts its second collective as soon
+        # as the first has finished. With several buckets, this time differs between processes.
         module = self.build_ddp(part, 2**20 if self.topology.device_type == "cpu" else None)
         self.compression_state = apply_compression(module, self.options)
         return module
@@ -62,14 +61,14 @@ def apply_compression(module: DistributedDataParallel, options: Any) -> State:
         powersgd = PowerSGDState(
             None,
             options.compression_rank,
-            start_powerSGD_iter=2,  # torch arranges buckets in the first step, and allows no less
-            orthogonalization_epsilon=1e-8,  # else a column of zeros divides by zero
+            start_powerSGD_iter=2,  # torch arranges buckets in the first step, so 2 is the minimum
+            orthogonalization_epsilon=1e-8,  # avoids division by zero in a column of zeros
         )
         powersgd.iter = powersgd.start_powerSGD_iter
         module.register_comm_hook(powersgd, powerSGD_hook)
         return {name: getattr(powersgd, name) for name in POWERSGD_STATE}
     state: State = {"lost": {}, "lost_of_means": {}}
-    if options.compression_k < 1:  # otherwise nothing is lost, and nothing is saved
+    if options.compression_k < 1:  # otherwise compression has no error to keep
         module.register_comm_hook((options, state), topk_int8_hook)
     return state
 
@@ -102,8 +101,8 @@ def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
 def topk_int8_hook(
     options_and_state: tuple[Any, State], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return nearly the mean of a bucket's gradients over all processes. `options_and_state` holds
-    the strategy's options and the compression errors so far. Runs two collectives over all
+    """Return approximately the mean of a bucket's gradients over all processes. `options_and_state`
+    holds the strategy's options and the compression errors so far. Runs two collectives over all
     processes."""
     options, state = options_and_state
     flat = bucket.buffer()
@@ -116,7 +115,7 @@ def topk_int8_hook(
     message = compress(wanted, k)
     state["lost"][index] = wanted - decompress(message, k)
     received = torch.empty_like(message)
-    # On GPUs `answer` runs on another stream: memory that outlives it is allocated here.
+    # On GPUs, `answer` runs on another stream, so memory that outlives it is allocated here.
     lost = state["lost_of_means"].setdefault(index, wanted.new_zeros(1, part))
     sent = dist.all_to_all_single(received, message, async_op=True)
 

@@ -1,4 +1,5 @@
-"""Capabilities of data parallelism with compressed gradients, its keys and its costs. No torch."""
+"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. No
+torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -35,7 +36,7 @@ class OPTIONS(Options):
     )
 
     def num_exact(self, num_values: int) -> int:
-        """Return how many of `num_values` values topk-int8 sends exactly."""
+        """Return the number of values, out of `num_values`, that topk-int8 sends exactly."""
         return max(1, round(self.compression_k * num_values))
 
     def check(self, precision: str, hidden_size: int) -> None:
@@ -53,7 +54,7 @@ class OPTIONS(Options):
         return {unused: f"compression={self.compression!r} does not use it"}
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
-        """Return the bytes of the errors that are added to later gradients. Under topk-int8 each
+        """Return the bytes of the errors that are added to later gradients. With topk-int8, each
         replica also has the errors of its part of the averages."""
         return 4 if self.compression == "powersgd" else 4 + 4 / num_replicas
 

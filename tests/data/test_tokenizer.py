@@ -203,7 +203,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
         ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
         (
             {"post_processor": {"type": "BertProcessing", "sep": ["a", 10**9], "cls": ["a", 0]}},
-            "id 1000000000 around texts",
+            "adds the id 1000000000 to every text",
         ),
         (
             {"post_processor": {"type": "TemplateProcessing", "single": [_UNKNOWN], "pair": [],

@@ -81,7 +81,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        (1, "rank 1 did not connect within 3 s (rendezvous_timeout_s). Node 1 of 2 is missing, "
+        (1, "rank 1 did not connect within 3 s (rendezvous_timeout_s). Node 1 of 2 is missing; "
             "node0 is connected. "),
         (0, "rank 1 on node1 cannot reach rank 0 at node0:"),
     ],

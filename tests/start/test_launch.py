@@ -178,7 +178,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     store.set(rendezvous._HOST.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
     hosts = f"{socket.gethostname()}, b are connected. "
-    with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing, {hosts}"):
+    with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing; {hosts}"):
         rendezvous._wait_for_all(store, first, 0.0, 1.0)
 
 

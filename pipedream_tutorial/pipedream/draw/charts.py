@@ -1,4 +1,4 @@
-"""Charts: utilization, idle time, memory."""
+"""Draw charts of utilization, idle time and memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ FLOOR = 0.4  # how far 0 lies below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Draw the busy share of every schedule by three definitions, the least busy one on top.
-    PipeDream's ways of keeping weights share a row where they are equally busy."""
+    """Draw the busy share of every schedule by three definitions, the least busy schedule on top.
+    PipeDream's weight policies share a row if they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
@@ -91,8 +91,8 @@ def utilization_comparison(work: Work) -> Figure:
 
 
 class IdleCurve(NamedTuple):
-    """Microbatches -> idle shares of one batch, 0 to 1: of the makespan, and of the ranks' spans.
-    Of one schedule, or of several that agree everywhere."""
+    """Idle shares of one batch by number of microbatches, from 0 to 1: of the makespan and of the
+    ranks' spans. One schedule has this curve, or several with equal values."""
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed
@@ -126,7 +126,7 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
 
 
 def bubble_vs_microbatches(work: Work) -> Figure:
-    """Draw idle shares against m: closed forms as lines, simulation as points."""
+    """Draw idle shares against m, with closed forms as lines and simulations as points."""
     p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.config, counts)
@@ -167,7 +167,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
 
 
 def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
-    """Make the axis a logarithmic scale of shares, with 0 on a line of its own below it."""
+    """Make the axis a logarithmic scale of shares, with a separate line for 0 below it."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
@@ -176,15 +176,15 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 
 def _curve_style(place: int) -> dict[str, Any]:
-    """Return color, marker and dashes, each in turn."""
+    """Return the color, marker and dashes of a curve. Each cycles through its values."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
     style = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | style
 
 
 def memory_vs_bubble(work: Work) -> Figure:
-    """Draw peak memory of the fullest rank, activations and weight versions, against the idle share
-    when batch follows batch."""
+    """Draw the peak memory of the fullest rank (activations and weight versions) against the idle
+    share of consecutive batches."""
     weights = work.config["weight_size"]
     places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for row in work.found:
@@ -221,8 +221,9 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 
 def activations_and_versions(work: Work) -> Figure:
-    """Draw held activations as areas and kept weight versions as lines, over two batches: a panel a
-    schedule, a lane per rank, all to one scale; beside a lane its two peaks."""
+    """Draw held activations as areas and kept weight versions as lines, over two batches. There is
+    a panel per schedule and a lane per rank, all on one scale. The two peaks of a lane are written
+    beside it."""
     rows = {row.name: row for row in work.found}
     shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))
@@ -255,7 +256,7 @@ def activations_and_versions(work: Work) -> Figure:
 
 
 def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
-    """Draw each rank's two step functions, from its lane's floor (0) to `top`."""
+    """Draw each rank's two step functions in its lane, from 0 to `top`."""
     stream = row.stream
     ranks = range(stream.schedule.num_ranks)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)

@@ -1,4 +1,4 @@
-"""Pictures of timelines: ranks from top to bottom, time from left to right."""
+"""Draw timelines, with ranks from top to bottom and time from left to right."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ Coloring = Callable[[Op], Color]
 
 @dataclass(frozen=True)
 class Work:
-    """The pictures' sizes and settings. Simulations run when a picture first needs them."""
+    """Sizes and settings of the pictures. Simulations run when a picture first needs them."""
 
     config: Config
 
@@ -48,20 +48,20 @@ class Work:
 
     @property
     def found(self) -> list[Row]:
-        """All schedules that this size allows; ZB-V in one order is enough for pictures."""
+        """All schedules that this size allows. Pictures need only one order of ZB-V."""
         rows = [row for row in self._rows if isinstance(row, Row)]
         return [row for row in rows if row.name != "zb-v-fixed"]
 
     @property
     def refusals(self) -> list[str]:
-        """Notes on which schedules this size does not allow, and why."""
+        """Notes with the schedules that this size does not allow, and the reasons."""
         refused = [row for row in self._rows if isinstance(row, Refused)]
         return [f"Not possible here: {row.reason.partition(';')[0]}" for row in refused]
 
 
 def kind_colors(schedule: Schedule) -> Coloring:
-    """Return the color of an operation's kind, paler for a rank's second, third ... stage; of two
-    copies of the model, the second one's stages are the paler ones on all ranks."""
+    """Return the color of an operation's kind. It is paler for a rank's second and later stages or,
+    with two copies of the model, for the stages of the second copy on all ranks."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages()
@@ -89,22 +89,23 @@ def grid_height(timeline: Timeline) -> float:
 
 
 class Panel(NamedTuple):
-    """A timeline, the line above it, and how it is drawn if not by kind, with microbatches."""
+    """Timeline with its title. By default, cells have the color of their kind and the number of
+    their microbatch."""
 
     text: str
     timeline: Timeline
     labels: Sequence[Callable[[Op], str]] = (lambda op: str(op.microbatch),)
-    """Cells get the first one that fits in all of them, or the last in those where it fits."""
+    """Cells get the first label that fits into all cells. If there is none, the last label is
+    written into the cells that it fits."""
     color: Coloring | None = None
     outlined: Collection[Op] = ()
 
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
-    """Draw one rectangle for each operation: x and width are its time, y its rank (0 on top).
-
-    The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). A
-    rectangle's gid is the operation as text. One per rank lies behind them, from time 0 to the
-    makespan: its gid is "idle".
+    """Draw one rectangle per operation. Its x and width are the operation's time, and its y is the
+    rank, with 0 on top. The halves of a pair share the rank's row. The time axis ends at `until`,
+    by default the makespan. The gid of a rectangle is the operation as text. Behind the operations,
+    each rank has a rectangle from time 0 to the makespan, with the gid "idle".
     """
     timeline = panel.timeline
     color = panel.color or kind_colors(timeline.schedule)
@@ -131,7 +132,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
             cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
 
     def room(label: str, cell: Rectangle) -> float:
-        """Return the largest font, in points, with which the label stays inside the cell."""
+        """Return the largest font size, in points, at which the label fits into the cell."""
         lines = label.split("\n")
         # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
         by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
@@ -172,9 +173,9 @@ def lay_out(
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
-    """Draw a page of timelines above each other, on one time axis that ends at `until`, or else at
-    the last makespan, and whose label names the durations, which are the same for all panels.
-    `tall` is a panel's height in grid_heights; `options` are new_figure's."""
+    """Draw a page of timelines above each other, on one time axis. The axis ends at `until`, by
+    default the last makespan, and its label names the durations, which all panels share. `tall` is
+    the height of a panel in grid heights. `options` are passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
@@ -193,7 +194,7 @@ def idle_share(timeline: Timeline) -> str:
 
 
 def idle_text(shares: Idle) -> str:
-    """Return both idle shares: of the makespan, and of the ranks' own spans."""
+    """Return two idle shares as text: of the makespan and of the ranks' own spans."""
     makespan, span = percent(shares.makespan_fraction), percent(shares.span_fraction)
     return f"{makespan} of the makespan, {span} of the spans"
 
@@ -206,7 +207,8 @@ def cost_text(timeline: Timeline) -> str:
 
 
 def durations_text(timeline: Timeline) -> str:
-    """Return one microbatch's durations on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
+    """Return the durations of one microbatch on a rank's whole share, such as 'F = 1, B = I + W = 1
+    + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
@@ -218,7 +220,7 @@ def durations_text(timeline: Timeline) -> str:
 
 
 def naive_pipeline(work: Work) -> Figure:
-    """Draw one microbatch at a time: most of the picture is idle."""
+    """Draw one microbatch at a time, which leaves most of the picture idle."""
     timeline = measure("naive", work.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
@@ -228,7 +230,8 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """Show how microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
+    """Show how microbatches fill the pipeline, with the forward half of one batch, whole and in
+    microbatches."""
     config = work.config
     m = config["num_microbatches"]
     uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
@@ -264,8 +267,8 @@ def microbatch_backward(work: Work) -> Figure:
 
 
 def all_schedules(work: Work) -> Figure:
-    """Draw one batch under every order, on one time axis; rows with equal orders share a panel:
-    PipeDream's policies have 1F1B's."""
+    """Draw one batch under every order, on one time axis. Schedules with equal orders share a
+    panel, such as 1F1B and PipeDream's policies."""
     groups: dict[object, list[Row]] = {}
     for row in work.found:
         groups.setdefault(row.batch.schedule.orders, []).append(row)
@@ -296,8 +299,8 @@ def all_schedules(work: Work) -> Figure:
 
 
 def weight_versioning(work: Work) -> Figure:
-    """Draw cells colored by the weight version that each pass uses, with stashing and without; a
-    backward pass whose version is not its forward pass's is outlined."""
+    """Color cells by the weight version that each pass uses, with and without stashing. A backward
+    pass is outlined if its version differs from its forward pass's version."""
     timeline = measure("pipedream", work.config).batch
     ops = list(timeline.schedule.ops())
     uses = {

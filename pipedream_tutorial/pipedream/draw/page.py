@@ -1,8 +1,8 @@
-"""Shared parts of the pictures: the page, its colors, and labels beside points.
+"""Define the shared parts of pictures: the page, its colors, and labels beside points.
 
-A page is WIDTH inches at DPI, shown about half as wide in a README, so no text is below 8 points.
-Colors are those of Okabe and Ito ("Color Universal Design", 2008), with a dark green for W, so
-that F, B, I and W differ in lightness too.
+A page has a width of WIDTH inches at DPI. A README shows it at about half this width, so no text is
+smaller than 8 points. Colors are those of Okabe and Ito ("Color Universal Design", 2008), with a
+dark green for W, so that F, B, I and W also differ in lightness.
 """
 
 import pathlib
@@ -49,8 +49,8 @@ def new_figure(
     right: float = 0.4,
     gap: float = 0.75,
 ) -> tuple[Figure, list[Axes]]:
-    """Make a page: title, legend, rows of panels, lines of notes; all lengths in inches.
-    `panel_heights` has one a row, `gap` lies between rows."""
+    """Make a page with a title, a legend, rows of panels and lines of notes. All lengths are in
+    inches. `panel_heights` has the height of each row, and `gap` is the distance between rows."""
     # As few lines as possible, and those about equally long.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
@@ -85,8 +85,8 @@ def new_figure(
 
 
 def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figure:
-    """Write a PNG or SVG that is the same for the same data, and return it. A PNG's metadata
-    holds `source`, the digest of what was drawn."""
+    """Write a PNG or SVG and return it. Equal data gives equal files. The metadata of a PNG
+    contains `source`, the digest of the drawn data."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata=metadata)
@@ -94,7 +94,7 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
 
 
 def ink(background: Color) -> str:
-    """Return black or white, whichever reads better on a color."""
+    """Return black or white, whichever is easier to read on a color."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
@@ -111,21 +111,23 @@ def panel_title(ax: Axes, text: str) -> None:
 Point = tuple[float, float]
 POINT = DPI / 72  # pixels that a printer's point takes
 DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
-"""In points: half a marker and half of its core, from a marker to its label, and from where on a
-line leads there."""
+"""Lengths in points: half a marker, half of its core, the distance from a marker to its label, and
+the distance from which a line leads to the label."""
 SPOTS = sorted(
     product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
-"""Points from a point to the nearer side of its label or, straight above and below, to its middle:
-the nearest first. On the right a label reads as the point's own."""
+"""Offsets, in points, from a point to the nearer side of its label or, directly above and below, to
+the label's middle. The nearest come first. Readers associate a label most easily with the point on
+its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
-    """Write labels beside their points (data units), the rightmost first, each as near as it hides
-    no point, no label, no line that leads to one, and nothing at `avoid`. A line runs below another
-    point, to which it seems to lead, only where there is no other way, and below a label only then.
-    The axes' limits are set before. Raises RuntimeError where there is no room."""
+    """Write labels beside their points, given in data units, the rightmost first. A label is as
+    near to its point as possible without hiding points, other labels, their lines, or anything at
+    `avoid`. A line passes below another point or label only if there is no other way, because it
+    would seem to lead there. Set the limits of the axes before the call. Raises RuntimeError if
+    there is no space."""
     pixels = ax.transData.transform
     marks = [_around(pixels(at), DOT) for at in labels]
     marks += [_around(pixels(at), 1) for at in avoid]
@@ -157,5 +159,5 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
 
 
 def _around(pixel: np.ndarray, margin: float) -> Bbox:
-    """Return a box around a point with a margin in printer's points."""
+    """Return a box around a point with a margin in points."""
     return Bbox([pixel, pixel]).padded(margin * POINT)

@@ -1,4 +1,4 @@
-"""The terminal's view: a timeline as text, a line per rank, and its figures."""
+"""Print a timeline as text, with a line per rank, and its figures."""
 
 import os
 import shutil
@@ -35,18 +35,18 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
 
 
 def _colored(text: str, letters: str) -> list[str]:
-    """Color letters by the kind of operation that a cell's text begins with."""
+    """Color the letters of each cell by the kind of operation with which it begins."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 
 
 def print_wrapped(text: str, begin: str = "") -> None:
-    """Print `begin` and the text. The text's further lines are indented."""
+    """Print `begin` and the text. Continuation lines are indented."""
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 
 def listed(values: Sequence[Fraction | int], what: str) -> str:
-    """Return all values, one for each `what`, or only one if they are equal."""
+    """Return the values as text, one for each `what`, or a single value if all are equal."""
     if len(set(values)) == 1:
         return f"{number(values[0])} on every {what}"
     return f"{' '.join(map(number, values))} by {what}"

@@ -1,6 +1,5 @@
-"""The checks of lecture.ipynb's exercises: what each says of an answer.
-
-Orders are put into the simulator; gradients are compared with plain backpropagation.
+"""Check answers to the exercises of lecture.ipynb. Orders are simulated, and gradients are compared
+with plain backpropagation.
 """
 
 import numbers
@@ -28,11 +27,11 @@ from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 
 class WrongAnswer(Exception):
-    """Explanation, for its author, why an answer is wrong."""
+    """Explanation of why an answer is wrong, for its author."""
 
 
 class Verdict(NamedTuple):
-    """The result of an exercise, and the message to show."""
+    """Result of an exercise, and the message to show."""
 
     solved: bool
     text: str
@@ -42,8 +41,9 @@ class Verdict(NamedTuple):
 
 
 def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
-    """Turn a check that returns what is right, or raises WrongAnswer, into one that gives a
-    Verdict. Whatever the answer raises is told too, because it is somebody's code."""
+    """Turn a check that returns a message, or raises WrongAnswer, into a check that returns a
+    Verdict. Any exception of the answer is also reported, because the answer is the student's
+    code."""
 
     @wraps(check)
     def judge(*answers: Any) -> Verdict:
@@ -63,8 +63,8 @@ OrderOf = Callable[[int, int, int], Sequence[str]]  # p, m, rank -> its operatio
 
 @graded
 def check_microbatches(needed: Callable[[int, int], float]) -> str:
-    """Check exercise 1: the fewest microbatches for which the idle share of p ranks is at
-    most a given percentage."""
+    """Check exercise 1: the smallest number of microbatches for which the idle share of p ranks is
+    at most a given percentage."""
     sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
     for p, percent in sizes:
         answer = needed(p, percent)
@@ -86,7 +86,8 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
 
 @graded
 def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
-    """Check exercise 9: the layers of stage 0 of two, for the shortest batch of 64 microbatches."""
+    """Check exercise 9: the layers of the first of two stages, for the shortest batch of 64
+    microbatches."""
     for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
         cut = best_cut(layer_ms)
         if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
@@ -109,7 +110,7 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
 
 @graded
 def check_one_f_one_b(order: OrderOf) -> str:
-    """Check exercise 4: 1F1B, the order of one rank."""
+    """Check exercise 4: the order of one rank under 1F1B."""
     for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
         schedule = _schedule_of(order, p, m, "FB")
         at = f"with p={p}, m={m}"
@@ -126,8 +127,8 @@ def check_one_f_one_b(order: OrderOf) -> str:
 
 @graded
 def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
-    """Check exercise 5: several batches under 1F1B, each with the weights that the last one
-    left."""
+    """Check exercise 5: several batches under 1F1B, each with the weights that the previous batch
+    produced."""
     for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
         schedule = batches(p, m, num_batches)
         if not isinstance(schedule, Schedule):
@@ -153,7 +154,8 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
 
 @graded
 def check_zero_bubble(order: OrderOf) -> str:
-    """Check exercise 8: the backward pass as I and W, with W where the rank would idle."""
+    """Check exercise 8: the backward pass in two halves, I and W, with W in the rank's idle
+    time."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
         schedule = _schedule_of(order, p, m, "FIW")
         at = f"with p={p}, m={m}"
@@ -175,7 +177,7 @@ def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
-    """Return the answer's orders of all ranks. Raise WrongAnswer if they are incomplete or cannot
+    """Return the answer's orders of all ranks. Raises WrongAnswer if they are incomplete or cannot
     run."""
     lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
@@ -215,7 +217,7 @@ class Channel:
         self._under_way: deque[Tensor] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send the numbers without the graph that they came from."""
+        """Send the numbers without their graph."""
         self._under_way.append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
@@ -240,7 +242,7 @@ def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Te
 
 @graded
 def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
-    """Check exercise 2: a batch through two stages; its gradient is then in .grad."""
+    """Check exercise 2: a batch through two stages, which leaves its gradient in .grad."""
     for m in (4, 3):
         stages = build_stages(2, 1, seed=0)
         microbatches = some_microbatches(m)
@@ -288,12 +290,12 @@ def check_batch_gradient(
 
 @graded
 def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
-    """Check exercise 6: a stage's update under PipeDream, with microbatches in flight: from its
-    weights, gradients and learning rate to the next weights."""
+    """Check exercise 6: a stage's update under PipeDream while microbatches are in flight. It
+    computes the next weights from the weights, gradients and learning rate."""
     replaced = False
 
     class Trainer(StageTrainer):
-        """The tutorial's, with this update."""
+        """Trainer of the tutorial, with the answer's update."""
 
         def _step(self, gradients: Gradients) -> list[Tensor]:
             nonlocal replaced

@@ -1,4 +1,4 @@
-"""Timelines as pictures in a notebook, and as text where there is no picture."""
+"""Show timelines as pictures in a notebook, and as text elsewhere."""
 
 import io
 import re
@@ -15,7 +15,7 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 
 class Shown(NamedTuple):
-    """One timeline above the other; a notebook shows the picture, a terminal the text."""
+    """Timelines above each other. A notebook shows the picture, and a terminal shows the text."""
 
     title: str
     timelines: Sequence[Timeline]
@@ -41,7 +41,7 @@ def describe(timeline: Timeline) -> str:
 
 
 def run(schedule: Schedule) -> Timeline:
-    """Simulate the schedule: F = I = W = 1, so B = 2."""
+    """Simulate the schedule with F = I = W = 1, so B = 2."""
     return simulate(schedule, build_costs(schedule))
 
 
@@ -59,8 +59,8 @@ def tell(
     why: str = "",
     picture: Any = None,
 ) -> Any:
-    """Print a run's result beside the guess and whether that is right, and give the picture back;
-    nothing before a guess. `right`: what a right guess says, if that is not all that was found."""
+    """Print a run's result, the guess and whether the guess is right, and return the picture.
+    Without a guess, return nothing. `right` is the right guess, if it is not the whole result."""
     if guess is None:
         print(f"{what}: write your guess instead of None, and run this cell again")
         return None
@@ -72,8 +72,9 @@ def tell(
 
 
 def agree(guess: object, found: object) -> bool:
-    """Return whether all numbers of a guess are those found, within 2% or half a percentage point,
-    or all words of one without numbers. 0.75, 75, "75%" and "3/4" are the same share."""
+    """Return whether all numbers of a guess agree with the result, within 2% or half a percentage
+    point. If the result has no numbers, all words must agree. 0.75, 75, "75%" and "3/4" are the
+    same share."""
     ours, theirs = numbers_in(guess), numbers_in(found)
     if not ours:
         words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))
@@ -89,7 +90,7 @@ def _close(guess: Fraction, found: Fraction) -> bool:
 
 
 def numbers_in(value: object) -> list[Fraction]:
-    """Return the numbers of a value, of a list of values, or of a text; percentages as shares."""
+    """Return the numbers in a value, a list of values, or a text. Percentages become shares."""
     if isinstance(value, (list, tuple)):
         return [number for one in value for number in numbers_in(one)]
     numbers = []

@@ -1,5 +1,5 @@
-"""PipeDream's partitioner: from a profile to stages, replicas and the period of the pipeline,
-and to orders that the simulator runs.
+"""Partition a profile into stages and replicas with PipeDream's algorithm, predict the pipeline's
+period, and build orders for the simulator.
 
 Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m workers on a stage
 
@@ -9,17 +9,19 @@ Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m wor
                  max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
 
 A(j, m) is the seconds per microbatch of the best pipeline of layers 0..j on m workers. All sums are
-exact fractions. Compute, weight synchronization and sending are taken to overlap fully: the
-slowest alone fixes the period. PipeDream's published optimizer adds W to T instead (msr-fiddle,
-optimizer_graph_hierarchical.py); the papers and this module take the larger.
+exact fractions. Compute, weight synchronization and sending are assumed to overlap fully, so the
+slowest of them determines the period. PipeDream's published optimizer adds W to T instead
+(msr-fiddle, optimizer_graph_hierarchical.py). The papers and this module use the larger of the two.
 
-sync_factor is 2 by default: a ring all-reduce sends 2 (m - 1) / m of the weights' bytes from each
-worker and receives as many at the same time. PipeDream's 4 counts both ways of a sharded parameter
-server one after the other, and so does its 2 a_i (activation there, gradient back): right for links
-that carry one direction at a time, up to twice too long on full-duplex ones.
+sync_factor is 2 by default, because in a ring all-reduce each worker sends 2 (m - 1) / m of the
+weights' bytes and receives as many at the same time. PipeDream's factor of 4 adds up both
+directions of a sharded parameter server, and its 2 a_i adds the activation in one direction and the
+gradient in the other. This is right for links that carry one direction at a time. For full-duplex
+links, it is up to twice too long.
 
-Not here: a limit on memory. A profile has the output of a layer, but a worker keeps everything the
-backward pass of a layer needs, many times that; a limit would pass plans that do not fit.
+There is no limit on memory. A profile has the output of a layer, but a worker keeps everything that
+the layer's backward pass needs, which is many times larger. A limit would accept plans that do not
+fit.
 """
 
 import math
@@ -40,7 +42,7 @@ from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
 class Stage(NamedTuple):
-    """Neighboring layers, and the workers that each run all of them."""
+    """Consecutive layers, and the number of workers that each run all of them."""
 
     first: int
     last: int  # the last layer, inclusive
@@ -58,12 +60,12 @@ class Stage(NamedTuple):
 
     @property
     def period_s(self) -> Fraction:
-        """Seconds per microbatch that this stage alone allows, all replicas together."""
+        """Seconds per microbatch of this stage alone, with all its replicas."""
         return max(self.compute_s, self.sync_s) / self.replicas
 
 
 class Plan(NamedTuple):
-    """A partition of layers over workers, and its predicted speed."""
+    """Partition of layers over workers, and its predicted speed."""
 
     stages: tuple[Stage, ...]
 
@@ -77,7 +79,7 @@ class Plan(NamedTuple):
 
     @property
     def terms(self) -> dict[str, Fraction]:
-        """Seconds per microbatch of each stage and link; the longest sets the pace."""
+        """Seconds per microbatch of each stage and link. The longest sets the pace."""
         seconds = {}
         for index, stage in enumerate(self.stages):
             seconds[f"compute of stage {index}"] = stage.compute_s / stage.replicas
@@ -92,12 +94,12 @@ class Plan(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """The first term that is as long as the period."""
+        """First term that is as long as the period."""
         return max(self.terms, key=self.terms.__getitem__)
 
     @property
     def noam(self) -> int:
-        """PipeDream's number of microbatches that an input worker has in flight."""
+        """Number of microbatches that PipeDream keeps in flight on an input worker."""
         return math.ceil(Fraction(self.num_workers, self.replicas[0]))
 
 
@@ -110,13 +112,12 @@ def plan_pipeline(
     use_all_workers: bool = False,
     sync_factor: Number = 2,
 ) -> Plan:
-    """Return the plan with the shortest period; of equally fast ones the one with the fewest
-    workers.
+    """Return the plan with the shortest period and, among these, with the fewest workers.
 
-    `bandwidth` is in bytes per second, math.inf if sending takes no time. `replication=False` puts
-    one worker on each stage. PipeDream's formula has every worker take part, even where fewer are
-    faster (synchronizing two can take longer than one computes): `use_all_workers=True`. Takes
-    O(layers^2 workers^2) steps. Raises UserError where no plan exists.
+    `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
+    gives each stage one worker. With `use_all_workers=True`, every worker takes part, as in
+    PipeDream's formula, even if fewer workers are faster (synchronizing two workers can take longer
+    than computing on one). Takes O(layers^2 workers^2) steps. Raises UserError if no plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
         raise UserError("no layer takes any time", "give a profile with seconds above 0")
@@ -154,7 +155,7 @@ def make_plan(
     bandwidth: Number,
     sync_factor: Number,
 ) -> Plan:
-    """Return the plan with the given stages: (last layer, replicas) of each, first stage first."""
+    """Return the plan with the given stages, in order, each as (last layer, replicas)."""
     stage = partial(_stage, layers, bandwidth, sync_factor)
     firsts = [0, *(last + 1 for last, _ in cuts)]
     return Plan(tuple(stage(first, *cut) for first, cut in zip(firsts, cuts, strict=False)))
@@ -186,23 +187,24 @@ def _stage(
 
 
 def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return the number n of microbatches in flight on each worker of a stage that never slow the
-    pipeline down.
+    """Return, for each stage, a number n of microbatches in flight per worker with which the
+    pipeline always runs at full speed.
 
-    PipeDream gives the input stage NOAM = ceil(workers / input replicas). Where replicas do not
-    divide each other that can be too small: 3-2-1 workers with equal work a worker run at 5/4 of
-    the predicted period. Enough for every duration is, from the last stage backwards,
+    PipeDream gives the input stage NOAM = ceil(workers / input replicas). If numbers of replicas do
+    not divide each other, this can be too small: 3-2-1 workers with equal work per worker run at
+    5/4 of the predicted period. The following numbers, from the last stage backwards, suffice for
+    all durations:
 
         n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
     Proof: let the period be P >= T_k / R_k for all k, T_k = F_k + B_k, and start the forward of
     microbatch i on stage k at f_k + i P, its backward at x_k later, x_k = F_k + (n_k - 1) R_k P.
-    The rank's order then holds, because its next forward comes n_k R_k P - x_k >= B_k after that
-    backward starts. The data is there in time if f_k and x_k leave room for both ways between
-    neighbors, x_k - x_next >= F_k + B_next, that is (n_k - 1) R_k P >= (n_next - 1) R_next P +
-    T_next, which n_next R_next <= (n_k - 1) R_k gives. Starting earlier never hurts an order, so
-    the period is max T_k / R_k. With equal work on every worker no smaller numbers do. Without
-    replication both rules give n_k = p - k.
+    The rank's order is then possible, because its next forward comes n_k R_k P - x_k >= B_k after
+    that backward starts. The data arrives in time if f_k and x_k leave time for both directions
+    between neighbors, x_k - x_next >= F_k + B_next. This means (n_k - 1) R_k P >= (n_next - 1)
+    R_next P + T_next, which follows from n_next R_next <= (n_k - 1) R_k. An earlier start never
+    delays an order, so the period is max T_k / R_k. With equal work on every worker, no smaller
+    numbers suffice. Without replication, both rules give n_k = p - k.
     """
     in_flight: list[int] = []
     following = 0
@@ -213,8 +215,8 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
-    """Return PipeDream's 1F1B-RR: replica r of a stage with R replicas takes the microbatches i
-    with i mod R == r, and has `in_flight` of them at most. Ranks are numbered stage by stage."""
+    """Return PipeDream's 1F1B-RR: replica r of a stage with R replicas runs the microbatches i with
+    i mod R == r, at most `in_flight` of them at a time. Ranks are numbered stage by stage."""
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
@@ -226,7 +228,7 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
 
 
 class PlanRun(NamedTuple):
-    """A plan's simulation."""
+    """Simulation of a plan."""
 
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
@@ -235,16 +237,16 @@ class PlanRun(NamedTuple):
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:
-    """Run a plan's stages, with one of two pictures of a link.
+    """Simulate a plan's stages with one of two models of a link.
 
-    `busy_links=True`, the planner's: one message at a time, link_s / 2 for each way. The link is
-    simulated as a stage of its own between its neighbors, and more microbatches are in flight to
-    hide it. The period is the planner's, exactly.
-    `busy_links=False`, the simulator's: a message arrives link_s / 2 after it is sent (on every
-    link, that of the slowest), however many are under way. Nothing more is in flight for it, so
-    workers wait for messages that the planner takes to be hidden.
-    The simulator knows no weight synchronization: where the planner says that it takes longer than
-    the compute, the stage's passes are stretched to it.
+    `busy_links=True` is the planner's model. A link carries one message at a time and takes link_s
+    / 2 in each direction. It is simulated as a separate stage between its neighbors, and more
+    microbatches are in flight to hide it. The period is exactly the planner's. `busy_links=False`
+    is the simulator's model. A message arrives link_s / 2 of the slowest link after it is sent,
+    regardless of other messages. No additional microbatches are in flight, so workers wait for
+    messages that the planner assumes to be hidden. The simulator does not model weight
+    synchronization. If the planner finds that it takes longer than a stage's computation, the
+    stage's passes are lengthened to that time.
     """
     rows: list[tuple[int, Fraction, Fraction]] = []  # workers, seconds forward and backward
     rows_of_stages: list[int] = []
@@ -274,12 +276,14 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
 
 
 def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
-    """Return seconds per microbatch once the run repeats, or None if it is too short to tell.
+    """Return the seconds per microbatch once the run repeats itself, or None if the run is too
+    short.
 
-    `reach` is the largest replicas * in_flight of a stage: an operation waits for none whose
-    microbatch is `reach` or more away. So if all operations of `reach` microbatches in a row start
-    the same time after those c microbatches earlier, all later ones do, and the period is that
-    time / c. The last `reach` microbatches do not count, for the end of the run shows in them.
+    `reach` is the largest replicas * in_flight of a stage. No operation waits for an operation
+    whose microbatch is `reach` or more away. If all operations of `reach` consecutive microbatches
+    start the same time after the operations c microbatches earlier, all later ones do too, and the
+    period is that time / c. The last `reach` microbatches do not count, because the end of the run
+    affects them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, and kind and stage
     for op, (start, _) in sorted(timeline.times.items()):

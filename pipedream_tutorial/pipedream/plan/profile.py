@@ -1,6 +1,7 @@
-"""Costs of a model's layers: seconds, activation bytes and weight bytes, measured or from a file.
+"""Measure or load the costs of a model's layers: seconds, activation bytes and weight bytes.
 
-PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile imports no torch.
+PipeDream (arXiv 1806.03377) plans with these three numbers per layer. Loading a profile does not
+import torch.
 """
 
 import json
@@ -19,7 +20,7 @@ Number = int | float | Fraction
 
 
 class Layer(NamedTuple):
-    """One layer's cost for one microbatch."""
+    """Cost of one layer for one microbatch."""
 
     name: str
     forward_s: Number
@@ -29,7 +30,7 @@ class Layer(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The layers in the order of the forward pass, and what they were measured on."""
+    """Layers in the order of the forward pass, and the machine and settings of the measurement."""
 
     model: str
     device: str
@@ -80,7 +81,7 @@ def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, 
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write what load_profile reads. Its numbers have to be int or float."""
+    """Write a profile for load_profile. Its numbers must be int or float."""
     values = profile._asdict() | {"layers": [layer._asdict() for layer in profile.layers]}
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -88,13 +89,13 @@ def save_profile(profile: Profile, path: Path) -> None:
 def measure_profile(
     layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time the forward and backward pass of each layer (its name and module), where its weights
-    and `example` are.
+    """Time the forward and backward pass of each layer, given by name and module, on the device of
+    its weights and of `example`.
 
-    The tensor `example` is the first layer's input, one microbatch; each layer's output is the next
-    one's input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
-    `repeats`, before which a third as many are not counted, rounded to 0.1 us. A repeat goes
-    through all layers: what else the machine does slows one of all, not all of one.
+    The tensor `example` is the first layer's input, one microbatch. Each layer's output is the next
+    layer's input. The last layer also receives `targets` and returns a loss. Seconds are medians of
+    `repeats`, rounded to 0.1 us. A third as many warm-up repeats come first. Each repeat runs all
+    layers, so that a disturbance slows one repeat of several layers, not all repeats of one layer.
     """
     import torch
 

@@ -1,7 +1,6 @@
-"""Starts one process per stage and watches over them.
-
-Whoever starts the processes also ends them: this module, or torchrun's agent. Each says itself why
-it fails; one that only lost its neighbor waits a moment, so that the cause is what is seen first.
+"""Start one process per stage and end all processes if one fails. This module or torchrun's agent
+starts and ends the processes. Each process reports its own failure. A process that only lost its
+neighbor waits a moment, so that the cause is reported first.
 """
 
 import gc
@@ -26,12 +25,12 @@ DIFFERENT = 3  # exit code: all ran, and some weights are not those of one proce
 
 
 class StageLostError(RuntimeError):
-    """Another stage's process is gone, or did not answer in time."""
+    """Error if another stage's process has ended or did not answer in time."""
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
-    """Return this process's rank under launch() or torchrun, None if neither started it. Raise
-    UserError for another number of processes than `num_stages`, or more than one machine."""
+    """Return this process's rank under launch() or torchrun, or None if neither started it. Raises
+    UserError if the number of processes is not `num_stages`, or for several machines."""
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -54,13 +53,13 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
 
 
 def launch(body: Callable[[int], None], num_stages: int) -> int:
-    """Run `body` with each rank in a process of its own; the exit code for the whole. What is
-    imported here need not be imported there.
+    """Run `body` for each rank in a separate process, and return the exit code of the run.
+    Processes reuse this process's imports.
 
-    0 if all ended well. At the first process that did not, the others are ended and the last
-    thing on stderr is one line that names the stage and says what happened: code 2 for what the
-    user can mend, DIFFERENT for other weights, 1 for the rest. The processes end with this one, on
-    Linux however it ends.
+    The code is 0 if all processes succeed. If one fails, the others are ended, and the last line on
+    stderr names the stage and the error. The code is then 2 for a mistake that the user can fix,
+    DIFFERENT if weights differ, and otherwise 1. The processes end with this process, on Linux even
+    if it is killed.
     """
     import torch.multiprocessing as mp
 

@@ -1,7 +1,7 @@
-"""Measurements, the simulator's predictions of them, and the record and table of both.
+"""Predict measured runs with the simulator, and write the record and the table of both.
 
-The simulator is fed with the durations of one measured run; its unit of time is a nanosecond here,
-kept as exact fractions. Imports no torch.
+The simulator uses the durations of one measured run. Its unit of time is a nanosecond, and times
+are exact fractions. No torch import.
 """
 
 import json
@@ -25,14 +25,14 @@ from pipedream.simulate.trace import Slice, transfers
 RECORD_FORMAT = 2  # 1: "zb-v" was torch's order, whatever the durations
 Record = Mapping[str, Any]
 Report = dict[str, Any]
-"""What one rank brings home from a run: slices (of each thread, operation, start_ns, end_ns), pairs
-of a stage and its peak_versions, and of a microbatch and its mean loss where the rank has the last
-stage; of a GPU peak_memory_mib, as its allocator counted, and waited_for_host: the share of the
-operations, 0 to 1, that it had done as soon as the host had handed them over."""
+"""Results of one rank from a run: slices (thread, operation, start_ns, end_ns), pairs of a stage
+and its peak_versions, and, on the rank with the last stage, pairs of a microbatch and its mean
+loss. A GPU adds peak_memory_mib from its allocator and waited_for_host, the share of operations,
+from 0 to 1, that had finished as soon as the host had launched them."""
 
 
 class Case(NamedTuple):
-    """One schedule at one number of microbatches."""
+    """Schedule with a number of microbatches."""
 
     name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
     num_microbatches: int  # in a batch
@@ -42,12 +42,13 @@ class Case(NamedTuple):
 
 
 class MeasuredRun:
-    """A case, run for real: of its repeats the one of the median makespan, or of the lower one."""
+    """Measured run of a case: the repeat with the median makespan, or the lower of two."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
     ) -> None:
-        """`by_rank`: each rank's reports, one a repeat. `weights`: by stage, where asked for."""
+        """`by_rank`: the reports of each rank, one per repeat. `weights`: by stage, if
+        requested."""
         self.case = case
         self.weights = weights
         repeats = []
@@ -98,14 +99,14 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Return the time of each operation, or of sending or receiving its result."""
+        """Return the times of each operation, or of sending or receiving its result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
     def communication_ns(self) -> Fraction:
-        """Median time from the end of an operation to the start of the one that takes its result
-        in, over those receivers that had nothing else to do: whose stage had ended its operation
-        before by the time the result was made. 0 if there was none."""
+        """Median time from the end of an operation to the start of the operation that uses its
+        result. Only idle receivers count: stages that had ended their previous operation when the
+        result was produced. 0 if there are none."""
         at = self.by_operation("compute")
         orders = self.case.schedule.flat
         before = {op: previous for order in orders for previous, op in pairwise(order)}
@@ -117,9 +118,8 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the mean durations for the same layers in `num_stages` equal stages, and the time
-        to send. If the run did not split its backward passes, each counts as an input
-        gradient."""
+        """Return the mean durations of the same layers in `num_stages` equal stages, and the time
+        to send. If the run did not split its backward passes, each counts as an input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -135,8 +135,8 @@ class MeasuredRun:
         )  # fmt: skip
 
     def predict(self, schedule: Schedule) -> Timeline | None:
-        """Other orders in the simulator, with these durations. None where they cut backward passes
-        that this run did not cut: where the cut lies was not measured."""
+        """Simulate other orders with these durations. Return None if they split backward passes
+        that this run did not split, because the durations of the halves were not measured."""
         if schedule.cuts_backward and not self.case.schedule.cuts_backward:
             return None
         return simulate(schedule, self.costs(schedule.num_stages))
@@ -145,13 +145,12 @@ class MeasuredRun:
 def build_record(
     runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """Return a record as its JSON holds it: all times in milliseconds, lists by stage, a case a
-    run.
+    """Return a record for JSON, with all times in milliseconds, lists by stage, and a case per run.
 
-    about: command, versions, machine, emulated_ms, workload, config. calibration: the run that the
-    durations are from (a case has calibrated_on if it is that one), and its means. found: of an
-    order from a search, by rank, the letters F, I, W of a batch. predicted: null where that run's
-    durations say nothing about the schedule.
+    about: command, versions, machine, emulated_ms, workload, config. calibration: the run with the
+    durations (its case has calibrated_on), and its means. found: for an order from a search, the
+    letters F, I, W of a batch by rank. predicted: null if that run's durations do not apply to the
+    schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs(first.schedule.num_stages)
@@ -200,8 +199,8 @@ def _ms(ns: Fraction | float) -> float:
 
 
 def write_whole(name: str, record: Record) -> None:
-    """Replace the file atomically, so that the record is complete whenever the run ends. Follow
-    links: a link's target is replaced."""
+    """Replace the file atomically, so that the record is complete whenever the run ends. If the
+    file is a link, its target is replaced."""
     path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -212,9 +211,9 @@ HOST_SHARE = 0.2  # the first operations of a run always come as fast as the hos
 
 
 def waited_for_host(record: Record) -> list[str]:
-    """Return the record's runs in which more than HOST_SHARE of a stage's operations ended as soon
-    as the host had handed them over: what their events bracket is launching in part. A GPU that
-    waits in the middle of an operation, and catches up, is not found."""
+    """Return the runs in which more than HOST_SHARE of a stage's operations ended as soon as the
+    host had launched them. The times of such operations partly measure launching. A GPU that waits
+    in the middle of an operation and catches up is not detected."""
     return [
         _name(case)
         for case in record["cases"]
@@ -227,12 +226,12 @@ def _name(case: Record) -> str:
 
 
 def makespan_error(case: Record) -> float:
-    """Return by how many percent the simulated makespan exceeds the measured one."""
+    """Return the percentage by which the simulated makespan exceeds the measured makespan."""
     return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
 
 
 def render(record: Record) -> str:
-    """Return a record's table: measured against predicted, one line per run."""
+    """Return the table of a record, with measured and predicted values on one line per run."""
     calibration = record["calibration"]
     cases = record["cases"]
     times = zip(calibration["forward_ms"], calibration["backward_ms"], strict=True)

@@ -1,4 +1,4 @@
-"""All runs of one start, in one process of several: every schedule at every size, searches too."""
+"""Run every schedule and search at every size, as one of several processes."""
 
 import json
 import os
@@ -31,8 +31,8 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 def build_cases(config: Config) -> list[Case]:
     """Return a case for every schedule at every number of microbatches, and a search for every
-    limit on memory; else UserError: for what cannot be trained, and for a search that has no
-    durations to go by."""
+    limit on memory. Raises UserError for schedules that cannot be trained, and for a search without
+    measured durations."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -95,8 +95,8 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
 
 
 def run_session(config: Config, command: str, rank: int) -> None:
-    """Run all cases as one of the stages; on rank 0 also print and write what came of it, to the
-    paths that `config` has: trace, record, weights."""
+    """Run all cases as one of the stages. On rank 0, print the results and write them to the paths
+    in `config`: trace, record, weights."""
     cases = build_cases(config)
     station = Station(rank, config)
     if rank == 0:
@@ -175,7 +175,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
 
 
 def describe(station: Station) -> str:
-    """Return a text about the next run."""
+    """Describe the next run."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
     where = "NCCL, a GPU each" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":
@@ -212,6 +212,6 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
 
 
 def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
-    """Compare bits: NaN on both sides would otherwise count as different."""
+    """Compare bits, because NaN does not equal NaN."""
     pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

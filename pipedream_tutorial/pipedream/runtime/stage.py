@@ -1,11 +1,11 @@
-"""One rank in its own process: runs its order, with messages in and out, and times it.
+"""Run the order of one rank in its own process, exchange messages and measure times.
 
-The runtime knows no schedule by name. It takes operations one after the other, waits for what an
-operation needs from a neighbor, runs it on the StageTrainer and sends on what it gives.
+The runtime does not depend on the schedule. For each operation, it waits for the input from a
+neighbor, runs the operation on the StageTrainer and sends its result.
 
-NCCL matches messages by their order alone (tags are ignored), and work within one of its groups
-may be serialized. So, with gloo as well, each pair of ranks that exchange messages has a group for
-each direction, and who receives follows the order in which the other side's schedule sends.
+NCCL matches messages only by their order, without tags, and may serialize the work of a group.
+Therefore each pair of ranks that exchange messages has a group per direction, also with gloo, and
+receives follow the order in which the other rank's schedule sends.
 """
 
 import datetime
@@ -36,7 +36,7 @@ from pipedream.train.trainer import Trainers, Weights, build_trainers
 
 @contextmanager
 def connection_to(whom: str) -> Iterator[None]:
-    """Turn what the backend raises inside into a StageLostError that says who was waited for."""
+    """Turn exceptions of the backend into a StageLostError that names the other stages."""
     try:
         yield
     except RuntimeError as error:
@@ -45,7 +45,8 @@ def connection_to(whom: str) -> Iterator[None]:
 
 
 class Peer:
-    """Another rank that messages come from or go to, each way in a process group of its own."""
+    """Another rank with which this rank exchanges messages. Each direction has its own process
+    group."""
 
     incoming: Any = None
     outgoing: Any = None
@@ -56,8 +57,8 @@ class Peer:
         self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
     def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
-        """Begin a run. `arriving`: the peer's operations whose results come here, in the order in
-        which it sends, all of one form. `depth` receives are posted before they are asked for."""
+        """Begin a run. `arriving`: the peer's operations whose results are sent here, in the order
+        of sending. All results have one shape and dtype. `depth` receives are posted ahead."""
 
         def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
             buffer = torch.empty_like(like)
@@ -70,8 +71,8 @@ class Peer:
             self.posted = deque(islice(self.coming, depth))
 
     def take(self, wanted: Op) -> torch.Tensor:
-        """Return the result of one of the peer's operations after waiting for it (on a GPU the
-        stream waits)."""
+        """Wait for the result of one of the peer's operations and return it. On a GPU, only the
+        stream waits."""
         with connection_to(self.name):
             while wanted not in self.arrived:
                 op, buffer, work = self.posted.popleft() if self.posted else next(self.coming)
@@ -81,7 +82,7 @@ class Peer:
         return self.arrived.pop(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start to send; the tensor is kept until it is through."""
+        """Start to send. The tensor is kept until it has been sent."""
         # NCCL says when a send is done; gloo's say so only in wait(), so they stay until drain().
         while self.under_way and self.under_way[0][1].is_completed():
             self.under_way.popleft()
@@ -91,7 +92,7 @@ class Peer:
         self.under_way.append((tensor, work))
 
     def drain(self) -> None:
-        """Wait until all messages have arrived (on a GPU: have the stream wait)."""
+        """Wait until all messages have arrived. On a GPU, only the stream waits."""
         with connection_to(self.name):
             for _, work in self.under_way:
                 work.wait()
@@ -99,16 +100,19 @@ class Peer:
 
 
 class Clock:
-    """Marks points of a stage's work and later tells when they were reached.
+    """Clock that marks points in a stage's work and later returns the times at which they were
+    reached.
 
-    On a CPU, where to call is to compute, by the raw counter, which all processes of a host share:
-    zeros that each takes after a barrier differ by how long it took to leave it. A GPU works after
-    the call has returned: there by its own events, tied to the host's time. Before each run an
-    event is recorded and waited for: it was halfway through the shortest of 20 such waits.
+    On a CPU, calls return when they have computed, so the clock is the raw counter that all
+    processes of a host share. (Zero points taken after a barrier would differ by the time that each
+    process takes to leave it.) A GPU works after the call has returned, so its clock consists of
+    CUDA events, which are related to the host's time before each run: an event is recorded and
+    awaited 20 times, and its time is the middle of the shortest wait.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
-        """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
+        """`new_event` creates an event like torch.cuda.Event with timing: record(), synchronize(),
+        elapsed_time()."""
         self.new_event = new_event
         self.spans: list[tuple[str, Op, Any, Any]] = []  # thread, operation, marks at both ends
         if new_event is not None:
@@ -123,7 +127,7 @@ class Clock:
             _, self.zero_ns, self.zero = min(ties, key=itemgetter(0))
 
     def mark(self) -> tuple[int, Any]:
-        """Return a mark of the point that the work has reached."""
+        """Mark the point that the work has reached, and return the mark."""
         event = None
         if self.new_event is not None:
             event = self.new_event()
@@ -131,7 +135,8 @@ class Clock:
         return time.perf_counter_ns(), event
 
     def read(self, mark: tuple[int, Any]) -> int:
-        """Return nanoseconds of perf_counter; on a GPU once it is idle."""
+        """Return the mark's time in nanoseconds of perf_counter. On a GPU, call this when it is
+        idle."""
         host_ns, event = mark
         if event is None:
             return host_ns
@@ -139,17 +144,17 @@ class Clock:
 
     @contextmanager
     def span(self, thread: str, op: Op) -> Iterator[None]:
-        """Mark the start and the end of what happens inside."""
+        """Mark the start and the end of the block."""
         begun = self.mark()
         yield
         self.spans.append((thread, op, begun, self.mark()))
 
 
 class Station:
-    """A process as a rank, whatever the schedule."""
+    """Rank in its own process, for any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
-        """Raises UserError for what cannot be trained."""
+        """Raises UserError for settings that cannot be trained."""
         self.rank = rank
         self.config = config
         self.device = take_device(config, rank)
@@ -159,10 +164,9 @@ class Station:
         self.peers: dict[int, Peer] = {}  # by rank
 
     def meet(self, cases: Sequence[Case]) -> None:
-        """Connect with the other ranks, then run two microbatches of each case with nothing sent.
-
-        The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU
-        loads each kernel on first use, which can wait for ever while a receive is pending.
+        """Connect with the other ranks, then run two microbatches of each case without sending. The
+        first torch.autograd.grad with grad_outputs takes hundreds of milliseconds. A GPU loads each
+        kernel on first use, which can wait forever while a receive is pending.
         """
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         listen_on_loopback()
@@ -182,12 +186,13 @@ class Station:
                     trainer.run(op, None if at_the_end else x, self.workload.task)
 
     def _connect(self, schedules: Sequence[Schedule], timeout: datetime.timedelta) -> None:
-        """Connect with all ranks that this one exchanges messages with under some schedule.
+        """Connect with all ranks with which this rank exchanges messages under any of the
+        schedules.
 
-        Every process makes all groups in the same order, and a group's first message follows at
-        once: communicators that NCCL sets up on first use then cannot wait for each other in a
-        circle. A receive that is posted ahead keeps multiprocessors of its GPU from computing until
-        its message comes: NCCL takes no more than nccl_max_ctas for one (None: as it likes).
+        Every process makes all groups in the same order, and sends a group's first message at once.
+        NCCL sets up communicators on first use, and in this order they cannot wait for each other
+        in a circle. A receive that is posted ahead occupies multiprocessors of its GPU until its
+        message arrives. NCCL uses at most nccl_max_ctas for one receive; None sets no limit.
         """
         ways = set()
         for schedule in schedules:
@@ -223,9 +228,9 @@ class Station:
         return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
-        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
-        weights by stage, on the CPU, so that the next run finds the GPU empty. All ranks have to
-        call this together. Raises StageLostError when a peer is gone."""
+        """Train from the initial weights under a schedule, with CONFIG's sleeps if `emulated`.
+        Return the final weights by stage, on the CPU, so that the GPU is empty for the next run.
+        Collective over all ranks. Raises StageLostError if a peer has ended."""
         trainers = self._trainers(case)
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
         if self.on_gpu:
@@ -261,7 +266,7 @@ class Station:
     def _run_order(
         self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]
     ) -> None:
-        """Run the rank's operations, until all that they send is through."""
+        """Run the rank's operations, and wait until all their results have been sent."""
         ranks = case.schedule.ranks()
         orders = case.schedule.flat
         source = handed_on(case.schedule)
@@ -297,13 +302,15 @@ class Station:
 
 
 def listen_on_loopback() -> None:
-    """Keep gloo and NCCL from listening where the machine's name leads, to other machines too."""
+    """Keep gloo and NCCL from listening on the address of the machine's name, which other machines
+    may reach."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
 
 
 def median_us(act: Callable[[], object]) -> int:
-    """Return the median of six times of `act` in microseconds. All ranks start it together."""
+    """Return the median of six durations of `act` in microseconds. All ranks start each call
+    together."""
     times = []
     for _ in range(6):
         dist.barrier()
@@ -314,8 +321,8 @@ def median_us(act: Callable[[], object]) -> int:
 
 
 def take_device(config: Config, rank: int) -> torch.device:
-    """Return a stage's device, ready for use: if device=auto finds a GPU for each stage, they run
-    on GPUs. Raises UserError where device=cuda finds fewer."""
+    """Return a stage's device, ready for use. With device=auto, stages run on GPUs if there is one
+    for each. Raises UserError if device=cuda finds too few."""
     torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()

@@ -1,14 +1,16 @@
-"""V-Half and V-Min: one microbatch's slots, repeated, then pulled together (arXiv 2405.15362).
+"""Build V-Half and V-Min: repeat the slots of one microbatch, then close the gaps (arXiv
+2405.15362).
 
-Two stages per rank in a V, as in ZB-V. Each of a rank's six operations of a microbatch takes one
-slot, so the next microbatch's block comes 6 slots later and a rank without a gap is busy. A block
-gives four slots; the two W go where the rank would idle. How long activations live in a block is
-how many microbatches overlap, so the block alone decides the memory.
+Each rank has two stages in a V, as in ZB-V. Each of its six operations per microbatch takes one
+slot, so the next microbatch's block begins 6 slots later, and a rank without gaps is always busy. A
+block defines four slots, and the two W go into idle slots. The lifetime of activations in a block
+determines how many microbatches overlap, so the block alone determines the memory.
 
-The blocks leave gaps where the pipeline fills and drains. Two passes close them within the same
-memory, as the authors' code does (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism):
-first all operations of both ends move forward, then those of the draining end once more, with W
-back in the free slots. The orders are the authors', operation by operation.
+The blocks leave gaps where the pipeline fills and drains. Two passes close these gaps within the
+same memory, as in the authors' code (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism).
+First all operations of both ends move to earlier slots. Then the operations of the draining end
+move once more, with W in the free slots. The orders equal the authors' orders, operation by
+operation.
 """
 
 import math
@@ -22,30 +24,31 @@ from pipedream.schedules.ops import Orders
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
-"""What a slot's operation adds to the activations held, and to the W that wait."""
+"""Changes of the held activations, and of the number of waiting W, by a slot's operation."""
 
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return V-Min's orders, which hold about a third of 1F1B's activations: every operation is one
-    slot after its neighbor's."""
+    """Return V-Min's orders, which hold about a third of 1F1B's activations. Every operation comes
+    one slot after its neighbor's operation."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return V-Half's orders, which hold half of 1F1B's activations: two slots between neighbors on
-    the way down."""
+    """Return V-Half's orders, which hold half of 1F1B's activations. Neighbors are two slots apart
+    on the way down."""
     late = 3 * p + (0 if p % 2 else 3)  # the same on the way up
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """Repeat each rank's slots of microbatch 0 m times; with `reorder`, pull both ends together."""
+    """Repeat each rank's slots of microbatch 0 m times. With `reorder`, close the gaps at both
+    ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
         for rank_slots in slots:
@@ -59,14 +62,14 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 
 def _word(own: list[list[int]]) -> list[str]:
-    """Return a rank's operations by slot, W included; small letters on the way up."""
+    """Return a rank's operations by slot, including W, in small letters on the way up."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Return (slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
+    """Return (slot, its I) of each W. W use the free slots, those of I_UP first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
@@ -79,9 +82,9 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _pull(slots: Slots) -> None:
-    """Move operations to earlier free slots, where data and memory allow, in the order of time. In
-    the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
-    the pass that has no slots for W, the operations before."""
+    """Move operations to earlier free slots if data and memory allow, in the order of time.
+    Operations stay while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. In
+    the pass without slots for W, earlier operations also stay."""
     lines = [_Line(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]
@@ -108,13 +111,14 @@ def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
-    """Return the slot in which a neighboring rank computes an operation's input, or -1."""
+    """Return the slot in which a neighboring rank computes an operation's input, or -1 if there is
+    none."""
     neighbor = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
     return slots[neighbor][kind][i] if kind != W and 0 <= neighbor < len(slots) else -1
 
 
 class _Line:
-    """A rank's slots. Where none has been given to W, it runs in those that are free."""
+    """Slots of a rank. Unless W have their own slots, they run in the free ones."""
 
     def __init__(self, own: list[list[int]]) -> None:
         self.idle = None if len(own) > W else W
@@ -127,8 +131,8 @@ class _Line:
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
-        """Return the operation's new slot: the first that is free where no more than `limit` are
-        held at any time, and each W comes after its I."""
+        """Move an operation to the first free slot at which at most `limit` activations are held at
+        any time and each W comes after its I. Return that slot."""
         kind = self.kinds[old]
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
@@ -139,8 +143,9 @@ class _Line:
         return old
 
     def _replay(self, begin: int, changed: int, limit: int) -> bool:
-        """Count again from slot `begin` until, from slot `changed` on, it is as it was. False, and
-        nothing changed, if more than `limit` are held then, or a W comes before its I."""
+        """Count again from slot `begin` until, after slot `changed`, the counts are the same as
+        before. If more than `limit` activations are held, or if a W comes before its I, return
+        False and change nothing."""
         held, waiting = self.states[begin - 1] if begin else (0, 0)
         states = []
         kinds = self.kinds
@@ -161,7 +166,8 @@ class _Line:
 
 
 def _squeeze(slots: Slots) -> None:
-    """Return the same orders, every operation as soon as its rank and its data are ready."""
+    """Move every operation to the earliest slot at which its rank and its data are ready, in the
+    same orders."""
     free = [0] * len(slots)
     for _, rank, kind, i in sorted(_operations(slots)):
         begin = max(free[rank], 1 + _source(slots, rank, kind, i))

@@ -1,10 +1,9 @@
-"""Properties of a schedule from formulas: idle time, memory, versions, staleness.
+"""Define formulas for properties of a schedule: idle time, memory, versions and staleness.
 
-Stages are even and communication takes no time, unless a function says otherwise. Every form here
-equals the simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of
-durations than its paper gives; where it does not hold, `idle_holds` says so.
-
-A `source` is a paper on arXiv; DualPipe's forms are also in github.com/deepseek-ai/DualPipe.
+Stages are equal and communication takes no time, unless stated otherwise. Every formula equals the
+simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of durations
+than in its paper. `idle_holds` returns whether a formula is valid. A `source` is a paper on arXiv.
+DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Sizes and durations; those are of one microbatch on a rank's whole share of the layers."""
+    """Sizes, and durations of one microbatch on a rank's whole share of the layers."""
 
     p: int
     m: int
@@ -29,7 +28,7 @@ class Case(NamedTuple):
 
     @property
     def total(self) -> Fraction:
-        """T: the work that one microbatch is for a rank."""
+        """T: the time that a rank works on one microbatch."""
         return self.f + self.backward
 
 
@@ -48,20 +47,21 @@ def interleaved_activations(c: Case, r: int) -> Fraction:
 
 
 def zb_h2_step(c: Case) -> Fraction:
-    """Return the time that remains to wait between two neighbors: nothing while I <= 2 min(F, W) -
+    """Return the time that two neighbors still wait for each other. It is 0 if I <= 2 min(F, W) -
     F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
 def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
-    """Return V-Half's idle time in a rank's span: if p is even, the last two ranks end an operation
-    later."""
+    """Return V-Half's idle time in a rank's span. If p is even, the last two ranks end one
+    operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_started(c, r) - late) * c.f
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
-    """Return (p+4) // 3 where the pipeline is full; on rank 0 one stage's less if p = 2 mod 3."""
+    """Return (p+4) // 3, the activations in a full pipeline. On rank 0, there is one stage's
+    activation less if p = 2 mod 3."""
     most = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         most -= 1
@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return when rank r starts, in F, less what it ends after rank 0: the last rank's two stages
-    are neighbors."""
+    """Return the time at which rank r starts, in units of F, minus the time by which it ends after
+    rank 0. The last rank's two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
@@ -80,25 +80,27 @@ def from_edge(c: Case, r: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """One schedule's row of the table; where nothing is said, that of a pipeline that fills once
-    and then flushes."""
+    """Row of the table for one schedule. The defaults describe a pipeline that fills once and then
+    flushes."""
 
     makespan_idle: Callable[[Case], Fraction] = even_fill
-    """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
+    """X: the time from 0 to the last rank's end, minus a rank's work. It is equal on all ranks."""
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
     """Rank r's idle time between its own first start and its own last end, for this X."""
     idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
     peak_activations: Callable[[Case, int], Fraction | int]
-    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes: in
-    V-Min and without a flush for m >= p, in ZB-V for F = I = W. Otherwise an upper bound."""
+    """Peak activations of rank r, in microbatches on its whole share. The formula is exact for all
+    sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush need
+    m >= p, and ZB-V needs F = I = W. Otherwise it is an upper bound."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
     """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
-    """Updates of stage s that the microbatch's gradient does not know of; m: a batch."""
+    """Updates of stage s that the microbatch's gradient does not include. m counts the microbatches
+    of a batch."""
     idle_text: str = "(p-1) (F+B)"
     range_text: str = "always"
     published: str = "the same"
-    """The form and the range that the source gives, where it differs from ours."""
+    """Formula and range in the source, if they differ from ours."""
     source: str
 
     def span_idle(self, c: Case, r: int) -> Fraction:

@@ -1,4 +1,4 @@
-"""Parts of a schedule: operations, and their order on every rank."""
+"""Define the parts of a schedule: operations, and their order on every rank."""
 
 import csv
 import re
@@ -18,8 +18,8 @@ from pipedream.errors import UserError
 
 
 class Op(NamedTuple):
-    """pipedream_simple.py's with names, written as torch writes it: 2F0 is stage 2, F, batch 0.
-    R is F once more, for the activations that F did not keep."""
+    """Operation of pipedream_simple.py with named fields, written as in torch: 2F0 is stage 2, F,
+    microbatch 0. R repeats F to recompute the activations that F did not keep."""
 
     kind: str
     stage: int
@@ -34,7 +34,7 @@ class Op(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward pass that one rank runs at the same time (DualPipe)."""
+    """Forward and backward pass that one rank runs at the same time (DualPipe)."""
 
     forward: Op
     backward: Op
@@ -50,19 +50,19 @@ class Pair(NamedTuple):
 Item = Op | Pair
 
 Orders = Sequence[Sequence[Item | simple.Op]]
-"""By rank, from first to last; an operation may be pipedream_simple.py's tuple."""
+"""Operations by rank, from first to last. An operation may be a tuple of pipedream_simple.py."""
 
 
 def item_of(ops: Sequence[Op]) -> Item:
-    """Return the only operation, or the pair."""
+    """Return the single operation, or the pair of two."""
     return Pair(*ops) if len(ops) == 2 else ops[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """An order of operations for every rank. Stages are numbered from 0 as the forward pass takes
-    them; those of a second copy of the model (Chimera, DualPipe) come after the first's, and each
-    microbatch goes through one copy."""
+    """Order of operations for every rank. Stages are numbered from 0 in the order of the forward
+    pass. The stages of a second copy of the model (Chimera, DualPipe) follow, and each microbatch
+    goes through one copy."""
 
     name: str
     orders: tuple[tuple[Item, ...], ...]  # one rank's operations in the order in which it runs them
@@ -80,17 +80,17 @@ class Schedule:
 
     @property
     def stages_per_rank(self) -> int:
-        """Chunks that a rank's share of the layers is cut into, in one copy."""
+        """Number of stages per rank in one copy of the model."""
         return max(1, self.num_stages // self.num_ranks)
 
     @cached_property
     def flat(self) -> list[list[Op]]:
-        """The orders, a pair as one operation after the other."""
+        """Orders with each pair as two consecutive operations."""
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
     def known(self) -> dict[tuple[str, int], set[int]]:
-        """(kind, stage) -> the microbatches that some rank runs it for."""
+        """(kind, stage) -> microbatches for which some rank runs it."""
         microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
             microbatches[kind, stage].add(i)
@@ -102,11 +102,11 @@ class Schedule:
 
     @property
     def cuts_backward(self) -> bool:
-        """True if some backward passes are run as I and W."""
+        """True if some backward passes are split into I and W."""
         return any(kind == "W" for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
-        """Return all operations, those in pairs too."""
+        """Return all operations, including those in pairs."""
         return chain(*self.flat)
 
     def stages(self) -> list[list[int]]:
@@ -114,14 +114,15 @@ class Schedule:
         return [sorted(set(map(itemgetter(1), order))) for order in self.flat]
 
     def ranks(self) -> dict[Op, int]:
-        """Return operation -> the rank that runs it."""
+        """Map each operation to its rank."""
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
 
     def __contains__(self, op: Op) -> bool:
         return op.microbatch in self.known.get(op[:2], ())
 
     def needs(self, op: Op) -> list[Op]:
-        """Return the operations whose results this one needs, also on its own stage."""
+        """Return the operations whose results this operation needs, including those of its own
+        stage."""
         kind, stage, i = op
         position = stage % self.num_stages
         if kind == "F":
@@ -137,8 +138,8 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """Repeat the same batch: microbatches of batch k are numbered from k * m on. No barrier is put
-    between batches. A rank starts its next batch when its own order allows."""
+    """Repeat the same batch. Microbatches of batch k are numbered from k * m. There is no barrier
+    between batches: a rank starts its next batch when its own order allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
@@ -152,8 +153,8 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
-    """Return the same orders, with R before every backward pass; `kept` is the share that R starts
-    from: the stage's input."""
+    """Return the same orders with R before every backward pass. `kept` is the share of the
+    activations with which R starts, the stage's input."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]
@@ -164,16 +165,16 @@ def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
-    """Write one line per rank and one operation per cell, which torch.distributed.pipelining
-    loads."""
+    """Write a CSV for torch.distributed.pipelining, with one line per rank and one operation per
+    cell."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([map(str, order) for order in schedule.orders])
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read orders back; empty cells (torch's bubbles) are skipped. Raises UserError that names line
-    and cell for what is no operation, and for stages that are not numbered 0, 1, ... or are on
-    several ranks."""
+    """Read orders from a CSV. Empty cells, which are bubbles in torch, are skipped. Raises
+    UserError with line and cell for text that is not an operation, and for stages that are not
+    numbered 0, 1, ... or are on several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []

@@ -1,9 +1,9 @@
-"""The schedules: each a short function from (ranks p, microbatches m) to an order per rank, and the
-table of all. Imports no torch.
+"""Define the schedules, each as a function from (ranks p, microbatches m) to an order per rank, and
+the table of all schedules. No torch import.
 
-Those that a student reads first are written in pipedream_simple.py, V-Half and V-Min in
-building_blocks.py; here are those of pairs or of two copies of the model. closed_forms.py names the
-papers. Where torch.distributed.pipelining has the schedule, the order is the same as torch's
+pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
+and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
+the papers. If torch.distributed.pipelining has a schedule, the orders are equal
 (tests/test_torch.py).
 """
 
@@ -24,14 +24,14 @@ one_f_one_b = partial(simple.build, "1f1b")
 
 
 def eager_1f1b(p: int, m: int) -> Orders:
-    """Return 1F1B that runs twice as far ahead, so that messages have time to arrive."""
+    """Return 1F1B with twice as many warm-up forwards, so that messages have time to arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
 
 
 def zb_v_fixed(p: int, m: int) -> Orders:
-    """Return ZB-V in torch's order, whatever the durations. Written for 2p - 1 microbatches or
-    more; with fewer, the missing ones are left out."""
+    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
+    - 1 microbatches or more. With fewer, the missing ones are left out."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -54,7 +54,7 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
-    """Return DualPipe's eight phases on rank r, whose second stage is written in small letters."""
+    """Return DualPipe's eight phases on rank r, with its second stage in small letters."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward has to wait anyway: overlap would only delay its forward
@@ -84,8 +84,9 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 
 def dualpipe(p: int, m: int) -> Orders:
     """Return DualPipe with two copies of the model in opposite directions, half of the microbatches
-    each. DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair
-    that mirror each other, its way up on the other, and for the second copy the other way round."""
+    each. This is DualPipeV on half as many ranks, unfolded. Two ranks that mirror each other form a
+    pair. One of them has the way down the V and the other the way up, and for the second copy the
+    reverse."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -95,8 +96,8 @@ def dualpipe(p: int, m: int) -> Orders:
         )
 
     def unfolded(op: Op, r: int) -> Op:
-        """Unfold: place r of the model is the first copy's on rank r; the other place the second
-        copy's."""
+        """Unfold an order. On rank r, position r of the model belongs to the first copy, and the
+        other position to the second copy."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []
@@ -108,8 +109,8 @@ def dualpipe(p: int, m: int) -> Orders:
 
 def chimera(p: int, m: int) -> Orders:
     """Return orders for two copies of the model in opposite directions, half of the microbatches
-    through each. Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches,
-    and what one leaves idle the other fills."""
+    through each. The batch consists of units of p microbatches. In a unit, each direction is a 1F1B
+    of p / 2 microbatches and fills the idle time of the other."""
     if p % 2 or m % p:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
@@ -135,7 +136,7 @@ def chimera(p: int, m: int) -> Orders:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A schedule's title, its orders, and when it updates the weights."""
+    """Title, orders and weight policy of a schedule."""
 
     title: str
     orders: Callable[..., Orders]  # from (p, m), and by name what `options` names
@@ -166,7 +167,7 @@ SCHEDULES: dict[str, Entry] = {
 }
 TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
 FOUND = "search-"
-"""Begins the name of a found order; the limit of microbatches held on a rank follows."""
+"""Beginning of the name of a found order, followed by its limit of microbatches held on a rank."""
 
 
 def build_schedule(
@@ -179,9 +180,9 @@ def build_schedule(
     duration: Mapping[str, Fraction | int] | None = None,
 ) -> Schedule:
     """Build the named schedule for p ranks, m microbatches and, if it is interleaved, v chunks.
-
-    `reorder` is for the schedules of building_blocks, `duration` (by kind and for "send") for ZB-V.
-    Raises UserError for a name that is unknown and for sizes that the schedule does not allow.
+    Only the schedules of building_blocks use `reorder`, and only ZB-V uses `duration` (by kind and
+    for "send"). Raises UserError for an unknown name and for sizes that the schedule does not
+    allow.
     """
     entry = SCHEDULES.get(name)
     if entry is None:
@@ -199,9 +200,9 @@ def build_schedule(
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
-    """Return orders over all batches: flushing schedules again and again, the others without a
-    pause. Raises UserError for schedules that are simulated only, for sizes that a schedule
-    refuses, and for 2BW with too few microbatches a batch."""
+    """Return orders over all batches. Flushing schedules are repeated, and others continue without
+    a pause. Raises UserError for schedules that can only be simulated, for sizes that a schedule
+    does not allow, and for 2BW with too few microbatches per batch."""
     if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
     batch = build_schedule(name, num_stages, num_microbatches)
@@ -214,7 +215,8 @@ def schedule_for_training(
 
 
 def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
-    """Return the number of layers per stage. Raise UserError if they cannot be cut evenly."""
+    """Return the number of layers per stage. Raises UserError if the layers cannot be divided
+    evenly."""
     if layers_of_a_rank % stages_per_rank:
         raise UserError(
             f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",

@@ -1,7 +1,7 @@
-"""When a stage's weights change, and with which version of them a microbatch runs.
+"""Define when a stage's weights change, and which version of them a microbatch uses.
 
-Version 0 is the initial weights; each update of a stage makes its next one. The rules name versions
-by number, so the simulator counts with them and the trainers compute with them.
+Version 0 is the initial weights, and each update of a stage creates the next version. The rules use
+version numbers, so the simulator can count versions and the trainers can compute with them.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from pipedream.schedules.ops import Op, Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The treatment of weights in one way of training in a pipeline."""
+    """Treatment of weights in a method of pipeline training."""
 
     text: str
     per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
-    """(updates done on this stage, microbatch, microbatches per batch, p) -> version to run with.
-    The newest by default."""
+    """(updates of this stage so far, microbatch, microbatches per batch, p) -> version to use. By
+    default, the newest."""
     stashed: bool = True  # a backward pass uses its forward pass's version; False: the newest
 
 
@@ -50,7 +50,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class WeightUse(NamedTuple):
-    """The versions of one stage's weights, counted along its rank's order."""
+    """Versions of one stage's weights, counted in its rank's order."""
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
@@ -59,18 +59,18 @@ class WeightUse(NamedTuple):
     peak_versions: int  # kept at most
 
     def version(self, op: Op) -> int:
-        """Return the version that a forward or backward pass of the stage ran with."""
+        """Return the version that a forward or backward pass of the stage used."""
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
 ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak_versions=1)
-"""Of a stage that flushes, where nothing is asked by microbatch."""
+"""Use of weights in a stage that flushes. It has no values per microbatch."""
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
-    """Return stage -> versions, staleness and how many are kept, from the orders alone.
-    `batch_size` is the number of microbatches between two updates where the policy updates once per
-    batch. Timing plays no part: it cannot change what an order fixes."""
+    """Map each stage to its versions, their staleness and the number that it keeps. Only the orders
+    determine these; times do not matter. `batch_size` is the number of microbatches between two
+    updates if the policy updates once per batch."""
     ops_of_stage: dict[int, list[Op]] = {}
     for op in schedule.ops():
         ops_of_stage.setdefault(op[1], []).append(op)

@@ -1,9 +1,10 @@
-"""Why a pipeline cannot just send and receive: an order that computes well may still block.
+"""Show why a pipeline cannot simply send and receive: an order that the simulator can run may still
+block.
 
-The simulator lets results arrive by themselves. Here every hop is a SEND on one rank and a RECV on
-the other, a SEND ends only when its RECV has been posted (a rendezvous), and each ordered pair of
-ranks is one channel: first sent, first received, no tags to tell messages apart (NCCL's rules).
-Nothing is timed: if a program blocks, it does so at any speed.
+In the simulator, results arrive without further action. Here every transfer is a SEND on one rank
+and a RECV on the other. A SEND ends only when its RECV has been posted (a rendezvous). Each ordered
+pair of ranks is a channel that delivers messages in the order of sending, without tags, as in NCCL.
+There are no times, because a program that blocks does so at any speed.
 """
 
 from collections import defaultdict, deque
@@ -16,7 +17,8 @@ from pipedream.simulate.simulator import DeadlockError
 
 
 class Action(NamedTuple):
-    """Run an operation, or move its result between this rank and its peer."""
+    """Step of a program: run an operation, or transfer its result between this rank and its
+    peer."""
 
     kind: str  # RUN, SEND or RECV
     op: Op
@@ -31,12 +33,10 @@ Step = tuple[Action, ...]  # actions that a rank posts together; it continues wh
 
 
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
-    """Return each rank's program: receive what an operation needs, run it, send its result, each
-    waited for.
-
-    `paired` posts a send and the receive from the same peer that directly follows it as one step:
-    Megatron-LM's fused send-and-receive in the steady part of 1F1B. Raises UserError for schedules
-    with more than one stage per rank.
+    """Return each rank's program. It receives the input of each operation, runs the operation and
+    sends its result, and waits after each action. `paired` combines a send with a receive from the
+    same peer that follows directly, as Megatron-LM does in the steady part of 1F1B. Raises
+    UserError for schedules with more than one stage per rank.
     """
     if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(
@@ -65,9 +65,9 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
-    """Run until all ranks have ended; the actions in the order in which they ended. `buffered`
-    sends are copied away and never wait. Raises DeadlockError that names what every rank of the
-    circle is at."""
+    """Run until all ranks have ended. Return the actions in the order in which they ended.
+    `buffered` sends are copied and never wait. Raises DeadlockError with the current action of
+    every rank in the circle."""
     left = [deque(program) for program in programs]
     posted: list[list[Action]] = [[] for _ in programs]  # of a rank's step, what has not ended
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages

@@ -1,4 +1,4 @@
-"""The numbers of the tables: every schedule on the same model and microbatches."""
+"""Compute the numbers of the tables: every schedule with the same model and microbatches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ from pipedream.simulate.simulator import (
 )
 
 Config = Mapping[str, Any]
-"""CONFIG of `python -m pipedream`, checked: the sizes and durations that all schedules share."""
+"""Checked CONFIG of `python -m pipedream`: sizes and durations that all schedules share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule: a batch on its own, and batches one after the other (the stream).
-    Its numbers are computed when they are first used."""
+    """One schedule: a single batch, and consecutive batches (the stream). Numbers are computed when
+    they are first used."""
 
     name: str
     title: str
@@ -47,8 +47,8 @@ class Row:
 
     @cached_property
     def stream(self) -> Timeline:
-        """CONFIG's `num_batches`. Without a pause where the policy needs no flush; otherwise each
-        rank starts its next batch once its own work on the last one is done."""
+        """CONFIG's `num_batches` batches. If the policy needs no flush, they follow without a
+        pause. Otherwise each rank starts its next batch when it has finished the previous one."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -57,7 +57,8 @@ class Row:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """When each rank ends the stream, in ticks; with flushes from one batch alone."""
+        """Time at which each rank ends the stream, in ticks. With flushes, it follows from a single
+        batch."""
         if self.flushes:
             return ends_in_a_row(self.batch, self.config["num_batches"])
         return [ends[-1] for ends in self.stream.ends]
@@ -76,8 +77,8 @@ class Row:
 
     @cached_property
     def steady_idle(self) -> Fraction:
-        """Share of all ranks' time that is idle if batches follow each other forever, 0 to 1.
-        Filling and draining take equally long in two and in four batches, so they cancel out."""
+        """Idle share of all ranks' time if batches follow each other forever, from 0 to 1. Filling
+        and draining take equally long with two and with four batches, so they cancel out."""
         rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
         two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
@@ -85,17 +86,18 @@ class Row:
 
     @property
     def _fullest(self) -> Schedule:
-        """The run that holds most memory: one batch if it ends in a flush, otherwise the stream."""
+        """Run with the most memory: one batch if it ends with a flush, otherwise the stream."""
         return (self.batch if self.flushes else self.stream).schedule
 
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
-        """By rank, in microbatches of a rank's share of the layers; over the stream."""
+        """Peak activations over the stream by rank, in microbatches of a rank's share of the
+        layers."""
         return peak_activations(self._fullest)
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """By stage, in the model's order, a second copy's after the first's."""
+        """Use of weights by stage, in the model's order. A second copy follows the first."""
         if self.flushes:  # known without counting
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
@@ -103,18 +105,18 @@ class Row:
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
-        """By stage, in the model's order."""
+        """Most weight versions kept, by stage in the model's order."""
         return tuple(use.peak_versions for use in self._use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By stage: the most updates between a microbatch's weights and its own update."""
+        """Most updates between a microbatch's weights and its own update, by stage."""
         return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
-        """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
-        model (Chimera, DualPipe) count as two."""
+        """Parameters kept by rank, in units of a rank's share of the model. Two copies of the model
+        (Chimera, DualPipe) count as two."""
         fullest = self._fullest
         held = (
             sum(self._use[stage].peak_versions for stage in stages) for stages in fullest.stages()
@@ -123,12 +125,12 @@ class Row:
 
     @property
     def mixed(self) -> bool:
-        """True if a backward pass uses other weights than its forward pass."""
+        """True if a backward pass and its forward pass use different weights."""
         return any(use.backward != use.forward for use in self._use.values())
 
 
 class Refused(NamedTuple):
-    """A schedule that these sizes do not allow."""
+    """Schedule that these sizes do not allow."""
 
     title: str
     reason: str
@@ -157,9 +159,10 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 
 def measure(name: str, config: Config) -> Row:
-    """Return the row of a schedule, of the best order that "search" finds in CONFIG's memory, or of
-    a CSV, which has its own ranks and microbatches. UserError for sizes that a schedule does not
-    allow, and for a CSV's orders that are incomplete or wait for each other."""
+    """Return the row of a schedule, of the best order that "search" finds within CONFIG's memory,
+    or of a CSV, which has its own numbers of ranks and microbatches. Raises UserError for sizes
+    that a schedule does not allow, and for orders in a CSV that are incomplete or wait for each
+    other."""
     p, m = config["num_stages"], config["num_microbatches"]
     durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}
     policy = "flush"
@@ -196,8 +199,8 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """Return the closed form and the sizes to put in, or None without a form: a file, uneven
-    stages, a time to send, overlap, R, a block that is only repeated."""
+    """Return the closed form and its sizes. Return None for a file, uneven stages, a time to send,
+    overlap, R, or blocks without reordering, which have no closed form."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

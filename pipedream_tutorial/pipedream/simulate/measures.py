@@ -1,4 +1,4 @@
-"""Costs of a timeline: idle time, activations, weight versions."""
+"""Compute the costs of a timeline: idle time, activations and weight versions."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -20,8 +20,8 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
-    """Return the idle time of a timeline, or of `count` in a row whose last operations end at
-    `last_ends`, in ticks. Ranks without operations are idle throughout."""
+    """Return the idle time of a timeline, or of `count` consecutive ones whose last operations end
+    at `last_ends`, in ticks. Ranks without operations are always idle."""
     last_ends = last_ends or [ends[-1] if ends else 0 for ends in timeline.ends]
     total = max(last_ends)
     tick = timeline.tick
@@ -37,20 +37,18 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 
 def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
-    """Return for each kind of operation by how many stages' activations of a microbatch its start
-    and its end change what is held.
-
-    A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
-    Where there is an R, the forward pass is there twice: with all that it computes, and with the
-    share that stays when it ends; R adds the rest. One stage of a schedule with v stages per rank
-    holds 1/v of what a whole rank's share would.
+    """Return, for each kind of operation, the change of the held activations at its start and at
+    its end, in stages' activations of a microbatch. A forward pass adds one. The backward pass, or
+    W if it is split, removes it. With R, the forward pass keeps only a share when it ends, and R
+    adds the rest. A stage of a schedule with v stages per rank holds 1/v of the activations of a
+    rank's whole share.
     """
     gone = (1 - schedule.kept) or 0  # a whole number is quick
     return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Return the most activations that each rank holds, in units of one microbatch on a rank's
+    """Return the largest number of activations that each rank holds, in microbatches on a rank's
     whole share."""
     changes = _changes(schedule)
     peaks = []
@@ -65,7 +63,7 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
-    """Return by rank the activations held, in microbatches of a rank's whole share. Counted from
+    """Return the held activations by rank, in microbatches of a rank's whole share. They count from
     the start of a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
     curves = []
@@ -80,8 +78,8 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return by rank the weight versions kept, in copies of a rank's whole share. Every stage
-    starts with one version; an operation changes their number when it ends."""
+    """Return the kept weight versions by rank, in copies of a rank's whole share. Every stage
+    starts with one version. An operation changes the number when it ends."""
     curves = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)

@@ -1,17 +1,18 @@
-"""Schedules from search: the shortest order for given durations and a limit on activations.
+"""Search for the shortest order for given durations and a limit on activations.
 
-One stage per rank, backward passes in halves. Microbatches are alike, so a rank may run them in
-the order 0, 1, 2, ... in each kind of operation. Its order is a word of m letters F, m I and m W.
-In every beginning of a word F leads I, I leads W, and F is at most `memory` ahead of W.
+Each rank has one stage, and backward passes are split. Microbatches are alike, so a rank runs them
+in the order 0, 1, 2, ... in each kind of operation. Its order is a word of m letters F, m I and m
+W. In every prefix of a word, there are at least as many F as I and as many I as W, and at most
+`memory` more F than W.
 
-Minimized is one batch's makespan. Of equally short orders the better one has the shorter span, of
-the rank where that is longest: from its first start to its last end. Batches in a row need not be
-further apart than that, for a rank that starts all of a batch one span after the batch before is
-free again.
+The search minimizes the makespan of one batch. Among equally short orders, the better one has the
+shorter longest span. The span of a rank is the time from its first start to its last end.
+Consecutive batches need not be further apart than the longest span, because a rank is free again
+one span after it started the previous batch.
 
-First a rule writes words (`greedy`). Then letters are moved (`improve`): a change is kept if the
-makespan does not grow, and now and then if it does (simulated annealing). Neither proves anything;
-`lower_bound` and `solve` do.
+First a rule builds words (`greedy`). Then letters are moved (`improve`): a change is kept if the
+makespan does not grow, and sometimes even if it grows (simulated annealing). Neither proves that an
+order is optimal; `lower_bound` and `solve` do.
 """
 
 import math
@@ -41,7 +42,7 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The best order that was found, and what no order can beat."""
+    """Best order found, and the lower bound of all orders."""
 
     schedule: Schedule
     makespan: Fraction
@@ -62,8 +63,8 @@ def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
     """Return the best order found in `tries` simulations, by default as many as take a second or
-    two; the same one for the same arguments. In `prove` seconds more OR-Tools looks for a shorter
-    one, and for a better bound on the makespan."""
+    two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools searches for a
+    shorter order and a better bound on the makespan."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
@@ -94,12 +95,12 @@ def search(
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
-    """Return makespan and longest span in ticks, infinite if words wait for each other in a
-    circle."""
+    """Return the makespan and the longest span in ticks. They are infinite if words wait for each
+    other in a circle."""
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
 
     def run(rank: int) -> Iterator[None]:
-        """Run one rank's word until it has to wait."""
+        """Run one rank's word until it must wait."""
         rank_ends = ends[rank]
         lasts = problem.durations[rank]
         sources = {}
@@ -131,12 +132,11 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound of all orders' makespans in ticks.
-
-    Rank r gets its first microbatch at head and its first gradient a round trip later. Before that
-    it has run min(m, memory) forwards at most, and all its other work comes after it. And each F
-    waits for the W of `memory` microbatches before: a chain of round trips. When rank r is done,
-    the ranks before it still have to run the last I.
+    """Return a lower bound of all orders' makespans in ticks. Rank r gets its first microbatch at
+    `head` and its first gradient a round trip later. Before that, it runs at most min(m, memory)
+    forwards, and all its other work follows. In addition, each F waits for the W that is `memory`
+    microbatches earlier, which forms a chain of round trips. When rank r has finished, the ranks
+    before it still run the last I.
     """
     m = problem.num_microbatches
     c = problem.communication
@@ -164,7 +164,8 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return by rank how many forwards may lead I. Equal for all, and fewer on later ranks."""
+    """Return the number of forwards by which F may lead I, by rank: once equal for all ranks, and
+    once lower on later ranks."""
     p = len(problem.durations)
     most = problem.memory
     limits_tried: dict[tuple[int, ...], None] = {}
@@ -177,8 +178,8 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
-    """Build words: the rank that is free first runs I, or else F, or else W, if the limits
-    allow."""
+    """Build words. The rank that is free first runs I, F or W, in this order of preference, if the
+    limits allow."""
     p = len(problem.durations)
     m = problem.num_microbatches
     words = [""] * p
@@ -216,7 +217,7 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
 def improve(
     problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
 ) -> Words:
-    """Move single letters; stops early at `goal`, makespan and span."""
+    """Move single letters. Stop early at the makespan and span of `goal`."""
     chance = random.Random(seed)
     now = best = words
     shortest = score(problem, words)
@@ -256,8 +257,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
-    """Return the shortest words in `longest` ticks or fewer that OR-Tools' constraint solver
-    (CP-SAT) finds in the time given, none or one; and a bound in ticks that no words beat."""
+    """Return the shortest words of at most `longest` ticks that OR-Tools' constraint solver
+    (CP-SAT) finds in the given time, or none, and a lower bound in ticks."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

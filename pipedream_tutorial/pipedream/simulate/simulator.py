@@ -1,11 +1,9 @@
-"""Simulator that runs the orders of a schedule against an exact clock.
+"""Simulate the orders of a schedule with an exact clock.
 
-The clock counts ticks, whole numbers: a tick is the longest time that divides every duration.
- Times are fractions, and are computed only on request.
-
-An operation starts when its rank has ended the one before it and all that it needs has arrived
-(`Schedule.needs`; from another rank, that takes the time to send it). Nothing else is assumed, and
-no schedule is known here by name.
+The clock counts whole ticks. A tick is the longest time that divides every duration. Times are
+fractions and are computed only on request. An operation starts when its rank has ended the previous
+one and all its inputs have arrived (`Schedule.needs`). Inputs from other ranks take the time to
+send. There are no other assumptions, and no schedule is treated specially.
 """
 
 import math
@@ -25,11 +23,11 @@ Number = int | str | Fraction
 
 
 class DeadlockError(RuntimeError):
-    """The orders can never all run: some operations wait for each other in a circle."""
+    """Error for orders that cannot run, because operations wait for each other in a circle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
-        """`waiting`: by rank what it is at, and for which rank it waits: itself, if no other one
-        can help."""
+        """`waiting`: for each rank, its current operation and the rank for which it waits. This is
+        the rank itself if no other rank can help."""
         path: list[int] = []
         rank = min(waiting)
         while rank not in path:
@@ -42,18 +40,18 @@ class DeadlockError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Durations by a stage's place in the model, in any unit as long as it is the same."""
+    """Durations by a stage's position in the model, all in the same unit."""
 
     forward: tuple[Fraction, ...]
     input_gradient: tuple[Fraction, ...]
     weight_gradient: tuple[Fraction, ...]
     communication: Fraction = Fraction(0)
-    """From the end of an operation on one rank to its result's arrival at another. Sending
-    occupies neither rank."""
+    """Time from the end of an operation on one rank to the arrival of its result at another rank.
+    Sending occupies neither rank."""
     overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
     def duration(self, item: Item, num_stages: int) -> Fraction:
-        """Return how long one rank is busy with an operation or a pair."""
+        """Return the time that one rank takes for an operation or a pair."""
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
@@ -73,12 +71,10 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Return durations per rank's share of the layers, cut evenly over the stages that a rank
-    holds.
-
-    `stage_scale` multiplies those of equal shares of the layers, in the model's order: a share
-    keeps its factor however the layers are cut. Raises UserError where their number is not a
-    multiple of the ranks'.
+    """Return the durations of stages, from the durations of a rank's share of the layers. Its
+    stages get equal parts. `stage_scale` has factors for equal shares of the layers, in the model's
+    order. A share keeps its factor however the layers are partitioned. Raises UserError if the
+    number of factors is not a multiple of the number of ranks.
     """
     check_scale(stage_scale, schedule.num_ranks)
     factors = stage_factors(stage_scale or [1], schedule.num_stages)
@@ -96,8 +92,7 @@ def build_costs(
 
 
 def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
-    """Return the factors of equal shares of the layers, by stage: the mean of what a stage has of
-    each."""
+    """Return the factor of each stage: the mean of the factors of its shares of the layers."""
     factors = [Fraction(factor) for factor in scale for _ in range(num_stages)]
     size = len(scale)
     return [sum(factors[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
@@ -113,7 +108,7 @@ def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
 
 
 class Event(NamedTuple):
-    """One operation, or a pair, on the clock."""
+    """Operation or pair with its times."""
 
     rank: int
     item: Item
@@ -123,8 +118,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When everything ran. Of `starts` and `ends` there is one list a rank, in the order in which
-    the rank ran its items."""
+    """Times of all operations. `starts` and `ends` have a list per rank, in the order in which the
+    rank ran its items."""
 
     schedule: Schedule
     costs: Costs
@@ -138,7 +133,7 @@ class Timeline:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Events of all ranks, by start, then end, then rank."""
+        """Events of all ranks, sorted by start, then end, then rank."""
         ran: list[tuple[int, int, int, Item]] = []
         lines = zip(self.starts, self.ends, self.schedule.orders, strict=True)
         for rank, line in enumerate(lines):
@@ -149,14 +144,14 @@ class Timeline:
 
     @cached_property
     def times(self) -> dict[Op, tuple[Fraction, Fraction]]:
-        """Start and end of every operation; those of a pair have the pair's."""
+        """Start and end of every operation. Operations of a pair have the pair's times."""
         return {op: (e.start, e.end) for e in self.events for op in e.item.parts}
 
 
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
-    """Start everything as early as the orders and the data allow, rank r at tick free[r] or later.
-    Raises DeadlockError when the orders wait for each other, ValueError when an operation needs one
-    that no rank runs or that occurs twice."""
+    """Start every operation as early as the orders and the data allow, and rank r not before tick
+    free[r]. Raises DeadlockError if the orders wait for each other, and ValueError if a needed
+    operation is missing or an operation occurs twice."""
     _check_once_and_whole(schedule)
     tick, rules = _rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
@@ -169,9 +164,9 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
 
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
-    """Return when each rank ends the last of `count` batches, in ticks: the same orders again and
-    again, a rank's next batch as soon as its own work is done. What `repeat` gives, without its
-    length."""
+    """Return the tick at which each rank ends the last of `count` batches. The same orders are
+    repeated, and a rank starts its next batch as soon as it has finished the previous one. The
+    result equals that of `repeat`, but takes less time."""
     free = [0] * len(timeline.ends)
     for left in reversed(range(count)):
         before = free
@@ -188,8 +183,8 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
 _Results = dict[int, int]  # microbatch -> when an operation's result was ready, in ticks
 
 _Rule = tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
-"""For one kind of item on a rank: how long it lasts; for which of its operations (0, or 1 in a
-pair) it takes what, and the time to send it; and what it gives."""
+"""Rule for one kind of item on a rank: its duration, the inputs of its operations (0, or 1 in a
+pair) with their times to send, and its results."""
 
 _Kind = tuple[object, ...]  # an item without its microbatches
 
@@ -199,8 +194,8 @@ def _kind(item: Item) -> _Kind:
 
 
 def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
-    """Run each rank until it has to wait, again and again until none gets further. How many `ends`,
-    to which the ranks append, there are then."""
+    """Run each rank until it must wait, and repeat until no rank makes progress. Return the number
+    of `ends`, to which the ranks append."""
     before = -1
     while before < (ended := sum(map(len, ends))):
         before = ended
@@ -213,7 +208,7 @@ def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
 def _advance(
     order: Sequence[Item], rules: dict[_Kind, _Rule], now: int, starts: list[int], ends: list[int]
 ) -> Iterator[None]:
-    """Run a rank's items; comes back where it has to wait."""
+    """Run a rank's items until it must wait."""
     for item in order:
         numbers: Sequence[int]
         if len(item) == 3:  # an operation; both lines spelled out, for they are most of the time
@@ -236,7 +231,7 @@ def _advance(
 
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
-    """Return the tick, and the rules of each rank."""
+    """Return the length of a tick, and the rules of each rank."""
     kinds = []
     for order in schedule.orders:
         some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
@@ -268,8 +263,8 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
-    """Check that each operation occurs once, and each microbatch on a stage with a backward pass:
-    B, or I and W. Raise ValueError otherwise."""
+    """Check that each operation occurs once, and that each microbatch on a stage has a backward
+    pass (B, or I and W). Raises ValueError otherwise."""
     if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
         raise ValueError(f"{op} is in the orders twice")
@@ -285,7 +280,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
-    """Return the operation that a rank waits for and none runs, else the circle in which ranks
+    """Return the missing operation that a rank waits for, or else the circle in which ranks
     wait."""
     for op in schedule.ops():
         for need in schedule.needs(op):
@@ -304,8 +299,8 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 
 def load_order(path: Path) -> Schedule:
-    """Load a schedule from a CSV, complete and able to run. Raises UserError for orders that are
-    incomplete or that wait for each other."""
+    """Load a schedule from a CSV and check that it is complete and can run. Raises UserError for
+    orders that are incomplete or that wait for each other."""
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:

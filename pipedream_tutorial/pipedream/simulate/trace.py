@@ -1,9 +1,9 @@
-"""Chrome trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write Chrome traces as JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The prediction and the measurement go into one file as two groups of processes, a process per rank.
-Threads are compute, send and receive; arrows lead from the operation that sends to the one that
-receives; counters show held activations and live weight versions. The format is Google's "Trace
-Event Format": times in microseconds, and slices of one thread are disjoint or nested.
+A file has the prediction and the measurement as two groups of processes, with a process per rank.
+The threads are compute, send and receive. Arrows lead from the sending operation to the receiving
+one. Counters show held activations and live weight versions. The format is Google's "Trace Event
+Format": times are in microseconds, and slices of one thread are disjoint or nested.
 """
 
 from collections import defaultdict
@@ -24,7 +24,8 @@ FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
 
 class Slice(NamedTuple):
-    """An operation or a pair on a rank's compute thread, or a result on its way; on one clock."""
+    """Operation or pair on a rank's compute thread, or a result being sent. All slices use one
+    clock."""
 
     rank: int
     thread: str  # compute, send or receive
@@ -42,10 +43,9 @@ def trace_document(
     batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """Return a trace of how the schedule ran, with the groups that are given, as JSON's object.
-
-    `policy` and `batch_size`, microbatches between two updates if it updates once per batch, give
-    weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
+    """Return a trace with the given groups, as an object for JSON. `policy` and `batch_size`
+    (microbatches between two updates if the policy updates once per batch) determine weight
+    versions. `unit_s`: seconds per unit of the simulator. The measured run starts at time 0.
     """
     groups = {}
     if predicted is not None:
@@ -80,14 +80,13 @@ def trace_document(
 
 
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
-    """Return (operation that sends, operation that receives) for each result that leaves its
-    rank."""
+    """Return (sending operation, receiving operation) for each result that leaves its rank."""
     ranks = schedule.ranks()
     return [(a, b) for b, a in handed_on(schedule).items() if ranks[a] != ranks[b]]
 
 
 def handed_on(schedule: Schedule) -> dict[Op, Op]:
-    """Return operation -> the operation of another stage whose result it uses."""
+    """Map each operation to the operation of another stage whose result it uses."""
     pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
     return {op: need for op, need in pairs if need.stage != op.stage}
 
@@ -109,7 +108,7 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
-    """Return a process or thread's name, and its place among the others in viewers."""
+    """Return the name of a process or thread, and its position among the others in viewers."""
     at = {"ph": "M", "pid": pid, "tid": tid}
     sort_index = pid if what == "process" else tid
     return [
@@ -121,8 +120,8 @@ def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
 def _slices(
     slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], too_soon: dict[Op, Op]
 ) -> Iterator[TraceEvent]:
-    """`too_soon`: operation -> the operation whose result it used before it was ready. Transfers
-    that overlap in time have separate threads."""
+    """Return the slices of a group. `too_soon`: operation -> the operation whose result it used
+    before the result was ready. Transfers that overlap in time have separate threads."""
     free_from: dict[tuple[int, int], list[int]] = defaultdict(list)
     for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
         pid, tid = first_pid + s.rank, FIRST_TID[s.thread]
@@ -159,8 +158,8 @@ def _slices(
 def _arrows(
     ways: Iterable[tuple[Op, Op]], at: dict[Op, Slice], first_pid: int
 ) -> Iterator[TraceEvent]:
-    """From inside the slice that sends to inside the one that receives: viewers bind an arrow's
-    ends to the slices that enclose them."""
+    """Return arrows from the inside of the sending slice to the inside of the receiving one,
+    because viewers attach an arrow's ends to the slices that enclose them."""
     for number, (sender, receiver) in enumerate(ways):
         shared = {
             "name": "activation" if sender.kind == "F" else "gradient",

@@ -1,6 +1,6 @@
-"""The models: a small one that is cut into stages, with its data, and GPT-2's layers.
+"""Define a small model that is split into stages, its data, and GPT-2's layers.
 
-Weights are drawn layer by layer, so the same model comes out however it is cut.
+Weights are drawn layer by layer, so the model is the same however it is split.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,8 @@ TASK_MICROBATCHES = 64  # which then come round again
 
 
 class ResidualLayer(nn.Module):
-    """x + down(tanh(up(norm(x)))): deep stacks of it train, deep stacks of plain tanh do not."""
+    """x + down(tanh(up(norm(x)))). Unlike plain tanh layers, many of these layers can be trained in
+    a row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,15 +49,15 @@ def build_stages(
 
 
 class Task(NamedTuple):
-    """Inputs and targets of all samples, and how many of them are a microbatch."""
+    """Inputs and targets of all samples, and the number of samples per microbatch."""
 
     inputs: Tensor
     targets: Tensor
     microbatch_size: int
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return its inputs and targets. Counted from the start of training: the samples come
-        round."""
+        """Return the inputs and targets of a microbatch, counted from the start of training.
+        Samples are repeated when all have been used."""
         first = index * self.microbatch_size % len(self.targets)
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
@@ -74,7 +75,7 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
 
 
 class GPT2Size(NamedTuple):
-    """The sizes that determine the shape of every weight; `heads` divides `hidden`."""
+    """Sizes that determine the shape of every weight. `heads` divides `hidden`."""
 
     num_layers: int
     hidden: int
@@ -145,8 +146,8 @@ class Head(nn.Module):
 
 
 def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
-    """Build embedding, block 0, ..., head: GPT-2's initial weights from torch's global
-    generator."""
+    """Build the embedding, the blocks and the head, with GPT-2's initial weights from torch's
+    global generator."""
     blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
     layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
     for module in nn.ModuleList(layers.values()).modules():
@@ -162,12 +163,13 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
 
 
 class Workload:
-    """A model to cut into stages, its loss and its microbatches: the same in every process."""
+    """Model to split into stages, its loss and its microbatches, which are equal in every
+    process."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         """Read from `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
-        microbatch_size, dtype, where None is what suits the model. Raises UserError when the
-        model's blocks cannot be cut evenly into the stages."""
+        microbatch_size and dtype, for which None means a default for the model. Raises UserError if
+        the model's blocks cannot be divided evenly among the stages."""
         name = config.get("model", "mlp")
         self.config = config
         self.device = device or torch.device("cpu")
@@ -207,8 +209,8 @@ class Workload:
         self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
 
     def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
-        """By stage; each but the last gives a tensor of the form that it takes. Raises UserError
-        when a rank's layers cannot be cut evenly."""
+        """Return the module of each stage. Every stage except the last returns a tensor of the same
+        form as its input. Raises UserError if a rank's layers cannot be divided evenly."""
         layers = layers_of_a_stage(self.layers, stages_per_rank)
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]
@@ -223,5 +225,5 @@ class Workload:
 
 
 def count(number: int, noun: str) -> str:
-    """Return '1 stage', '2 stages'."""
+    """Return text such as '1 stage' or '2 stages'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,10 +1,10 @@
-"""Training in one process: the result that the runtime has to reproduce, and each microbatch's
-gradient as the pipeline computed it, against the exact one.
+"""Train in one process. The runtime must reproduce the result. Each microbatch's gradient in the
+pipeline is compared with its exact gradient.
 
-A microbatch's forward pass may use other versions of the weights on other stages. That mixed set
-of weights is a model like any other, and has an exact gradient: plain autograd through all stages
-at once. A backward pass that sees the forward pass's weights computes it; one that sees newer
-weights computes the gradient of no model at all.
+A microbatch's forward pass may use different versions of the weights on different stages. This
+mixed set of weights is also a model, and autograd through all stages computes its exact gradient. A
+backward pass with the weights of the forward pass computes this gradient. With newer weights, it
+computes the gradient of no model.
 """
 
 import math
@@ -26,10 +26,9 @@ from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, 
 
 
 def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
-    """Run every operation once, by the simulator's clock, all operations equally long.
-
-    Which of the orders that ranks' orders and data allow it is cannot matter: a stage sees its own
-    operations in its rank's order, whatever the others do meanwhile.
+    """Run every operation once, in the order of the simulator's clock with equal durations. Any
+    other order that the ranks' orders and the data allow would give the same result, because a
+    stage always runs its own operations in its rank's order.
     """
     source = handed_on(schedule)
     given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is taken
@@ -38,7 +37,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
 
 
 class TrainResult(NamedTuple):
-    """The result of training under one schedule."""
+    """Result of training under one schedule."""
 
     losses: list[float]  # mean of each batch, nats
     weights: list[Weights]  # the last version of every stage
@@ -46,7 +45,7 @@ class TrainResult(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """True if a loss is not a number, or the last loss is above the first."""
+        """True if a loss is NaN, or if the last loss is higher than the first."""
         return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
 
 
@@ -58,7 +57,8 @@ def train(
     trainer_class: type[StageTrainer] = StageTrainer,
     **config: Any,
 ) -> TrainResult:
-    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` is a Workload's."""
+    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` has the keys of a
+    Workload."""
     m = num_microbatches
     schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
     workload = Workload(config)
@@ -73,15 +73,16 @@ def train(
 
 
 def final_loss(result: TrainResult, num_microbatches: int) -> float:
-    """Return the mean loss of the last batches that hold every sample about once (all batches, if
-    fewer): one step's noise would hide what the schedules differ by."""
+    """Return the mean loss of the last batches that contain every sample about once, or of all
+    batches if there are fewer. The noise of a single step would hide the differences between
+    schedules."""
     batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
 
 
 class MicrobatchError(NamedTuple):
-    """Relative error of one microbatch's gradient: norm of the difference / norm of the exact one.
-    Exactly 0 means bitwise equal. Infinite if training has diverged and there is no number."""
+    """Relative error of one microbatch's gradient: norm of the difference / norm of the exact
+    gradient. Exactly 0 means bitwise equal. It is infinite if training has diverged."""
 
     microbatch: int
     relative_error: float  # of all stages at once, against the gradient at the forward's weights
@@ -96,8 +97,8 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """Return train's result, and every `every`-th microbatch's error, by the end of backward
-    passes."""
+    """Train, and return the result and the error of every `every`-th microbatch, in the order in
+    which backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
     used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
@@ -105,7 +106,8 @@ def train_and_check(
     errors = []
 
     class Recorder(StageTrainer):
-        """Copies what each pass has: in place, the same memory changes."""
+        """Trainer that copies the weights of each pass, because updates in place change the same
+        memory."""
 
         def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
             out = super().forward(microbatch, x, target)
@@ -125,7 +127,8 @@ def train_and_check(
             return gradients
 
     def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
-        """Return autograd's gradient through all stages at once, each with the given weights."""
+        """Return autograd's gradient through all stages at once, with the given weights of each
+        stage."""
         leaves = [
             {n: w.requires_grad_() for n, w in stage_weights.items()} for stage_weights in weights
         ]
@@ -154,8 +157,8 @@ def train_and_check(
 
 @torch.no_grad()
 def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """Return the norm of the difference by the norm of `exact`; infinite where that is no
-    number."""
+    """Return the norm of the difference divided by the norm of `exact`. If this is NaN, return
+    infinity."""
     pairs = list(zip(found, exact, strict=True))
     off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)

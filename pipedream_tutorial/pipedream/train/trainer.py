@@ -1,18 +1,18 @@
-"""One stage that trains: forward and backward passes by microbatch, and versions of its weights.
+"""Train one stage: run forward and backward passes by microbatch, and keep versions of its weights.
 
-The one-process oracle holds p of these and hands tensors over; the runtime holds one in each
-process and sends them. That their results are the same bits is a matter of the same code here.
+The one-process oracle has p trainers and passes tensors between them. The runtime has one trainer
+per process and sends tensors. Both give bitwise equal results, because they use this code.
 
-A backward pass in two halves together costs what it costs whole. For a linear layer y = x W^T + b,
-and dY, the gradient of the loss in y:
+A backward pass in two halves costs as much as a whole one. For a linear layer y = x W^T + b, and
+dY, the gradient of the loss in y:
 
     I:  dX = dY W      the layer before waits for it
     W:  dW = dY^T x    waits for dY alone, and nobody waits for it
 
-Each is one product of matrices, and neither uses the other's result. autograd does both on its way
-back. Asked twice, first for dX and then for dW (retain_graph), it goes the whole way twice. Here a
-linear layer's backward pass does I and puts x and dY aside, and W is done from these later. The
-other layers have few weights: their gradients are made in I.
+Each half is one matrix multiplication, and neither uses the other's result. autograd computes both
+in one pass. If you call it twice, first for dX and then for dW (retain_graph), it makes the whole
+pass twice. Here a linear layer's backward pass computes I and stores x and dY, from which W is
+computed later. The other layers have few weights, and I computes their gradients.
 """
 
 import copy
@@ -35,12 +35,12 @@ Gradients = tuple[Tensor, ...]
 
 
 class CutLinears(TorchFunctionMode):
-    """Backward passes of what runs in this context leave out W for linear layers. Each has to lie
-    behind what needs a gradient: the stage's input, or a norm's weights."""
+    """In this context, backward passes leave out W of linear layers. The input of each linear layer
+    must need a gradient, because it depends on the stage's input or on a norm's weights."""
 
     def __init__(self) -> None:
         self.aside: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
-        """x, weight, bias and dY of each linear layer that a backward pass has come through."""
+        """x, weight, bias and dY of each linear layer that a backward pass has reached."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -54,7 +54,8 @@ class CutLinears(TorchFunctionMode):
         return out
 
     def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield W: each weight or bias and its gradient, in the bits that autograd gives."""
+        """Compute W: yield each weight or bias and its gradient, bitwise equal to autograd's
+        gradient."""
         for x, weight, bias, dy in self.aside:
             dy = dy.flatten(0, -2)
             yield weight, dy.t() @ x.flatten(0, -2)
@@ -64,7 +65,7 @@ class CutLinears(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _InFlight:
-    """The tensors that a microbatch leaves on a stage between its forward and backward pass."""
+    """Tensors of a microbatch on a stage between its forward and backward pass."""
 
     version: int
     weights: Weights
@@ -72,15 +73,15 @@ class _InFlight:
     out: Tensor  # until I
     linears: CutLinears  # empty where backward passes are whole
     gradients: Sequence[Tensor | None] = ()
-    """Of the weights, as far as I has made them: None for those of linear layers that are cut."""
+    """Gradients of the weights that I has computed. None for split linear layers."""
 
 
 class StageTrainer:
-    """Plain SGD on one stage under a weight policy.
+    """Train one stage with plain SGD under a weight policy.
 
-    The loss of every microbatch is divided by the number of microbatches in a batch, under every
-    policy: m updates of one microbatch each then move the weights about as far as one update of
-    the batch, and one learning rate suits all.
+    Under every policy, the loss of a microbatch is divided by the number of microbatches in a
+    batch. Then m updates by one microbatch each change the weights about as much as one update by
+    the batch, and all policies can use the same learning rate.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss = functional.cross_entropy,
     ) -> None:
-        """`module` gives the first version of the weights, in its memory, which is not used
-        afterwards. `batch_size`: microbatches in a batch. `loss` is the last stage's."""
+        """`module` has the first version of the weights. Its memory is used for them. `batch_size`:
+        microbatches per batch. Only the last stage has a `loss`."""
         self.stage = stage
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
@@ -118,12 +119,13 @@ class StageTrainer:
 
     @property
     def weights(self) -> Weights:
-        """The newest version."""
+        """Newest version of the weights."""
         return self.versions[self.updates]
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
-        """Run one operation of this stage. `received`: what the stage before gave to F, the one
-        after to B and I; None where there is none. What it gives to the next, if anything."""
+        """Run one operation of this stage. `received`: the input of F from the previous stage, or
+        of B and I from the next stage, or None if there is none. Return the result to send, if
+        any."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
@@ -136,8 +138,9 @@ class StageTrainer:
         return gradient
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
-        """Run the microbatch, [batch, ...] from the stage before, with the version that the policy
-        names; the output to send on. On the last stage: the scaled loss, a scalar."""
+        """Run the forward pass of a microbatch, [batch, ...] from the previous stage, with the
+        policy's version of the weights. Return the output to send or, on the last stage, the scaled
+        loss, a scalar."""
         version = self._version_of(microbatch)
         weights = self.versions[version]
         x = x.detach().requires_grad_(self.stage > 0)
@@ -156,8 +159,9 @@ class StageTrainer:
         return self.policy.forward_version(self.updates, i, self.batch_size, self.num_stages)
 
     def input_gradient(self, microbatch: int, output_gradient: Tensor | None) -> Tensor | None:
-        """Run I, the half of the backward pass that the stage before waits for; None on the first
-        stage. output_gradient: as the output; None on the last stage."""
+        """Run I, the half of the backward pass that the previous stage waits for. Return the
+        input's gradient, or None on the first stage. `output_gradient` has the shape of the output.
+        It is None on the last stage."""
         flight = self.in_flight[microbatch]
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
@@ -168,7 +172,7 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> Gradients:
-        """Run W, the half that nobody waits for, and the update if it is due. Return W's
+        """Run W, the half that no other stage waits for, and the update if it is due. Return W's
         gradients."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
@@ -185,14 +189,14 @@ class StageTrainer:
         return present
 
     def _step(self, gradients: Gradients) -> Sequence[Tensor]:
-        """Return the next version by SGD, in new memory."""
+        """Return the next version of the weights by SGD, in new memory."""
         weights = [weight.detach() for weight in self.weights.values()]
         # Few kernels: a GPU waits for the host to launch each.
         return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
 
     def _update(self, gradients: Gradients) -> None:
-        """Update the weights. Stashed versions are dropped once nobody can read them; in place, the
-        same memory changes under the graphs that are in flight."""
+        """Update the weights. Stashed versions are dropped when no pass can read them. Updates in
+        place change the memory that graphs in flight use."""
         old = self.weights
         stepped = self._step(gradients)
         self.updates += 1
@@ -221,7 +225,7 @@ def build_trainers(
     stages: Iterable[int] | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> Trainers:
-    """Build trainers with the initial weights for these stages, or for all."""
+    """Build trainers with the initial weights for these stages, or for all stages."""
     modules = workload.build_modules(schedule.stages_per_rank)
     same = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
     return {

@@ -1,10 +1,11 @@
-"""Updating weights between a forward pass and its backward pass: what autograd makes of it.
+"""Show how autograd reacts to an update of weights between a forward pass and its backward pass.
 
     python -m pipedream.train.traps
 
-A stage without weight stashing changes its weights while graphs are in flight. In PyTorch the
-obvious ways of writing that do not do it: one raises, one keeps old weights alive unasked, for some
-layers. Checked with torch 2.13 on CPU; what a layer saves is torch's own affair and may change.
+A stage without weight stashing changes its weights while graphs are in flight. The obvious
+implementations in PyTorch fail: one raises an error, and one silently keeps old weights for some
+layers. This was checked with torch 2.13 on CPUs. Other versions of torch may save different
+tensors.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,20 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Put new memory under the same Parameter. What autograd saved as a view (a Linear's transposed
-    weight) still points to the old memory; what it saved as the Parameter itself (a LayerNorm's
-    weight, the right factor of `x @ w`) shows the new one."""
+    """Give the Parameter new memory. If autograd saved a view (a Linear's transposed weight), it
+    still points to the old memory. If autograd saved the Parameter itself (a LayerNorm's weight,
+    the right factor of `x @ w`), it has the new values."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place, counted by autograd, which will refuse the graph."""
+    """Update in place. autograd counts this change and refuses the graph."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
 
 def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place and uncounted: the graph reads the new values."""
+    """Update in place without autograd's notice, so the graph reads the new values."""
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
@@ -44,10 +45,10 @@ WAYS: dict[str, Update] = {
 
 
 def run_trap(update: Update, *, norm: bool) -> float | str:
-    """Run a forward pass, `update` of the weights by another microbatch's gradient, backward pass:
-    the gradient's error relative to the one without the update between, or autograd's refusal.
-
-    Exactly 0: the backward pass used the old weights. `norm`: a LayerNorm between the Linears.
+    """Run a forward pass, an `update` of the weights by another microbatch's gradient, and the
+    backward pass. Return the gradient's error relative to the gradient without the update, or
+    autograd's refusal. Exactly 0 means that the backward pass used the old weights. `norm`: add a
+    LayerNorm between the Linears.
     """
     torch.manual_seed(0)
     between = [nn.LayerNorm(32)] if norm else []
