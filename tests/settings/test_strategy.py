@@ -33,8 +33,8 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
 @pytest.mark.parametrize(
     ("strategy", "document", "words"),
     [
-        ("zero2", own_json("zero3"), ("parameters' but", "'optimizer state, gradients'")),
-        ("hybrid", own_json("zero1"), ("'optimizer state' but", "means 'the layers over pp; ")),
+        ("zero2", own_json("zero3"), ("parameters', but", "'optimizer state, gradients'")),
+        ("hybrid", own_json("zero1"), ("'optimizer state', but", "shards 'the layers over pp; ")),
         ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
         ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
         ("zero2", [], ("is not a JSON object",)),
@@ -107,8 +107,8 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
         # An engine has the axes that it has.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
-        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("takes 'deepspeed', not 'm",)),
-        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("takes 'mesh', not 'deepspeed'",)),
+        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("needs 'deepspeed', not 'm",)),
+        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("needs 'mesh', not 'deepspeed'",)),
         ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
     ],
 )
