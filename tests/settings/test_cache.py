@@ -94,7 +94,8 @@ def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(t
     homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
     note, *variables = refused_or_variables(**homeless).splitlines()
     folder = tmp_path / f"distributed-training-{os.geteuid()}"
-    assert f"caches are in {folder}, because" in note and f"set {CACHE}" in note
+    assert f"caches are in {folder}, because" in note
+    assert f"set {CACHE}" in note
     assert json.loads(variables[0])[CACHE] == str(folder), "its processes do not say it again"
 
 
