@@ -153,6 +153,8 @@ def test_settings_of_accelerate_are_named():
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
     told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert "whose settings for DeepSpeed and mixed_precision=fp16" in describe_unread(told, "bf16")
+    assert "settings for DeepSpeed and mixed_precision=fp16 of accelerate" in describe_unread(
+        told, "bf16"
+    )
     told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"
     assert "DeepSpeed" not in describe_unread(told, "bf16")
