@@ -83,7 +83,9 @@ class Saver:
         writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
         if self._leads:
             remove_unfinished(self.plan.run_dir)
-            writing.mkdir(parents=True)
+            # The run's own folder is not made again if a user has removed it.
+            writing.parent.mkdir(exist_ok=True)
+            writing.mkdir()
         dist.barrier()
         parts = self._parts_to_write(engine)
         if self._group is None:

@@ -41,6 +41,7 @@ _BATCH = 2**21  # characters that all cores tokenize at a time
 _AHEAD = 2  # batches that are tokenized while one is written
 _READ = 16 * 2**20  # bytes read at a time
 _LONG = 20_000_000  # bytes of text from which on a line is printed
+_VERY_LONG = 2_000_000_000  # the same for the checksum of a text
 _THREADS = 64  # limit on the tokenizer's threads, which then need 0.7 GiB
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ def tokenize(
     texts that cannot be read, for a full disk, or if the tokenizer has more tokens than the model
     has `rows` in its embedding."""
     by_line = config.pack is False
+    num_bytes = sum(source.num_bytes for source in corpus.values())
+    if num_bytes > _VERY_LONG:
+        size = f"{num_bytes / 1e9:.1f} GB"
+        print(f"reading {config.dataset} ({size}) for its checksum", file=sys.stderr)
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_whole(folder):  # A complete cache may be read-only, so do not lock it.

@@ -19,6 +19,7 @@ from distributed_training.data.files import (  # fmt: skip
     RECORDS,
     TEXTS,
     bomb,
+    encoding_of,
     most_unpacked,
     open_file,
     read_records,
@@ -199,6 +200,8 @@ def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> 
     UserError if text and records are mixed, or if there is no text."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXTS):
+        for file in files:  # reading them takes much longer
+            encoding_of(file)
         return Source(form=RUNNING, files=files)
     if not set(suffixes) <= set(RECORDS):
         fix = f"use {' and '.join(TEXTS)} files, or {', '.join(RECORDS)} files, but not both"

@@ -4,15 +4,17 @@ import codecs
 import csv
 import io
 import json
+import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import json_mistake, parse_json
+from distributed_training.settings.machine import available_ram_bytes
 
 TEXTS = (".txt", ".md")  # a file is one text
 RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # a line or a row is one record
@@ -21,6 +23,9 @@ BLOCK = 2**20  # bytes or characters read at a time
 # A compressed file may unpack to this many bytes, or to this many times its size if that is more.
 _UNPACKED = 2**27
 _RATIO = 200
+_LONGEST_LINE = 2**30  # characters of a record
+# Memory in bytes that a JSON list needs per byte of its file: its text twice, and its values
+_LIST_BYTES = 6
 _ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
 
@@ -32,30 +37,22 @@ def suffix_of(path: Path) -> str:
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     """Yield a file's text in blocks, or in lines if `by_line`. The file must be in UTF-8, or in
     UTF-16 with a byte-order mark. CRLF becomes LF. Raises UserError for any other encoding."""
-    try:
-        with open_file(path) as file:
-            head = file.read(4)
-    except OSError as error:  # damaged compressed data
-        raise UserError(f"dataset file {path} cannot be read", str(error)) from None
-    if head.count(0) > 1:
-        encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without a byte-order mark")
-    marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = encoding_of(path)
     with open_file(path) as file:
         # Lines end only at line feeds, because U+2028 and similar may occur inside a JSON string.
-        text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="\n")
+        text = io.TextIOWrapper(file, encoding, newline="\n")
         limit = most_unpacked(path)
+        longest = min(limit, _LONGEST_LINE)  # One line may unpack to the whole file.
         size = 0
         try:
-            blocks: Iterable[str] = iter(partial(text.read, BLOCK), "")
-            if by_line and path.suffix in COMPRESSED:  # One line may unpack to the whole file.
-                blocks = iter(partial(text.readline, limit + 1), "")
-            elif by_line:
-                blocks = text
-            for block in blocks:
+            read = partial(text.readline, longest + 1) if by_line else partial(text.read, BLOCK)
+            for block in iter(read, ""):
                 size += len(block)
                 if size > limit:
                     raise bomb(path)
+                if by_line and len(block) > longest:
+                    why = f"a line has more than {longest / 1e6:,.0f} million characters"
+                    raise UserError(f"dataset file {path} cannot be read", why, "divide it")
                 while block.endswith("\r") and (following := text.read(1)):
                     block += following
                 yield block.replace("\r\n", "\n")
@@ -67,6 +64,36 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
         except (OSError, EOFError) as error:
             raise UserError(f"dataset file {path} cannot be read", str(error)) from None
+
+
+def encoding_of(path: Path) -> str:
+    """Return Python's name of a text's encoding, after a look at the first bytes. Raises UserError
+    if the file has another encoding, or a hole."""
+    try:
+        with open_file(path) as file:
+            # A file of 50 GB without content on the disk takes minutes to read.
+            if path.suffix not in COMPRESSED and (hole := _first_hole(file)) < path.stat().st_size:
+                why = f"from byte {hole:,} on, a part of it was never written"
+                raise UserError(f"dataset file {path} cannot be read", why, "copy it here again")
+            head = file.read(4)
+    except OSError as error:  # damaged compressed data
+        raise UserError(f"dataset file {path} cannot be read", str(error)) from None
+    if head.count(0) > 1:
+        encoding = "UTF-16LE" if head[0] else "UTF-16BE"
+        raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without a byte-order mark")
+    marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return "utf-16" if marked else "utf-8-sig"
+
+
+def _first_hole(file: IO[bytes]) -> int:
+    """Return the position of the first hole in a file, which is its end if it has none."""
+    descriptor = file.fileno()
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE)
+    except OSError:  # the file is empty, or the file system does not tell
+        return os.fstat(descriptor).st_size
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -100,6 +127,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     """Read a JSON list of records, or lines of records in a file with the wrong suffix."""
     head = next(read_text(path), "").lstrip()
+    needed_bytes = _LIST_BYTES * path.stat().st_size
+    if needed_bytes > (available_bytes := available_ram_bytes()):
+        what = f"dataset file {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
+        why = f"JSON is read as a whole, and {available_bytes / 1e9:.1f} GB is available"
+        raise UserError(what, why, "convert it to .jsonl")
     if not head.startswith("["):
         try:
             value = parse_json("".join(read_text(path)))

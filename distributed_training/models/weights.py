@@ -45,7 +45,8 @@ def all_finite(values: torch.Tensor) -> bool:
 class _Index(BaseModel, strict=True):
     """Index of weights that are split into several files."""
 
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
+    # Name of a tensor -> its file. Models of 400B parameters have a thousand tensors.
+    weight_map: Annotated[dict[str, str], Field(min_length=1, max_length=100_000)]
 
 
 class Stored(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 from distributed_training.data.cache import token_cache
 from distributed_training.data.samples import Data
+from distributed_training.models import find_model
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out
@@ -74,6 +75,7 @@ def draft_plan(
     notes = [] if notes is None else notes
     strategy = named_strategy(request)
     decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
+    find_model(decided.model)  # raises now, and not for each layout that "auto" tries
     if AUTO in (decided.strategy, decided.batch_size):
         decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
     if request.checkpoint_every == 0:

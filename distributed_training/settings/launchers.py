@@ -97,6 +97,12 @@ SOURCES = (
     ),
 )
 
+# Ranks of launchers that set no number of processes, or none that is read: PRRTE's prun, PALS and
+# ALPS of Cray, horovodrun, MVAPICH 1
+_UNCOUNTED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK")
+# Numbers of nodes, each of which starts the command: Kubeflow's TrainJob, SkyPilot, AWS Batch and
+# SageMaker, which lists the hosts
+_NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "AWS_BATCH_JOB_NUM_NODES", "SM_HOSTS")
 
 # Variables in which accelerate passes settings -> accelerate's names of the settings
 _ACCELERATE = {
@@ -128,10 +134,40 @@ def find_source(environment: Mapping[str, str]) -> Source | None:
     return next((source for source in SOURCES if source.applies(environment)), None)
 
 
+def find_uncounted(environment: Mapping[str, str]) -> str:
+    """Return the variable with the rank of a process for which `find_source` returns None, although
+    other processes exist, or ""."""
+    # sbatch sets SLURM_PROCID without starting processes.
+    ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
+    is_counted = any(source.world_size in environment for source in SOURCES)
+    for name in (*ranks, *_UNCOUNTED):
+        # A launcher that says that there is one process may also give its rank in other variables.
+        if name in environment and not (is_counted and environment[name] == "0"):
+            return name
+    return ""
+
+
+def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return (variable, number of nodes that start this command). The number is 1 if no variable
+    has more."""
+    for name in _NODES:
+        value = environment.get(name, "")
+        if value.startswith("["):
+            nodes = value.count(",") + 1
+        else:
+            most = value.rpartition(":")[2]  # torchrun accepts a range
+            nodes = int(most) if most.isascii() and most.isdecimal() else 1
+        if nodes > 1:
+            return name, nodes
+    return "", 1
+
+
 def is_first(environment: Mapping[str, str]) -> bool:
     """Return whether this process prints for the run. It does if it is rank 0, the only process, or
     has an invalid rank, which no other process would report."""
     source = find_source(environment)
+    if source is None and (uncounted := find_uncounted(environment)):
+        return environment[uncounted] == "0"
     rank = environment.get(source.rank if source else "RANK", "0")
     world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")
     if not (rank + world_size).isascii() or not (rank.isdecimal() and world_size.isdecimal()):

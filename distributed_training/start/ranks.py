@@ -27,7 +27,7 @@ import psutil
 
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import find_source
+from distributed_training.settings.launchers import find_nodes, find_source, find_uncounted
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise.process import LAUNCHER, Process, handling, numbered
 
@@ -103,18 +103,18 @@ def _number(name: str) -> int:
 
 def _refuse_other_launchers() -> None:
     """Raise UserError if a launcher intended several processes but gave this one no rank."""
-    nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
-    if "RANK" in os.environ:
-        what = "RANK is set but WORLD_SIZE is not"
-        raise UserError(what, fix="start with torchrun, or unset RANK")
+    if name := find_uncounted(os.environ):
+        what = f"{name} is set but WORLD_SIZE is not"
+        why = "this process would train alone, beside those of the other ranks"
+        raise UserError(what, why, f"start with torchrun, or unset {name}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} but RANK is not set"
         raise UserError(what, fix="start with torchrun, or unset WORLD_SIZE")
-    if nodes != "1":  # a TrainJob of Kubeflow
-        what = f"PET_NNODES={nodes}, but this process has no rank"
-        raise UserError(
-            what, "only torchrun reads it", f"start with torchrun {Path(sys.argv[0]).name} ..."
-        )
+    name, nodes = find_nodes(os.environ)
+    if nodes > 1:
+        what = f"{name} says that there are {nodes} nodes, but this process has no rank"
+        why = "each node would train alone"
+        raise UserError(what, why, f"start with torchrun {Path(sys.argv[0]).name} ...")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         what = "accelerate launch started one process, although several were requested"
         why = "without GPUs it needs --mpirun_hostfile"

@@ -54,6 +54,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
             try:
                 code = training.train(plan, topology, watch, ask, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
+                watch.end()  # otherwise it may report the same error a second time
                 if watch.activity == THE_END and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print(f"note: after the run had finished, {what}", file=sys.stderr, flush=True)

@@ -92,19 +92,31 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
 def hold(run_dir: Path) -> None:
     """Share the lock of this process's run, if the run was claimed on this machine."""
     current = _read(run_dir)
+    if current:
+        _claims.setdefault(run_dir, current)
     if current and current.kernel == _kernel() and run_dir not in _claim_fds:
         _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
 
 
 def renew(run_dir: Path) -> None:
-    """Show other hosts that the run is alive. Raises RunError if another process has claimed it."""
+    """Show other hosts that the run is alive. Raises RunError if another process has claimed it or
+    if its folder was removed."""
     current = _read(run_dir)
+    if run_dir in _claims and not os.path.lexists(run_dir / OWNER_FILE):
+        raise removed(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
     if current is not None and current != _claims.setdefault(run_dir, current):
         what = f"Process {current.pid} on {current.hostname} has taken over the run"
         raise RunError(what, f"this process gave no sign of life for {RENEWED_S:.0f} s")
     with contextlib.suppress(OSError):
         os.utime(run_dir / OWNER_FILE)
+
+
+def removed(path: Path) -> RunError:
+    """Return the error of a run whose folder, or a file that it needs, is missing."""
+    what = f"{path} was removed or renamed during the run"
+    why = "checkpoints and metrics can no longer be written there"
+    return RunError(what, why, "start the run again")
 
 
 def release(run_dir: Path) -> None:

@@ -21,7 +21,7 @@ from distributed_training.records import record as records
 from distributed_training.records.display import gib, pasteable, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.supervise import commands
+from distributed_training.supervise import claims, commands
 
 # Phrases in errors of gloo and NCCL after the other end of a connection has exited
 SIGNS_OF_LOSS = (
@@ -50,9 +50,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         error = RunError(what, disk_error, fix)
     first_line = str(error).strip().partition("\n")[0]
     if not plan.run_dir.is_dir():
-        what = f"{plan.run_dir} was removed or renamed during the run"
-        why = "checkpoints and metrics can no longer be written there"
-        error = RunError(what, why, "start the run again")
+        error = claims.removed(plan.run_dir)
         first_line = str(error)
     status = "failed"
     lost_connection = isinstance(error, RuntimeError) and any(

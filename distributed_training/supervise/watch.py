@@ -168,6 +168,8 @@ class Watch:
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
                 watched_ranks = {self._next_rank}
+                if self._is_on_first_node:  # these ranks end rank 0 if it freezes
+                    watched_ranks.add(0)
                 if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
                     watched_ranks.update(range(self.world_size))
                 known_ranks = [rank for rank in sorted(watched_ranks) if store.check([str(rank)])]
@@ -225,9 +227,13 @@ class Watch:
         if self._clock - self._response_at > LOST_S:
             first = os.environ["MASTER_ADDR"]
             reason = f"rank {self.rank} on {host} lost rank 0 on {first}: {silent}"
-            # On other nodes the launcher would wait for minutes, so kill it.
-            launchers = [] if self._is_on_first_node else self.launchers[:1]
-            self._give_up(reason, noted_s, [launcher.pid for launcher in launchers])
+            # A frozen rank 0 does not react to SIGTERM, and on other nodes the launcher would wait
+            # for minutes, so kill them.
+            rank_0 = self._heartbeats.get(0, {})
+            others = [launcher.pid for launcher in self.launchers[:1]]
+            if self._is_on_first_node:
+                others = [rank_0["pid"]] if rank_0.get("host") == host else []
+            self._give_up(reason, noted_s, others)
         # Rank `_next_rank` is lost only if the store responds. Otherwise the store is lost.
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             beat = self._heartbeats.get(self._next_rank, {})

@@ -84,6 +84,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     watch.at(THE_END)
     results = collect_results(trainer)
     if record is not None:
+        claims.renew(plan.run_dir)  # raises if the run's folder was removed
         status = "interrupted" if signum else "ok"
         record.update(**results, status=status, finished_at=records.timestamp())
         finished = records.Record.model_validate(record.values)

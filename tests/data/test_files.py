@@ -189,6 +189,33 @@ def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
         list(read_records(tmp_path / "a.jsonl.gz"))
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "a text"}\n' * 1000)
+    os.truncate(path, 50_000_000_000)
+    with refused(f"{path} cannot be read", "from byte 20,480 on, a part of it was never written"):
+        read_corpus(str(path))
+
+
+def test_a_line_of_gigabytes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LONGEST_LINE", 1_000_000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a " * 499_900}) + "\n")
+    assert len(list(read_records(path))) == 1
+    path.write_text(json.dumps({"text": "a " * 500_100}) + "\n")
+    with refused(f"{path} cannot be read", "a line has more than 1 million characters"):
+        list(read_records(path))
+
+
+def test_json_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "available_ram_bytes", lambda: 1_000_000)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a " * 100_000}]))
+    with refused("needs about 0.0 GB of RAM", "convert it to .jsonl"):
+        list(read_records(path))
+
+
 def test_a_link_to_a_file_that_the_kernel_makes_up_is_refused(tmp_path):
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
     with refused("a.txt is not a regular file"):

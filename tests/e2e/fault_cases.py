@@ -82,14 +82,14 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
     run_script(*job["arguments"])
 
 
-def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Freeze rank 1 once the model is written and the record says so."""
+def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
+    """Freeze a rank once the model is written and the record says so."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
     right = training.train
 
     def train(*arguments: Any) -> int:
         code = right(*arguments)
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == str(job["rank"]):
             time.sleep(2)  # for a sign of life from here
             os.kill(os.getpid(), signal.SIGSTOP)
         return code
@@ -99,12 +99,15 @@ def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
 
 
 def without_its_folder(job: dict[str, Any]) -> None:
-    """Remove the run's folder in step 5."""
+    """Remove the run's folder in step 5. If a file is written meanwhile, the emptied folder
+    remains."""
     right = Trainer._update
 
     def update(self: Trainer) -> None:
         if self.step == 4 and self.topology.rank == 0:
             shutil.rmtree(self.plan.run_dir)
+            if job["how"] == "emptied":
+                self.plan.run_dir.mkdir()
         right(self)
 
     Trainer._update = update

@@ -50,17 +50,22 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
         assert re.search(words, said)
 
 
-def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(tmp_path):
+@pytest.mark.parametrize(("rank", "codes", "words"), [
+    (1, [0, -9], "lost rank 1 on "),
+    (0, [-9, 0], r"rank 1 on \S+ lost rank 0 on "),  # it has the store
+])  # fmt: skip
+def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(rank, codes, words, tmp_path):
     values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path}
-    said = run_case("fault_cases:with_rank_1_frozen_at_the_end", values)
-    assert "exit codes [0, -9]" in said
-    assert "note: after the run had finished: lost rank 1 on " in said
+    said = run_case("fault_cases:with_a_rank_frozen_at_the_end", values, rank=rank)
+    assert f"exit codes {codes}" in said
+    assert re.search(f"note: after the run had finished: {words}", said)
     assert only_record(tmp_path)["status"] == "ok"
 
 
-def test_a_run_whose_folder_is_removed_says_so(tmp_path):
+@pytest.mark.parametrize("how", ["removed", "emptied"])
+def test_a_run_whose_folder_is_removed_says_so(how, tmp_path):
     values = {**LONG, "checkpoint_every": 6, "output_dir": tmp_path}
-    said = run_case("fault_cases:without_its_folder", values)
+    said = run_case("fault_cases:without_its_folder", values, how=how)
     assert "exit codes [1, 1]" in said
     assert f"error: {tmp_path}/" in said
     assert "was removed or renamed during the run" in said

@@ -93,6 +93,10 @@ def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
         ({"weight_map": {"a": "/etc/passwd"}}, ["names '/etc/passwd'"]),
         ({"weight_map": {"a": "../model.safetensors"}}, ["names '../model.safetensors'"]),
         ({"weight_map": {"a": "model.bin"}}, ["names 'model.bin'"]),
+        (
+            {"weight_map": {f"t{i}": "model.safetensors" for i in range(100_001)}},
+            ["weight_map=", "at most 100000 items"],
+        ),
     ],
 )
 def test_indexes_that_lead_elsewhere(index, words, tmp_path):

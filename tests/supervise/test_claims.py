@@ -113,6 +113,19 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
     claims.refuse_held(tmp_path / "a")
 
 
+def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
+    run_dir = tmp_path / "a"
+    claim_as(run_dir)
+    claims.renew(run_dir)
+    (run_dir / claims.OWNER_FILE).unlink()
+    with refused(f"{run_dir}/.owner.json was removed or renamed during the run"):
+        claims.renew(run_dir)
+    run_dir.rmdir()
+    with refused(f"{run_dir} was removed or renamed during the run"):
+        claims.renew(run_dir)
+    assert not run_dir.exists()
+
+
 def test_a_lock_of_another_user_is_shared_and_one_that_is_kept_is_named(tmp_path, monkeypatch):
     (tmp_path / ".lock").touch()
     real = os.open
