@@ -194,7 +194,7 @@ def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(name, tmp_pat
     path = tmp_path / name
     path.write_bytes(b'{"text": "a text"}\n' * 1000)
     os.truncate(path, 50_000_000_000)
-    with refused(f"{path} cannot be read", "from byte 20,480 on, a part of it was never written"):
+    with refused(f"{path} cannot be read", "From byte 20,480 on, a part of it was never written"):
         read_corpus(str(path))
 
 
@@ -204,7 +204,7 @@ def test_a_line_of_gigabytes_is_refused(tmp_path, monkeypatch):
     path.write_text(json.dumps({"text": "a " * 499_900}) + "\n")
     assert len(list(read_records(path))) == 1
     path.write_text(json.dumps({"text": "a " * 500_100}) + "\n")
-    with refused(f"{path} cannot be read", "a line has more than 1 million characters"):
+    with refused(f"{path} cannot be read", "A line has more than 1 million characters"):
         list(read_records(path))
 
 
@@ -212,7 +212,7 @@ def test_json_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "available_ram_bytes", lambda: 1_000_000)
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": "a " * 100_000}]))
-    with refused("needs about 0.0 GB of RAM", "convert it to .jsonl"):
+    with refused("needs about 0.0 GB of RAM", "Convert it to .jsonl"):
         list(read_records(path))
 
 
