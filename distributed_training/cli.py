@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
-from distributed_training.settings.config import KEYS, Request, build_config
+from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, require_writable, shown
 from distributed_training.settings.keys import (
@@ -31,7 +31,9 @@ from distributed_training.settings.keys import (
 )
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
+from distributed_training.settings.request import build_config
 from distributed_training.start import launch
+from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import LastingStream, fill_closed, replace_unwritable
 
@@ -146,8 +148,7 @@ def configure(arguments: argparse.Namespace, program: Program, overrides: Sequen
     """Merge CONFIG, the preset and `key=value` texts into a request."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
-        defaults=strategies.strategy_defaults, options=strategies.strategy_options,
-        strategies=strategies.list_strategies(), force=arguments.force, strict=arguments.strict,
+        force=arguments.force, strict=arguments.strict,
     )  # fmt: skip
     refuse_unnamed_family(config.model)
     return config
@@ -179,7 +180,9 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             left_out |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in left_out]
         config = configure(arguments, program, arguments.overrides)
-        return launch.start(config, program.script, launch_arguments, arguments)
+        if arguments.dry_run:
+            return print_plan(config, program.script, launch_arguments, arguments)
+        return launch.start(config, program.script, arguments)
 
     return act
 

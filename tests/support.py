@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distributed_training.models import ModelSpec
+from distributed_training.models.decoder import Decoder, fill_parameters
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Record, RunRecord, start_record
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine
+from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import Strategy, load_strategy
 
 CPU_MACHINE = Machine(
@@ -237,3 +239,11 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
     for name in samples.shapes:
         read(name, ())
     return samples.combine()
+
+
+def read_model(spec: ModelSpec, folder: Path) -> Decoder:
+    """Return the model with the weights in a Hugging Face folder."""
+    with torch.device("meta"):
+        model = spec.build(dropout=0.0, seed=0)
+    fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))
+    return model

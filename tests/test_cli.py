@@ -11,6 +11,7 @@ import pytest
 import real_model_example
 from distributed_training import cli
 from distributed_training.plan.plan import Plan
+from distributed_training.settings import request
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.keys import Parser
 from distributed_training.settings.strategies import list_strategies
@@ -168,7 +169,7 @@ def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
     assert planned({name: "here"}).output_dir == str(tmp_path / "here")
     assert planned({name: "here"}, "--output_dir", "there").output_dir == "there"
     assert planned({}).output_dir == str(tmp_path / "runs")
-    monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
+    monkeypatch.setattr(request, "strategy_defaults", lambda _: {"checkpoint_every": 7})
     assert planned({}).set_by["checkpoint_every"] == "strategy"
 
 
@@ -187,8 +188,8 @@ def test_commands(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, "echo", "--help")
     assert command(monkeypatch, "echo", "a", "--b") == 2
-    monkeypatch.setattr(launch, "start", lambda config, _, typed, __: (config.seed, typed))
-    assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
+    monkeypatch.setattr(cli, "print_plan", lambda config, _, typed, __: (config.seed, typed))
+    assert command(monkeypatch, "train", "--seed", "5", "--dry-run") == (5, ["--seed", "5"])
     monkeypatch.setattr(
         "distributed_training.records.report.main", lambda arguments, runs: (arguments.paths, runs)
     )

@@ -12,11 +12,12 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
-from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.own_code import name_families
+from distributed_training.settings.request import build_config
 from tests.conftest import assert_ok, run_command
-from tests.support import CPU_MACHINE, refused
+from tests.support import CPU_MACHINE, read_model, refused
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -31,6 +32,15 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(strategies, "STRATEGIES_DIR", tmp_path / "strategies")
     return tmp_path
+
+
+def test_the_road_to_the_first_step_names_functions_of_its_files():
+    section = TEXT.partition("## From CONFIG to the first step")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", section)
+    code = "".join((ROOT / "distributed_training" / file).read_text() for file in files)
+    names = set(re.findall(r"`(_?[a-z_]+)`", section))
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}(" not in code] == []
 
 
 def test_paths_that_are_named_exist():
@@ -58,8 +68,7 @@ def test_model(folder):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     spec.save(state, folder / "hf", eos_token_id=0)
     spec.check_weights(folder / "hf")
-    other = spec.build(dropout=0.0, seed=2)
-    spec.load(other, folder / "hf")
+    other = read_model(spec, folder / "hf")
     assert all((other.state_dict()[name] == state[name]).all() for name in state)
 
 

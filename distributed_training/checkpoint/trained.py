@@ -11,9 +11,9 @@ from distributed_training.models.decoder import Decoder, Fingerprint, Source, fi
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import available_ram_bytes
+from distributed_training.settings.request import build_config
 
 WEIGHT = "weight/"  # prefix of weights in checkpoints
 

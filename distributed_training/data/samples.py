@@ -146,6 +146,11 @@ class Data:
     # Bytes of text that each token stands for (data/text_bytes.py)
     bytes_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
+    @property
+    def is_chat(self) -> bool:
+        """True if the training texts are treated as conversations."""
+        return self.tokenizer.talks(self.form)
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

@@ -221,29 +221,10 @@ class ModelSpec:
         """Return the family's package, which is imported on first use."""
         return _load(self.family)
 
-    def build(self, *, dropout: float, seed: int, source: Source | None = None) -> Decoder:
-        """Build the model in fp32 on torch's default device, with the weights of `source`.
-
-        Without a source, weights are random and depend only on `seed`. On the device "meta" the
-        model has no weights."""
-        import torch
-
-        from distributed_training.models.decoder import fill_parameters
-
-        device = torch.get_default_device()
-        if source is None or device.type == "meta":
-            return self.code.build(self.size, dropout=dropout, seed=seed)
-        with torch.device("meta"):
-            model = self.code.build(self.size, dropout=dropout, seed=seed)
-        fill_parameters(model, source, device)
-        return model
-
-    def load(self, model: Decoder, folder: Path) -> None:
-        """Copy the Hugging Face weights in `folder` into `model`. Raises UserError if they do not
-        fit."""
-        read = self.weights_source(folder)
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(read(name, ()))
+    def build(self, *, dropout: float, seed: int) -> Decoder:
+        """Build the model in fp32 on torch's default device. Its weights are random and depend only
+        on `seed`. On the device "meta" it has no weights."""
+        return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def weights_source(self, folder: Path) -> Source:
         """Return a source of the Hugging Face weights in `folder`, each in the dtype of its file.

@@ -196,17 +196,17 @@ def stored_dtype(folder: Path) -> str:
     return TORCH_DTYPES[dtype]
 
 
-def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:
+def is_tied(folder: Path, tied: bool, embedding: str) -> bool:
     """Return whether a model's output layer shares the weights of its embedding.
 
     `tied` is the value in the folder's config.json. As in transformers, the layers are not tied if
-    the files contain both with different values. `embedding` and `head` are names of tensors. The
-    file may omit the first part of `embedding`."""
+    the files contain both with different values. The file may omit the
+    first part of `embedding`, the name of a tensor."""
     if not tied or not weight_files(folder):
         return tied
     stored = open_weights(folder)
     embedding_weight = stored.get(embedding) or stored.get(embedding.partition(".")[2])
-    head_weight = stored.get(head)
+    head_weight = stored.get("lm_head.weight")
     if embedding_weight is None or head_weight is None:
         return True
     if embedding_weight.shape != head_weight.shape or embedding_weight.dtype != head_weight.dtype:

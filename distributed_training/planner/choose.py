@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 from distributed_training.models import find_model
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import SCHEDULES, FoundOrders
+from distributed_training.plan.schedules import FoundOrders
 from distributed_training.planner import layouts
-from distributed_training.planner.data import continue_adapters
 from distributed_training.planner.deepspeed_sections import fill_sizes
 from distributed_training.planner.idle import check_settings
 from distributed_training.planner.layouts import Candidate
@@ -22,96 +21,28 @@ from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
-from distributed_training.settings.config import (
-    AUTO,
-    KEYS,
-    Request,
-    RunConfig,
-    load_preset,
-    validate,
-    with_values,
-)
+from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
 
-WORDS_PRESET = "words"  # for training on a small text without a GPU
-# Keys that this preset does not set here
-PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
-CPU_EVAL_SAMPLES = 50  # samples of 512 tokens, which take half a second on two cores
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a share of a step's time
-SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
-
-
-def choose_model(
-    config: Request,
-    machine: Machine,
-    num_processes: int,
-    strategy: Strategy | None,
-    notes: list[str],
-) -> Request:
-    """Choose the model if it is "auto" and, on a CPU, the training settings for the user's own
-    text. If training continues adapters, they set their own keys. `strategy` is None if the planner
-    has to choose it."""
-    decided = continue_adapters(config, notes)
-    if decided.get("model", config.model) != AUTO:
-        pass
-    elif machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
-        decided["model"] = "gpt2-medium"
-    elif machine.num_gpus:
-        decided["model"] = "gpt2"
-        notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
-    else:
-        decided |= _choose_for_cpu(config, num_processes, strategy, notes)
-    return with_values(config, **decided)
-
-
-def _choose_for_cpu(
-    config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
-) -> dict[str, Any]:
-    """Return the model, and settings for the user's own text."""
-    model = "gpt2-tiny"
-    num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
-    if num_stages > find_model(model).size.num_layers:
-        model = "gpt2-tiny-4-blocks"
-    notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
-    closed = PRESET_KEEPS.union(config.set_by)
-    settings: dict[str, Any] = {}
-    if config.preset is None and Path(config.dataset).exists():
-        settings = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
-        values = ", ".join(f"{key} {value}" for key, value in settings.items())
-        source = f"--preset {WORDS_PRESET}, which is for small texts"
-        notes.append(f"settings that you did not give come from {source}: {values}")
-    elif config.preset is None and "eval_samples" not in closed:
-        settings = {"eval_samples": CPU_EVAL_SAMPLES}
-    return {"model": model, **settings}
-
-
-def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
-    """Return the number of pipeline stages."""
-    pp = strategy.mesh["pp"]
-    if pp < 1:
-        pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
-    return pp * SCHEDULES[strategy.schedule(config)].stages_per_rank if pp > 1 else 1
 
 
 def lay_out(
-    cluster: Cluster,
     given: Request,
-    *,
+    cluster: Cluster,
     strategy: Strategy | None = None,
     mesh: dict[str, int] | None = None,
-    requested: Request | None = None,
+    *,
     notes: list[str] | None = None,
-    **changes: Any,
 ) -> Draft:
-    """Return a draft for CONFIG with `changes`. Its model, strategy and batch size must be known.
-    `strategy` is the strategy that CONFIG names, if it has been read, and `mesh` replaces its mesh.
-    `requested` is CONFIG before these values were decided. Raises UserError if the number of
-    processes does not fit the mesh or a setting does not work with it."""
+    """Return a draft for CONFIG, whose model, strategy and batch size must be known. `strategy` is
+    the strategy that CONFIG names, if it has been read, and `mesh` replaces its mesh. Raises
+    UserError if the number of processes does not fit the mesh or a setting does not work with
+    it."""
     notes = [] if notes is None else notes
-    given = with_values(given, **changes)
     machine = cluster.machine
     num_processes = cluster.num_processes
     processes_here = cluster.processes_a_node
@@ -130,7 +61,7 @@ def lay_out(
     options.check(precision, model.size.hidden_size)
     layout = layouts.build_layout(candidate)
     batch = layouts.cut_batch(candidate)
-    decided = given.key_values | {"precision": precision}
+    decided = {name: getattr(given, name) for name in KEYS} | {"precision": precision}
     if given.base_dtype == AUTO:
         decided["base_dtype"] = None
     if given.pipeline_schedule == AUTO:
@@ -160,7 +91,7 @@ def lay_out(
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
     draft = Draft(
-        requested=requested or given,
+        requested=given,
         config=config,
         strategy=strategy,
         model=model,

@@ -20,13 +20,7 @@ from distributed_training.data.corpus import (
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model, weights
-from distributed_training.models.adapters import (
-    ADAPTER_WEIGHTS,
-    base_folder,
-    is_adapter,
-    read_adapters,
-)
-from distributed_training.models.config_file import CONFIG_FILE
+from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
@@ -111,48 +105,6 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         adapters_dir=adapters_dir,
         identities=sources,
     )
-
-
-def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the keys that a folder in `weights` decides: the model, if CONFIG names none, and the
-    rank, alpha, targets and dropout of the folder's adapters, if it has any."""
-    folder = Path(config.weights)
-    decided: dict[str, Any] = {}
-    if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():
-        return decided
-    if not is_adapter(folder):
-        if config.model == AUTO and (folder / CONFIG_FILE).is_file():
-            decided["model"] = str(folder.resolve())
-        return decided
-    from distributed_training.models.peft import read_initial
-
-    adapters = read_adapters(folder)
-    base = adapters.base_model_name_or_path
-    if config.model == AUTO:
-        decided["model"] = str(Path(base).resolve()) if Path(base).is_dir() else base
-    spec = find_model(decided.get("model", config.model))
-    initial = read_initial(spec, folder)
-    targets = None if initial.targets == spec.size.matrix_names else ",".join(initial.targets)
-    theirs = {
-        "lora_rank": (adapters.r, initial.rank),
-        "lora_alpha": (adapters.lora_alpha, initial.alpha),
-        "lora_targets": (targets, targets),
-    }
-    for key, (shown_value, value) in theirs.items():
-        given = getattr(config, key)
-        if config.is_set(key) and given not in (shown_value, value):
-            what = f"{key}={given!r} does not match the adapters in {folder}"
-            fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
-            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
-        decided[key] = value
-    if not config.is_set("lora_dropout"):
-        decided["lora_dropout"] = adapters.lora_dropout
-    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on {base}"
-    if initial.rank != adapters.r:
-        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
-        note += "and up) each have their own A matrix"
-    notes.append(note)
-    return decided
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:

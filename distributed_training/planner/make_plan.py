@@ -9,16 +9,19 @@ from distributed_training.data.samples import Data
 from distributed_training.models import find_model
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import choose_model, lay_out
+from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import Fit, Sources, find_sources, fit_to_data
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
+from distributed_training.planner.layouts import OPEN_BATCH
+from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import choose_spread
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import defaults_for, named_strategy
+from distributed_training.settings.request import defaults_for
+from distributed_training.settings.strategies import named_strategy
 
 
 def make_plan(
@@ -39,7 +42,7 @@ def make_plan(
     known = {path.name for path in token_cache().glob("*")}
     data = read(draft, sources)
     fit = Fit() if data is None else fit_to_data(draft, data, notes)
-    config = with_values(draft.config, **sources.decided, **fit.decided)
+    config = draft.config.model_copy(update=sources.decided | fit.decided)
     draft = replace(draft, config=config, model=sources.model, packing=fit.packing)
     tokenised = data is not None and data.cache in known
     prediction = predict(draft, cluster.rates, tokenised=tokenised)
@@ -80,7 +83,7 @@ def draft_plan(
         decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
-    return lay_out(cluster, decided, strategy=strategy, requested=request, notes=notes)
+    return replace(lay_out(decided, cluster, strategy, notes=notes), requested=request)
 
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
@@ -137,7 +140,7 @@ def share_batch(config: Request, before: Plan, num_processes: int, notes: list[s
         return config
     most = max(n for n in range(1, int(wanted) + 1) if per_process % n == 0)
     batch = {"batch_size": most, "grad_accum_steps": per_process // most}
-    config = with_values(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
+    config = config.model_copy(update={**batch, **OPEN_BATCH})
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
     notes.append(f"the global batch stays {size}: {cut} x {num_processes}")
     return config

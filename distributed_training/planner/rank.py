@@ -11,15 +11,16 @@ from tqdm import tqdm
 
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import choose_model, lay_out
+from distributed_training.planner.choose import lay_out
 from distributed_training.planner.layouts import OPEN, Settings, all_meshes, show_settings
+from distributed_training.planner.model import choose_model
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
+from distributed_training.settings.request import defaults_for
 from distributed_training.settings.strategies import (
     Strategy,
-    defaults_for,
     list_strategies,
     load_strategy,
     strategy_options,
@@ -90,10 +91,10 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
         if mesh["pp"] > 1 and schedules == [AUTO]:
             # A search for orders takes 1 to 2 s, so it runs only on request.
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
-        plan_for = functools.partial(lay_out, cluster, config, strategy=strategy, mesh=mesh)
         for schedule in schedules:
             with contextlib.suppress(UserError):
-                first = plan_for(pipeline_schedule=schedule)
+                scheduled = config.model_copy(update={"pipeline_schedule": schedule})
+                first = lay_out(scheduled, cluster, strategy, mesh)
                 yield first
                 if first.schedule.searched or not cut_is_open:
                     continue
@@ -101,7 +102,8 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                 # sequences under dp.
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
                     with contextlib.suppress(UserError):
-                        yield plan_for(pipeline_schedule=schedule, num_microbatches=count)
+                        counted = scheduled.model_copy(update={"num_microbatches": count})
+                        yield lay_out(counted, cluster, strategy, mesh)
 
 
 def _more_microbatches(plan: Draft) -> list[int]:
@@ -163,10 +165,10 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
 
     def fits(**settings: object) -> bool:
         # The settings may decide if a step is one CUDA graph.
-        decided = config.key_values | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
-        request = with_values(plan.requested, **decided)
+        decided = config.to_user_words() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
+        request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
-            draft = lay_out(cluster, request, strategy=plan.strategy, mesh=plan.mesh)
+            draft = lay_out(request, cluster, plan.strategy, plan.mesh)
             return predict(draft, None).room == "yes"
         return False
 
@@ -181,7 +183,7 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
         suggestions.append({"base_dtype": "nf4"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     decided = {"model": config.model, "batch_size": config.batch_size}
-    request = with_values(plan.requested, **decided, **opened)
+    request = plan.requested.model_copy(update=decided | opened)
     best = best_layout(functools.partial(as_chosen, request), cluster)
     if best and best.fits and best.plan.strategy.name != plan.strategy.name:
         suggestions.append({"strategy": best.plan.strategy.name, **settings_of(best.plan)})
@@ -250,7 +252,7 @@ def choose_spread(
     `strategy` is None if it is "auto"."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
-        build = functools.partial(as_chosen, with_values(config, batch_size=few))
+        build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
         best = best_layout(build, cluster, below_bytes)
         if best is None:
             # Raise the most specific error. If there is none, the memory does not suffice.
@@ -259,7 +261,7 @@ def choose_spread(
                 plainest = "zero2"
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
-            lay_out(cluster, build(plainest))
+            lay_out(build(plainest), cluster)
             what = f"no strategy can train {config.model} here with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         settings = settings_of(best.plan)
@@ -268,15 +270,16 @@ def choose_spread(
         if best.step is not None:
             why = f"predicted {best.step.seconds:.3g} s per step"
         notes.append(f"{chosen} ({why})")
-        config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
+        settings |= {"batch_size": config.batch_size}
+        config = best.plan.requested.model_copy(update=settings)
         strategy = load_strategy(config)
     if config.batch_size == AUTO:
         # The smallest power of two that fits and reaches NEAR_BEST of the best predicted tokens/s
         speeds: dict[int, float] = {}
         for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
             with contextlib.suppress(UserError):
-                plan = lay_out(cluster, config, strategy=strategy, batch_size=size)
-                prediction = predict(plan, cluster.rates)
+                sized = config.model_copy(update={"batch_size": size})
+                prediction = predict(lay_out(sized, cluster, strategy), cluster.rates)
                 if prediction.room == "yes" and _is_below(prediction, below_bytes):
                     speeds[size] = prediction.tokens_per_s or size
         enough = NEAR_BEST * max(speeds.values(), default=0.0)
@@ -284,5 +287,5 @@ def choose_spread(
         notes.append(
             f"batch_size is {size}, the smallest value that is predicted to keep a GPU busy"
         )
-        config = with_values(config, batch_size=size)
+        config = config.model_copy(update={"batch_size": size})
     return config, strategy

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -87,6 +88,30 @@ class History(BaseModel):
     best: _Row | None = None  # with keep_best: the evaluation of the weights in best/
     # Text of the untrained model; `sample` is from the trained model
     sample_before: str | None = None
+
+    def end_epoch(self, steps_per_epoch: int) -> None:
+        """Add the epoch that has just ended, after its evaluation."""
+        epoch = (self.step - 1) // steps_per_epoch
+        numbers = [loss for step, loss in self.loss_curve if step > epoch * steps_per_epoch]
+        # A NaN becomes None when a run is resumed.
+        losses = [loss for loss in numbers if loss is not None and math.isfinite(loss)]
+        last = self.evaluations[-1]
+        row = {
+            "epoch": epoch + 1, "step": self.step,
+            "mean_step_loss": sum(losses) / len(losses) if losses else None,
+            "validation_loss": last["loss"], "validation_perplexity": last["perplexity"],
+        }  # fmt: skip
+        self.epochs.append(row)
+
+    def find_stall(self, count: int) -> str:
+        """Describe the lowest validation loss if the last `count` evaluations did not improve on
+        it, otherwise return "". A `count` of 0 means never."""
+        losses = [row["loss"] for row in self.evaluations]
+        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
+        if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
+            return ""
+        lowest = min(losses)
+        return f"{lowest:.4f} at step {self.evaluations[losses.index(lowest)]['step']}"
 
     def cut(self, step: int) -> None:
         """Drop the results after `step`."""

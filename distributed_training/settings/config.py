@@ -1,13 +1,11 @@
-"""Merge CONFIG, a preset and the command line into one validated, immutable Request. No torch
-import.
+"""Define CONFIG's keys and the Request, in which a user sets them. No torch import.
 
 Each field of RunConfig defines a key: its type, default, aliases, whether it is part of the work,
 and its help text below the field. Errors, `--help`, `--key value` and the guide's reference are
 derived from it."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
@@ -15,11 +13,10 @@ from pydantic import Field, ValidationError
 from distributed_training.settings import files
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
-from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
+from distributed_training.settings.keys import Key, Options, key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
-PRESETS_DIR = files.ROOT / "configs" / "presets"
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
 # Keys are grouped by the purpose for which a user looks them up.
@@ -224,14 +221,9 @@ class RunConfig(Options):
     """Seconds to wait for all processes to start."""
     # fmt: on
 
-    @property
-    def key_values(self) -> dict[str, Any]:
+    def to_user_words(self) -> dict[str, Any]:
         """Return the values under CONFIG's keys, in CONFIG's order."""
         return {name: getattr(self, name) for name in KEYS}
-
-    def to_user_words(self) -> dict[str, Any]:
-        """Return the values under all names that CONFIG accepts, in CONFIG's order."""
-        return self.key_values
 
 
 class Request(RunConfig):
@@ -255,7 +247,7 @@ class Request(RunConfig):
 
     def to_user_words(self) -> dict[str, Any]:
         """Return the values under CONFIG's keys, then the engine's own options."""
-        return self.key_values | self.engine_options
+        return super().to_user_words() | self.engine_options
 
 
 KEYS: dict[str, Key] = read_keys(RunConfig)
@@ -281,74 +273,3 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     value = values[name]
     fix = files.did_you_mean(value, key.choices) if isinstance(value, str) else ""
     raise UserError(f"{name}={shown(value)} is not accepted", f"it must be {key.accepts()}", fix)
-
-
-def build_config(
-    config: Mapping[str, Any],
-    *,
-    preset: str | None = None,
-    overrides: Iterable[str] = (),
-    defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
-    options: Callable[[str], type[Options]] = lambda _: Options,
-    strategies: Iterable[str] = (),
-    force: bool = False,
-    strict: bool = False,
-) -> Request:
-    """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. A strategy's
-    `defaults` replace None and "auto". `options` returns the keys that a strategy's engine adds. An
-    error names the member of `strategies` that has a key which the chosen strategy lacks. Raises
-    UserError for a key, value or preset that cannot be used."""
-    from_preset = {} if preset is None else load_preset(preset)
-    texts = []
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
-        texts.append((name.strip(), value))
-    strategy = str({"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"])
-    own_model = options(strategy)
-    own_keys = read_keys(own_model)
-    keys = KEYS | own_keys
-    owners = {name: other for other in strategies for name in read_keys(options(other))}
-    if foreign := [name for name, _ in texts if name in owners and name not in keys]:
-        what = f"{foreign[0]} is a key of strategy {owners[foreign[0]]}, but strategy={strategy!r}"
-        fix = f"leave out {foreign[0]}, or set strategy to {owners[foreign[0]]}"
-        raise UserError(what, fix=fix)
-    configured = by_key(config.items(), keys, "CONFIG")
-    in_preset = by_key(from_preset.items(), keys, str(preset))
-    typed = by_key(texts, keys, "the command line")
-    over = in_preset | {name: keys[name].parse(text) for name, text in typed.items()}
-    source = f"strategy {strategy}'s defaults"
-    decided = {}
-    for name, value in by_key(defaults(strategy).items(), keys, source).items():
-        if keys[name].work:
-            raise UserError(f"{source} have {name}", "it would change the work", "remove it")
-        if name not in over and configured.get(name) in (None, AUTO):
-            decided[name] = value
-    values = {**configured, **over, **decided}
-    engine_values = {name: values.pop(name) for name in own_keys if name in values}
-    values["engine_options"] = validate(own_model, engine_values, keys).model_dump()
-    for name in PATHS.intersection(values):
-        if isinstance(values[name], str):
-            values[name] = files.expand_home(name, values[name])
-    changed = {name: value for name, value in configured.items() if value != keys[name].default}
-    set_by = dict.fromkeys(changed, "CONFIG")
-    set_by |= dict.fromkeys(in_preset, "preset") | dict.fromkeys(typed, "command line")
-    changed |= over
-    set_by = {name: setter for name, setter in set_by.items() if changed[name] != AUTO}
-    values["set_by"] = set_by | dict.fromkeys(decided, "strategy")
-    values |= {"preset": preset, "force": force, "strict": strict}
-    return validate(Request, values, KEYS)
-
-
-def load_preset(name_or_path: str) -> dict[str, Any]:
-    """Return the values of a preset, given by a shipped preset's name or by a path."""
-    path = Path(files.expand_home("preset", name_or_path))
-    if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
-        path = PRESETS_DIR / f"{path.stem}.json"
-    document = files.load_json(path, "preset")
-    if not isinstance(document, dict):
-        raise UserError(
-            f"preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'
-        )
-    return {name: value for name, value in document.items() if name != "_comment"}

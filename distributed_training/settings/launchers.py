@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """Variables of one launcher. If the launcher does not set the local numbers, the ranks derive
     them from their hosts at the rendezvous (`rendezvous.locate`)."""
@@ -32,70 +32,34 @@ class Source:
 # The first row that applies is used. mpirun starts its daemons with srun inside a SLURM job, so
 # srun's variables are also set. `srun --mpi=pmi2` sets PMI's variables without the local numbers.
 SOURCES = (
+    # Also accelerate, and Kubeflow's TrainJob with torchrun in its command
+    Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Source("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    Source("by hand", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    Source("PyTorchJob", "RANK", "WORLD_SIZE"),
+    Source(  # Open MPI
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # A container or wrapper that passes on only these two
+    Source("mpirun without local ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Source(  # MVAPICH
+        "mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MPICH, Intel MPI
+    Source("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Source("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
+    # Flux's brokers may run as the tasks of one srun.
+    Source("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Source(  # LSF
+        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+    ),
+    # sbatch also sets SLURM_PROCID, but starts no step. A shell from srun --pty sets the last one.
     Source(
-        # Also accelerate, and Kubeflow's TrainJob with torchrun in its command
-        launcher="torchrun",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_WORLD_SIZE",
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", unless="SLURM_PTY_PORT",
     ),
-    Source(
-        launcher="deepspeed",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_SIZE",
-    ),
-    Source(launcher="by hand", rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK"),
-    Source(launcher="PyTorchJob", rank="RANK", world_size="WORLD_SIZE"),
-    Source(
-        launcher="mpirun",  # Open MPI
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Source(  # a container or wrapper that passes on only these two
-        launcher="mpirun without local ranks",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-    ),
-    Source(
-        launcher="mpirun_rsh",  # MVAPICH
-        rank="MV2_COMM_WORLD_RANK",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Source(
-        launcher="mpiexec",  # MPICH, Intel MPI
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
-    ),
-    Source(launcher="a launcher with PMI", rank="PMI_RANK", world_size="PMI_SIZE"),
-    Source(  # Flux's brokers may run as the tasks of one srun.
-        launcher="flux run",
-        rank="FLUX_TASK_RANK",
-        world_size="FLUX_JOB_SIZE",
-        local_rank="FLUX_TASK_LOCAL_ID",
-    ),
-    Source(
-        launcher="jsrun",  # LSF
-        rank="JSM_NAMESPACE_RANK",
-        world_size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-    ),
-    Source(
-        launcher="srun",  # sbatch also sets SLURM_PROCID, but starts no step
-        rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        unless="SLURM_PTY_PORT",  # set in a shell from srun --pty
-    ),
-)
+)  # fmt: skip
 
 # Ranks of launchers that set no number of processes, or none that is read: PRRTE's prun, PALS and
 # ALPS of Cray, horovodrun, MVAPICH 1

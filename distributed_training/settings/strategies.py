@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
-from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
@@ -253,15 +253,6 @@ def list_strategies() -> dict[str, _Folder]:
 def strategy_defaults(name: str) -> dict[str, Any]:
     """Return a strategy's values for keys that CONFIG leaves open."""
     return {} if name == AUTO else _find(name).defaults
-
-
-def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return a strategy's defaults for the keys that CONFIG leaves open, and `set_by`, which says
-    who set which key."""
-    defaults = strategy_defaults(name).items()
-    used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-    other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
-    return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
 
 
 def strategy_options(name: str) -> type[Options]:

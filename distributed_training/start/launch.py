@@ -11,30 +11,24 @@ import importlib
 import json
 import math
 import os
-import secrets
-import shlex
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from distributed_training.checkpoint.resume import choose_checkpoint
-from distributed_training.plan.layout import show_axes
-from distributed_training.plan.plan import Draft, Plan, load_plan
-from distributed_training.planner.data import peek_data, read_data
+from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Cluster, parse_cluster, this_machine
-from distributed_training.records.display import describe_prediction
+from distributed_training.predict.predict import Cluster, this_machine
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError, exit_code, printable
+from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
@@ -60,10 +54,21 @@ PLANNED = "--planned"  # option of the processes that this command starts
 CPU_PROCESSES = 2  # processes of "--num_gpus all" without GPUs, rounded up to fit the mesh
 
 
-def start(config: Request, script: Path, arguments: list[str], options: argparse.Namespace) -> int:
+def start(config: Request, script: Path, options: argparse.Namespace) -> int:
     """Train under `config` and return the exit code. Either this command starts the processes, or a
-    launcher has started this process. With --dry-run, print the plan and the command, with these
-    `arguments`, that would carry it out."""
+    launcher has started this process."""
+    process = launched_process(config, options)
+    startup = Startup()
+    if process is None or process.rank == 0:
+        print("planning the run, importing torch ...", flush=True)
+    if process is None:
+        return start_processes(config, script, options, startup)
+    return run_here(config, process, startup)  # rank 0 plans, and the others receive the plan
+
+
+def launched_process(config: Request, options: argparse.Namespace) -> Process | None:
+    """Return this process as a launcher started it, or None if no launcher did. Print a note about
+    settings of the launcher that are not read."""
     process = current_process()
     unread = describe_unread(os.environ, config.precision)
     if unread and (process is None or process.rank == 0):
@@ -73,89 +78,44 @@ def start(config: Request, script: Path, arguments: list[str], options: argparse
             f"--num_gpus {options.num_gpus} but the launcher started {process.world_size} processes"
         )
         raise UserError(what, fix="give the number to the launcher only")
-    if options.dry_run:
-        return print_plan(config, script, arguments, options, process)
-    startup = Startup()
-    if process is None or process.rank == 0:
-        print("planning the run, importing torch ...", flush=True)
-    if process is not None:
-        return _work(config, process, startup)  # rank 0 plans, and the others receive the plan
-    return start_processes(config, script, options, startup)
-
-
-def print_plan(
-    config: Request,
-    script: Path,
-    arguments: list[str],
-    options: argparse.Namespace,
-    process: Process | None,
-) -> int:
-    """Print the plan for a --cluster, for the launcher that started this `process`, or for this
-    machine. Start nothing."""
-    if process is not None and process.rank > 0:
-        return 0
-    if options.cluster is not None or options.gpu is not None:
-        cluster = parse_cluster(options.cluster or "1", options.gpu)
-    elif process is None:
-        cluster = _requested_cluster(config, options.num_gpus)
-    elif process.local_world_size:
-        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
-    else:
-        what = (
-            f"the launcher does not say how many of the {process.world_size} processes are on "
-            "this machine"
-        )
-        raise UserError(
-            what, "without --dry-run, the processes exchange this number", "set LOCAL_WORLD_SIZE"
-        )
-    plan = make_plan(config, cluster, peek_data)
-    run_dir.refuse_other_json(plan)
-    notes = [*plan.notes]
-    checkpoint = choose_checkpoint(plan, notes)
-    if plan.num_steps is None:
-        note = "a dry run does not tokenize a dataset that is large or on the Hub. To "
-        notes.append(f"{note}preview it, use the command data")
-    folder = checkpoint.parents[1] if checkpoint else plan.run_dir
-    plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, os.path.relpath(script), arguments)
-    print(describe_plan(plan, "(this one)" if process else command))
-    return 0
+    return process
 
 
 def start_processes(
     config: Request, script: Path, options: argparse.Namespace, startup: Startup
 ) -> int:
     """Plan, write plan.json and start the processes that read it. Return the run's exit code."""
-    cluster = _requested_cluster(config, options.num_gpus)
+    cluster = requested_cluster(config, options.num_gpus)
     machine = cluster.machine
     count = cluster.num_processes
-    make = partial(make_plan, config, cluster, read_data)
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)
     if count == 1 and not options.max_restarts and not (unsure and machine.num_gpus):
-        plan = run_dir.reserve_run_dir(make())
+        plan = make_plan(config, cluster, read_data)
+        plan = run_dir.reserve_run_dir(plan)
         startup.end("plan")
-        return _work(plan, single_process(), startup)
+        return run_here(plan, single_process(), startup)
     prepare_environment(count)
     command: Command | Callable[[Path], int]
     begun: Ranks = ()
     if can_fork(machine):
-        plan, command = _plan_before_forks(make, startup)
+        plan, command = _plan_before_forks(config, cluster, startup)
     else:
         command = [str(script), PLANNED]
         # The processes import torch during planning, unless they are too many for the machine.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
-            plan = run_dir.reserve_run_dir(make())
+            plan = make_plan(config, cluster, read_data)
+            plan = run_dir.reserve_run_dir(plan)
     code = spawn(plan, command, options.max_restarts, begun)
     # If a layout that "auto" chose runs out of memory, try one with a lower predicted need.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
-        plan = _plan_smaller(plan, make)
+        plan = _plan_smaller(plan, config, cluster)
         code = spawn(plan, command, options.max_restarts)
     return code
 
 
-def _requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
+def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     """Return this machine with as many processes as --num_gpus asks for."""
     machine = detect_machine()
     mesh: Mapping[str, int] = {}  # any number of processes fits a layout of some strategy
@@ -166,12 +126,14 @@ def _requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
 
 
 def _plan_before_forks(
-    make: Callable[[], Plan], startup: Startup
+    config: Request, cluster: Cluster, startup: Startup
 ) -> tuple[Plan, Callable[[Path], int]]:
     """Plan while this process imports torch. Return the plan and the work of this process's forks.
     A separate process plans, because tokenizers start threads, and a process with threads cannot be
     forked."""
-    planned = compute_in_fork(lambda: run_dir.plan_as_text(make))
+    planned = compute_in_fork(
+        lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
+    )
     worker = import_worker()
     startup.end("import")
     plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
@@ -181,10 +143,12 @@ def _plan_before_forks(
     return plan, partial(train_as_fork, worker, startup.seconds)
 
 
-def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
+def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
     """Plan again below the memory that the failed layout was predicted to need."""
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
-    plan = run_dir.reserve_run_dir(make(below_bytes=estimate_memory(failed).needed_bytes))
+    below_bytes = estimate_memory(failed).needed_bytes
+    plan = make_plan(config, cluster, read_data, below_bytes=below_bytes)
+    plan = run_dir.reserve_run_dir(plan)
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)
     return plan
@@ -235,7 +199,8 @@ def start_planned() -> int:
     os._exit(code)  # a normal exit takes seconds, because torch ends its compiler's processes
 
 
-def _work(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
+def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
+    """Import torch and run this process's part of the run. Return the exit code."""
     prepare_environment(process.local_world_size or process.world_size)
     worker = import_worker()
     startup.end("import")
@@ -325,53 +290,3 @@ def spawn(
         print(f"note: {what}, after the run had finished", file=sys.stderr)
         return 0
     return code
-
-
-def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
-    """Return the command that starts a plan, to be typed on each node. `arguments`: its options."""
-    processes_here = plan.processes_here
-    nodes = plan.num_processes // processes_here
-    start = ["python", script]
-    if nodes > 1:
-        # By default torchrun waits ten minutes for the other nodes.
-        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
-        rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d"]
-        rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
-        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
-        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={processes_here}", script]
-    elif processes_here > 1 and not any(
-        word.startswith(("--num_gpus", "--num-gpus")) for word in arguments
-    ):
-        start += ["--num_gpus", str(processes_here)]
-    return shlex.join([*start, *arguments])
-
-
-def describe_plan(plan: Plan, typed_command: str) -> str:
-    """Describe a plan: decided CONFIG, batch, command, mesh and DeepSpeed JSON."""
-    requested = plan.requested.to_user_words()
-    source = os.path.relpath(plan.strategy.source)
-    on_gpu = plan.machine.num_gpus > 0
-    predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
-    lines = ["resolved CONFIG"]
-    for key, value in plan.settings.items():
-        was = "" if requested[key] == value else f"    (was {requested[key]!r})"
-        if key in plan.from_defaults:
-            was = "    (the strategy's default)"
-        lines.append(f"  {key:<24} {value!r}{was}")
-    lines += [
-        f"  batch: {plan.batch.describe()}",
-        f"  steps: {plan.num_steps or 'unknown until the data is tokenized'}",
-        f"  predicted: {predicted}",
-        *(f"  note: {printable(note)}" for note in plan.notes),
-        *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
-        "launch command",
-        f"  {printable(typed_command)}",
-        f"mesh (from {source}): {show_axes(plan.mesh)}",
-    ]
-    if plan.mesh["pp"] > 1:
-        blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
-        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks per stage {blocks}")
-    if plan.deepspeed_json is not None:
-        text = json.dumps(plan.deepspeed_json, indent=2)
-        lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]
-    return "\n".join(lines)

@@ -29,7 +29,7 @@ from distributed_training.planner import data as plan_data
 from distributed_training.planner.make_plan import make_plan, share_batch
 from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import code, versions
-from distributed_training.settings.config import Request, with_values
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
@@ -324,7 +324,7 @@ def continue_run(
     old_plan = load_plan(run_folder)
     saved, note = run_dir.started_again(old_plan)
     if saved:
-        config = with_values(config, resume=str(saved))
+        config = config.model_copy(update={"resume": str(saved)})
     notes = [note]
     config = share_batch(config, old_plan, num_processes, notes)
     return config, ["; ".join(notes)]

@@ -23,8 +23,8 @@ from distributed_training.start.ranks import current_process
 from distributed_training.supervise.ending import end_failed
 from distributed_training.supervise.process import Process, Startup, handling
 from distributed_training.supervise.watch import THE_END, Watch
-from distributed_training.train import worker as training
 from distributed_training.train.build import build_topology
+from distributed_training.train.run import push, train
 
 
 def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
@@ -52,7 +52,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         leave = functools.partial(end_failed, plan, topology, KeyboardInterrupt(), store)
         with handling({signal.SIGINT: lambda *_: leave()}):
             try:
-                code = training.train(plan, topology, watch, ask, startup)
+                code = train(plan, topology, watch, ask, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
                 watch.end()  # otherwise it may report the same error a second time
                 if watch.activity == THE_END and records.has_finished(plan.run_dir):
@@ -62,7 +62,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                 end_failed(plan, topology, error, store)
     watch.end()  # ranks no longer wait for one another
     if code == 0 and plan.config.push is not None and process.rank == 0:
-        return training.push(plan.run_dir, plan.config.push)
+        return push(plan.run_dir, plan.config.push)
     return code
 
 

@@ -26,8 +26,8 @@ from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import Work
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.request import build_config
 from distributed_training.tools.links import Group, open_group, time_group
 
 VALUES = 2**28  # number of elements of the tensors that element-wise kernels read

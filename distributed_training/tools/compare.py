@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -30,11 +29,11 @@ from tqdm import tqdm
 
 from distributed_training.models import find_model
 from distributed_training.planner.checks import unbuilt_extensions
-from distributed_training.planner.choose import choose_model
-from distributed_training.planner.data import AUTO_SAMPLES, peek_data
+from distributed_training.planner.data import peek_data
 from distributed_training.planner.idle import droppable_keys
 from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.planner.make_plan import make_plan
+from distributed_training.planner.model import choose_model
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report
@@ -55,6 +54,7 @@ from distributed_training.settings.strategies import load_strategy, strategy_opt
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handling
+from distributed_training.tools.jobs import num_steps
 
 # Defaults that omit output a comparison does not need. Typed keys and the plan override them.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
@@ -167,13 +167,8 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
                 continue
             extensions.update(unbuilt_extensions(plan.strategy))
             steps = plan.num_steps
-            num_samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
-            # An upper bound, because the dataset may be smaller
-            if steps is None and num_samples > 0:
-                steps_per_epoch = math.ceil(num_samples / plan.batch.global_batch_size)
-                steps = config.epochs * steps_per_epoch
-            if config.max_steps > 0:
-                steps = config.max_steps
+            if steps is None or config.max_steps > 0:
+                steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
             step_s = (plan.prediction or {}).get("step_time_s")
             run_seconds.append(run_s + steps * step_s if steps and step_s else None)
         return json.dumps([*run_seconds, EXTENSION_S * len(extensions)])

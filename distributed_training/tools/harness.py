@@ -34,9 +34,9 @@ from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
-from distributed_training.settings.config import AUTO, Request, build_config
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools import links
 from distributed_training.train.build import build_engine, build_sampler, build_topology
@@ -182,7 +182,7 @@ def _do_run(
             config = values
         else:
             settings = {"output_dir": str(group.folder), **values}
-            config = build_config(settings, defaults=strategy_defaults, options=strategy_options)
+            config = build_config(settings)
         plan = agree_on_plan(config, group.process, gather)
         topology = build_topology(plan, group.process, group.device)
         drawn = None

@@ -32,9 +32,10 @@ from distributed_training.records import metrics
 from distributed_training.records.display import Display, short_path
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
-from distributed_training.settings.config import RunConfig, build_config, with_values
+from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
+from distributed_training.settings.request import build_config
 
 MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
 MERGED = "merged"  # folder of a LoRA run that holds the whole model

@@ -18,7 +18,8 @@ from typing import Any
 
 from distributed_training.models import find_model
 from distributed_training.planner.checks import check_memory
-from distributed_training.planner.choose import choose_model, lay_out
+from distributed_training.planner.choose import lay_out
+from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
     ROOMS,
@@ -30,12 +31,13 @@ from distributed_training.predict.predict import (
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
-from distributed_training.settings.config import AUTO, KEYS, Request, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, plural, require_writable, shown
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.launch import launch_command, requested_processes
+from distributed_training.start.dry_run import launch_command
+from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import batch_script, options_of
 from distributed_training.tools.plan_table import legend, table, why_first, work_asked
@@ -101,7 +103,7 @@ def run(
     choices = _rank(arguments, build, cluster, config, only)
     if not choices:
         # Planning a single strategy raises an error that is more specific than "no strategy".
-        lay_out(cluster, build("dp" if only == AUTO else only))
+        lay_out(build("dp" if only == AUTO else only), cluster)
         what = f"no strategy can train {config.model} with this CONFIG"
         raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
     if arguments.json:
@@ -213,17 +215,15 @@ def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Clust
     is_set = config.is_set("activation_checkpointing")
     modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
     for mode in modes:
-        open_config = with_values(
-            config, strategy=AUTO, batch_size=AUTO, activation_checkpointing=mode
-        )
+        opened = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
         try:
-            chosen, _ = choose_spread(open_config, cluster, None, [])
+            chosen, _ = choose_spread(config.model_copy(update=opened), cluster, None, [])
         except UserError:
             if mode == modes[-1] and config.batch_size == AUTO:
                 raise
             continue
         _override(arguments, batch_size=chosen.batch_size)
-        return with_values(config, batch_size=chosen.batch_size)
+        return config.model_copy(update={"batch_size": chosen.batch_size})
     return config
 
 
@@ -261,7 +261,7 @@ def _rank(
             break
 
         def recomputing(name: str, mode: str = mode) -> Request:
-            return with_values(build(name), activation_checkpointing=mode)
+            return build(name).model_copy(update={"activation_checkpointing": mode})
 
         recomputed = rank_layouts(recomputing, cluster, config.strategy, only=only)
         better = {

@@ -16,17 +16,16 @@ import torch.distributed as dist
 from distributed_training.checkpoint import export, saver
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.parallel.agree import from_rank_0
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import UserError
 from distributed_training.supervise.process import Startup, handling
 from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
 from distributed_training.train.profiling import Profile, steps_to_trace
+from distributed_training.train.sample import generate_sample
 
 FLUSH_EVERY_S = 1.0
 # Signals that stop a run
@@ -78,7 +77,6 @@ class Trainer:
         self.sample: str | None = None  # text that the trained model generated
         self.profile: Profile | None = None
         self.saver = saver.Saver(self.plan, self.topology)
-        self._chat = self.data.tokenizer.talks(self.data.form)
         # Steps whose losses are still on the device
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._signum = 0  # number of the first signal, or 0
@@ -98,7 +96,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the end or until a signal. Return the number of the signal, or 0. Collective."""
         if self.step == 0:
-            self.history.sample_before = self._sample("before")
+            sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
+            self.history.sample_before = sample
         bytes_before = metrics.disk_bytes()
         stop = 0
         if self.plan.config.profile:
@@ -130,27 +129,6 @@ class Trainer:
             self.profile.stop()
         return stop if self.step < self.num_steps else 0
 
-    def _receive(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal, and end the process at a later one.
-
-        Launchers forward Ctrl-C and then send SIGTERM at once, so only a signal that comes after
-        PATIENCE_S means that the user does not want to wait."""
-        now = time.monotonic()
-        if not self._signum:
-            self._signum = signum
-            self._signalled_at = now
-            at_end = self.step >= self.num_steps
-            when = "once the model is written" if at_end else "after this step"
-            self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
-        elif now - self._signalled_at > PATIENCE_S:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-
-    def _begin_training(self) -> None:
-        self.memory.begin()
-        self.timer.restart()
-        self._flushed_at = time.monotonic()
-
     def _train_one_step(self) -> int:
         """Run one step. Then evaluate, end the epoch or save a checkpoint if it is due. Return the
         number of the signal to stop for, or 0. It is equal on every rank. Collective."""
@@ -180,12 +158,16 @@ class Trainer:
             self.memory.end()
             if evaluate:
                 self._evaluate("; saving" if save else "")
-                if self._stops_early() and not last:
-                    self.num_steps = self.step
-                    epoch_ends = True
-                    save = save_interval != 0
+                if lowest := self.history.find_stall(config.stop_after):
+                    why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
+                    self._say(f"stopping early: {why} on {lowest}")
+                    if not last:
+                        self.num_steps = self.step
+                        epoch_ends = True
+                        save = save_interval != 0
             if epoch_ends:
-                self._end_epoch()
+                self.history.end_epoch(self.sampler.steps_per_epoch)
+                self.write_record()
             if save:
                 if not (evaluate or stop or last):
                     self._say("saving")
@@ -305,38 +287,6 @@ class Trainer:
             if written := self._export(self.plan.run_dir / records.BEST, {}):
                 written.result()
 
-    def _stops_early(self) -> bool:
-        """Return whether none of the last `stop_after` evaluations improved on the evaluations
-        before them."""
-        count = self.plan.config.stop_after
-        losses = [row["loss"] for row in self.history.evaluations]
-        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
-        if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
-            return False
-        lowest = min(losses)
-        best = self.history.evaluations[losses.index(lowest)]["step"]
-        self._say(
-            f"stopping early: the last {count} evaluations (stop_after) did not improve on "
-            f"{lowest:.4f} at step {best}"
-        )
-        return True
-
-    def _end_epoch(self) -> None:
-        """Add the epoch that has just ended to the history, after its evaluation."""
-        epoch = (self.step - 1) // self.sampler.steps_per_epoch
-        first = epoch * self.sampler.steps_per_epoch
-        curve = self.history.loss_curve
-        numbers = [loss for step, loss in curve if step > first and loss is not None]
-        losses = [*filter(math.isfinite, numbers)]  # A NaN becomes None when a run is resumed.
-        last = self.history.evaluations[-1]
-        row = {
-            "epoch": epoch + 1, "step": self.step,
-            "mean_step_loss": sum(losses) / len(losses) if losses else None,
-            "validation_loss": last["loss"], "validation_perplexity": last["perplexity"],
-        }  # fmt: skip
-        self.history.epochs.append(row)
-        self.write_record()
-
     def _save(self, *, says_saved: bool) -> None:
         """Wait for the previous save, then begin to save a checkpoint. Collective."""
         self._finish_saving()
@@ -382,7 +332,7 @@ class Trainer:
                 written = export.in_thread(export.copy_folder, best_folder, last)
         elif config.export:
             written = self._export(last, self.saver.weights(self.step))
-        self.sample = self._sample("after")
+        self.sample = generate_sample(self.engine, self.plan, self.data, self.display, "after")
         if written is not None:
             written.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
@@ -394,49 +344,8 @@ class Trainer:
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
-        about = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self._chat)
+        about = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self.data.is_chat)
         return export.in_thread(export.write_folder, state, *about, folder)
-
-    def _sample(self, when: str) -> str | None:
-        """Generate and print a continuation of CONFIG's prompt, and return the text. Return None if
-        CONFIG has no prompt. If the model is trained on conversations, the prompt is a user's
-        message. Collective."""
-        config = self.plan.config
-        tokenizer = self.data.tokenizer
-        if config.generate is None:
-            return None
-        # Only rank 0 tokenizes, because many tokenizers import transformers.
-        encoded: tuple[list[int], list[int]] | None = None
-        if self.topology.rank == 0:
-            try:
-                encoded = self._prompt(config.generate)
-            except UserError as error:  # Some templates refuse a question without a system message.
-                self.display.note(f"no sample is generated: {error}")
-        encoded = from_rank_0(encoded)
-        if encoded is None:
-            return None
-        prompt, eos_ids = encoded
-        # Sequence parallelism pads the window to a multiple of its axis. Padding needs positions.
-        context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
-        # Rank 0 chooses each token. All ranks must run to the end of the text, because sharded
-        # engines gather parameters.
-        ids = list(export.continuation(
-            self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
-            eos_ids=eos_ids, past=self.engine.past(),
-            agree=lambda choice: dist.broadcast(choice, src=0),
-        ))  # fmt: skip
-        text = tokenizer.decode([*prompt, *ids]) if self.topology.rank == 0 else ""
-        sample = str(from_rank_0(text))
-        self.display.sample(f"sample {when} training:", sample)
-        return sample
-
-    def _prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (token ids of the prompt `text`, ids of the tokens that end the sample)."""
-        tokenizer = self.data.tokenizer
-        ends = tokenizer.ends_of(chat=self._chat)
-        if self._chat:
-            return tokenizer.ask([{"role": "user", "content": text}]), ends
-        return tokenizer.begin(text), ends
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Return to the last checkpoint and skip the failed batch from then on. Raises `error` if
@@ -463,6 +372,27 @@ class Trainer:
             records.truncate_metrics(self.plan.run_dir, step)
             if self.history.best is None:  # best/ may hold a later step, which runs again.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
+
+    def _begin_training(self) -> None:
+        self.memory.begin()
+        self.timer.restart()
+        self._flushed_at = time.monotonic()
+
+    def _receive(self, signum: int, _frame: Any) -> None:
+        """Remember the first signal, and end the process at a later one.
+
+        Launchers forward Ctrl-C and then send SIGTERM at once, so only a signal that comes after
+        PATIENCE_S means that the user does not want to wait."""
+        now = time.monotonic()
+        if not self._signum:
+            self._signum = signum
+            self._signalled_at = now
+            at_end = self.step >= self.num_steps
+            when = "once the model is written" if at_end else "after this step"
+            self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
+        elif now - self._signalled_at > PATIENCE_S:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
     def write_record(self) -> None:
         """Write the history to the record, on rank 0."""

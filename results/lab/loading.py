@@ -23,9 +23,8 @@ from tabulate import tabulate
 from distributed_training.parallel.agree import gather
 from distributed_training.planner.data import cut_data
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools.harness import Group, open_group
 from distributed_training.train.build import build_engine, build_topology
@@ -51,7 +50,7 @@ def file_pages_gib() -> float:
 def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     """Return the time and memory of building the engine, by rank. Collective."""
     settings = {"output_dir": str(group.folder), **values}
-    config = build_config(settings, defaults=strategy_defaults, options=strategy_options)
+    config = build_config(settings)
     plan = agree_on_plan(config, group.process, gather)
     topology = build_topology(plan, group.process, group.device)
     cut_data(plan)

@@ -16,10 +16,10 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import Cluster, this_machine
 from distributed_training.records.record import Record, write_json
-from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.config import KEYS
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import Machine, detect_machine
-from distributed_training.settings.strategies import strategy_options
+from distributed_training.settings.request import build_config
 from distributed_training.tools.compare import record_path
 from results.lab import checkout
 from results.lab.pages.columns import table
@@ -85,7 +85,7 @@ def machine_of(plan: Mapping[str, Any]) -> Cluster:
 
 
 def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
-    return draft_plan(build_config(values, options=strategy_options), cluster)
+    return draft_plan(build_config(values), cluster)
 
 
 def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:

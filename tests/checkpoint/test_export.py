@@ -19,7 +19,7 @@ from distributed_training.planner.data import cut_data
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
-from tests.support import refused
+from tests.support import read_model, refused
 
 # Row i has the logits after token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
@@ -80,8 +80,7 @@ def validation_loss(run_dir, folder):
     """Return the mean loss of the weights in `folder` on the run's validation samples."""
     plan = load_plan(run_dir)
     samples = cut_data(plan).validation
-    model = plan.model.build(dropout=0.0, seed=0)
-    plan.model.load(model, folder)
+    model = read_model(plan.model, folder)
     with torch.no_grad():
         arrays = map(torch.from_numpy, samples.batch(np.arange(len(samples))))
         return float(model.eval()(*arrays).sum()) / int(samples.lengths.sum())

@@ -12,7 +12,8 @@ from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import build_config, with_values
+from distributed_training.settings.config import with_values
+from distributed_training.settings.request import build_config
 from tests.support import refused
 
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]

@@ -15,9 +15,9 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.mechanism import Place, sent_bytes
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.traffic import sent_by_axis, tensor_bytes
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.strategies import load_strategy, strategy_options
+from distributed_training.settings.request import build_config
+from distributed_training.settings.strategies import load_strategy
 from results.lab import exchanges, slow_links
 from results.lab.exchanges import PLAN
 from results.lab.traffic import Traffic
@@ -160,7 +160,7 @@ def test_the_tables_are_the_runs():
 
 @pytest.mark.parametrize("name", PLAN["cases"])
 def test_bytes_are_the_formulas(name):
-    config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
+    config = build_config({**PLAN["common"], **PLAN["cases"][name]})
     sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
     if name in slow_links.CASES:

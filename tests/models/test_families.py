@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import ModelSpec, find_model, gpt2, llama
-from tests.support import refused
+from tests.support import read_model, refused
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -59,10 +59,7 @@ def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
 
 
 def ours(folder: Path, spec=None):
-    spec = spec or find_model(str(folder))
-    model = spec.build(dropout=0.0, seed=1)
-    spec.load(model, folder)
-    return model
+    return read_model(spec or find_model(str(folder)), folder)
 
 
 def exported(state, folder: Path) -> torch.nn.Module:

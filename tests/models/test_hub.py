@@ -17,7 +17,7 @@ from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Past, fill_parameters
 from distributed_training.tools.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
-from tests.support import refused
+from tests.support import read_model, refused
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -36,7 +36,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-
 def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
     spec = find_model(f"{HUB_PREFIX}{folder}")
     assert spec.family == HUB
-    return spec, spec.build(dropout=0.0, seed=1, source=spec.weights_source(folder))
+    return spec, read_model(spec, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,9 +10,9 @@ from distributed_training.checkpoint.trained import trained_folder
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.peft import save_adapters
 from distributed_training.parallel.lora import apply_lora
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
-from tests.support import fingerprint
+from tests.support import fingerprint, read_model
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_neox", "opt"])
@@ -20,8 +20,7 @@ def test_adapters_are_those_that_peft_opens(kind, tmp_path):
     folder = make_folder(kind, tmp_path / "base")
     spec = find_model(f"{HUB_PREFIX}{folder}")
     config = build_config({"lora_rank": 4, "lora_alpha": 8.0, "model": spec.path})
-    source = spec.weights_source(folder)
-    model = spec.build(dropout=0.0, seed=1, source=source)
+    model = read_model(spec, folder)
     apply_lora(model, config, torch.device("cpu"))
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(learning) == 2 * spec.size.num_layers * len(spec.size.matrix_names)
@@ -43,7 +42,7 @@ def test_adapters_are_those_that_peft_opens(kind, tmp_path):
     expected = PeftModel.from_pretrained(base, tmp_path / "lora").eval()(ids).logits
     ours = model(ids)
     assert (ours - expected).norm() <= 1e-5 * expected.norm()
-    before = spec.build(dropout=0.0, seed=1, source=source)(ids)
+    before = read_model(spec, folder)(ids)
     trained = trained_folder(spec, tmp_path / "lora", folder)
     assert (trained.load(torch.device("cpu"))(ids) - expected).norm() <= 1e-4 * expected.norm()
     assert (before - expected).norm() > 0.01 * expected.norm()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from distributed_training.parallel import agree
 from distributed_training.records.record import code
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
 from tests.support import CPU_MACHINE, small_text

@@ -14,8 +14,8 @@ from distributed_training.models import find_model, gpt2
 from distributed_training.parallel.blocks import apply_compile
 from distributed_training.parallel.pipeline import RoundedWeights
 from distributed_training.parallel.zero_bubble import WeightGradients
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.request import build_config
 
 CPU = torch.device("cpu")
 MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/grouped")}

@@ -27,7 +27,7 @@ from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
@@ -291,7 +291,7 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     """Return the gradient of one matrix after the exchange of each step, [steps, rows, columns].
     `gradients`, [processes, steps, rows, columns], are the gradients before the exchange."""
     options = strategy_options("compressed")(**arguments["options"])
-    config = build_config({"strategy": "compressed"}, options=strategy_options)
+    config = build_config({"strategy": "compressed"})
     engine = load_strategy(config).load_engine()
     process = current_process()
     assert process is not None

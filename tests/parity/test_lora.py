@@ -20,7 +20,7 @@ from tests.conftest import only_record
 from tests.parity import reference as plain
 from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
 from tests.planner.helpers import plan_for
-from tests.support import GPU_MACHINE, fingerprint, refused
+from tests.support import GPU_MACHINE, fingerprint, read_model, refused
 
 __all__ = ["folder"]
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -51,8 +51,7 @@ class Adapted(torch.nn.Module):
 def draw(spec):
     """Return our model with the adapters that a run begins with, and these under PEFT's names."""
     config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
-    model = spec.build(dropout=0.0, seed=0)
-    spec.load(model, spec.weights_dir)
+    model = read_model(spec, spec.weights_dir)
     apply_lora(model, config, torch.device("cpu"))
     return model, {name: each.clone() for name, each in to_peft(model.state_dict(), spec).items()}
 
@@ -170,8 +169,7 @@ def continued(spec, base, adapters):
     initial = peft.read_initial(spec, adapters)
     targets = ",".join(initial.targets)
     config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)
-    model = spec.build(dropout=0.0, seed=0)
-    spec.load(model, base)
+    model = read_model(spec, base)
     model.initial_adapters = initial.tensors
     apply_lora(model, config, torch.device("cpu"))
     return model, config

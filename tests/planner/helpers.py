@@ -11,13 +11,10 @@ from distributed_training.plan.plan import Plan
 from distributed_training.planner.layouts import Candidate, build_layout, cut_batch, fill_mesh
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.machine import Machine
-from distributed_training.settings.strategies import (
-    load_strategy,
-    strategy_defaults,
-    strategy_options,
-)
+from distributed_training.settings.request import build_config
+from distributed_training.settings.strategies import load_strategy
 from tests.support import CPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
@@ -68,8 +65,7 @@ def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) ->
 
 def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
     """Merge CONFIG and typed values as the command line does."""
-    given = {"defaults": strategy_defaults, "options": strategy_options}
-    return build_config(config, overrides=texts, **given)
+    return build_config(config, overrides=texts)
 
 
 def plan_for(

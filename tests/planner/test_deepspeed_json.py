@@ -8,7 +8,7 @@ import pytest
 from distributed_training.plan.layout import Batch
 from distributed_training.planner.deepspeed_json import FP16, OPTIMIZER, fill_deepspeed_json
 from distributed_training.planner.deepspeed_sections import check_sections
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused

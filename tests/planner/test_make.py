@@ -11,7 +11,7 @@ from distributed_training.planner import checks, data
 from distributed_training.planner.data import cut_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import parse_cluster, this_machine
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, refused
 
 LENGTH = 64

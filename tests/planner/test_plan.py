@@ -14,8 +14,9 @@ from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.planner import checks
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.settings.config import KEYS, build_config, load_preset
+from distributed_training.settings.config import KEYS
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.request import build_config, load_preset
 from distributed_training.start.run_dir import reserve_run_dir
 from real_model_example import CONFIG
 from tests.planner.helpers import NAMES, SPLIT, UNSPLIT, plan_for

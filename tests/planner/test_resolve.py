@@ -12,7 +12,8 @@ from distributed_training.models import find_model, weights
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.settings.config import build_config, with_values
+from distributed_training.settings.config import with_values
+from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 

@@ -12,7 +12,7 @@ from distributed_training.predict.mechanism import all_places
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.predict.rates import FITTED
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, small_text
 

@@ -23,7 +23,7 @@ from distributed_training.predict.simulate import (
     simulate,
 )
 from distributed_training.predict.speed import Work
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
 

@@ -1,7 +1,6 @@
 """Test that CONFIG, presets and texts become a RunConfig, or a one-line error with advice."""
 
 import contextlib
-import functools
 import json
 import math
 from typing import Literal
@@ -11,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from distributed_training.settings.config import (
-    AUTO,
-    KEYS,
-    PRESETS_DIR,
-    Request,
-    RunConfig,
-    build_config,
-    with_values,
-)
+from distributed_training.settings import request
+from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, key
+from distributed_training.settings.request import PRESETS_DIR, build_config
 from real_model_example import CONFIG
 from tests.support import refused
 
@@ -99,14 +92,19 @@ DEFAULTS = {"pipeline_schedule": "gpipe", "pp": 2, "checkpoint_every": 0}
         ({"strategy": "pp", "save_steps": 3, "pp": 4}, ["pipeline_schedule=auto"], {}),
     ],
 )
-def test_a_strategys_defaults_decide_what_config_leaves_open(config, overrides, decided):
-    built = build_config(config, overrides=overrides, defaults={"auto": {}, "pp": DEFAULTS}.get)
+def test_a_strategys_defaults_decide_what_config_leaves_open(
+    config, overrides, decided, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(request, "strategy_defaults", {"auto": {}, "pp": DEFAULTS}.get)
+        built = build_config(config, overrides=overrides)
     assert [key for key, who in built.set_by.items() if who == "strategy"] == list(decided)
     assert not built.is_set(*decided)
     written_out = build_config({**config, **decided}, overrides=overrides)
     assert built.to_user_words() == written_out.to_user_words()
+    monkeypatch.setattr(request, "strategy_defaults", lambda _: {"seed": 1})
     with refused("seed", "would change the work"):
-        build_config({}, defaults=lambda _: {"seed": 1})
+        build_config({})
 
 
 class OwnOptions(Options):
@@ -114,17 +112,19 @@ class OwnOptions(Options):
     mode: Literal["a", "Bb"] = key("a", work=False)
 
 
-def test_an_engine_adds_keys_of_its_own(tmp_path):
-    options = {"dp": OwnOptions, "tp": Options}.get
-    build = functools.partial(build_config, options=options)
+def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
+    own = {"dp": OwnOptions}
+    monkeypatch.setattr(request, "strategy_options", lambda name: own.get(name, Options))
     preset = write(tmp_path / "p.json", {"rank": 4})
-    built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
+    built = build_config({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
     assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
     with refused("unknown key 'rank'"):
-        build({"strategy": "tp", "rank": 4})
+        build_config({"strategy": "tp", "rank": 4})
+    with refused("rank is a key of strategy dp, but strategy='tp'", "Leave out rank"):
+        build_config({"strategy": "tp"}, overrides=["rank=4"])
     with refused("mode='b'", "one of a, Bb", "Did you mean 'Bb'?"):
-        build({"strategy": "dp", "mode": "b"})
+        build_config({"strategy": "dp", "mode": "b"})
 
 
 @pytest.mark.parametrize(

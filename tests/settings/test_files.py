@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.settings import files
-from distributed_training.settings.config import PATHS, build_config
+from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     expand_home,
@@ -14,6 +14,7 @@ from distributed_training.settings.files import (
     sample_file,
     shown,
 )
+from distributed_training.settings.request import build_config
 from tests.support import refused
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from distributed_training.engines.native import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import Options, read_keys
+from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import (
     list_strategies,
     load_strategy,

@@ -16,8 +16,8 @@ import torch
 
 from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.settings import machine, own_code
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import launch, rendezvous, run_dir, worker
 from distributed_training.start import launch as launch_module
@@ -285,7 +285,7 @@ def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkey
     monkeypatch.setattr(launch, "single_process", lambda: None)
     monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
-    monkeypatch.setattr(launch, "_work", lambda *_: 0)
+    monkeypatch.setattr(launch, "run_here", lambda *_: 0)
     values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": SMALL["dataset"]}
     for on, strategy, num_gpus in (
         (GPU_MACHINE, "auto", None),
@@ -302,5 +302,5 @@ def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkey
             "cluster": None,
             "gpu": None,
         }
-        assert launch.start(config, SCRIPT, [], SimpleNamespace(**words)) == 0
+        assert launch.start(config, SCRIPT, SimpleNamespace(**words)) == 0
     assert begun == [1, 2]

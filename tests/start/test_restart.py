@@ -7,7 +7,7 @@ import pytest
 
 from distributed_training.planner.make_plan import make_plan, take_over
 from distributed_training.predict.predict import this_machine
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import reserve_run_dir, started_again
 from tests.planner.helpers import merged

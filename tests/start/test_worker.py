@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.records.record import load_record
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous, worker
 from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process

@@ -12,9 +12,9 @@ import distributed_training.planner.make_plan as planning
 from distributed_training import cli
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.data import Sources
-from distributed_training.settings.config import PRESETS_DIR
+from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.start import launch
+from distributed_training.start import dry_run
 from distributed_training.tools import jobs
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
@@ -79,13 +79,15 @@ def call(monkeypatch):
 
     def run(words):
         picked, printed = [], []
-        pick, describe = command.pick, launch.describe_plan
+        pick, describe = command.pick, dry_run.describe_plan
         monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of(draft))
-        monkeypatch.setattr(launch, "peek_data", lambda *_: None)
+        monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         with monkeypatch.context() as patch:
             patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)
             patch.setattr(
-                launch, "describe_plan", lambda plan, *a: printed.append(plan) or describe(plan, *a)
+                dry_run,
+                "describe_plan",
+                lambda plan, *a: printed.append(plan) or describe(plan, *a),
             )
             patch.setattr(sys, "argv", [str(SCRIPT), *words])
             code = cli.main(CONFIG, "About.", str(SCRIPT))

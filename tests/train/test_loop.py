@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
 from distributed_training.records.record import History
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.train import loop
 from distributed_training.train.loop import Trainer, learning_rate
 from tests.checkpoint.test_checkpoint import TOPOLOGY
@@ -217,10 +217,10 @@ def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, step
     next_losses = iter(losses)
 
     def evaluate(*_):
-        trainer.history.evaluations.append({"step": trainer.step, "loss": next(next_losses)})
+        row = {"step": trainer.step, "loss": next(next_losses), "perplexity": None}
+        trainer.history.evaluations.append(row)
 
     trainer._evaluate = evaluate
-    trainer._end_epoch = lambda: None
     trainer.sampler = SimpleNamespace(steps_per_epoch=100, step_batch=trainer.sampler.step_batch)
     assert trainer.run() == 0
     assert (trainer.step, trainer.num_steps) == (steps, steps)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from distributed_training.train.profiling import steps_to_trace
 
 

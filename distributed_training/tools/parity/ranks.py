@@ -30,6 +30,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
+from distributed_training.tools.compare import texts
 from distributed_training.tools.parity.apart import OneByOne
 from distributed_training.tools.parity.trials import (
     AGAIN,
@@ -70,7 +71,7 @@ def train_all(file: Path, build: Build) -> int:
     log = os.open(out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):  # libraries print to both streams
         os.dup2(log, stream)
-    configs = {key: build(as_texts(values)) for key, values in jobs["runs"].items()}
+    configs = {key: build(texts(values)) for key, values in jobs["runs"].items()}
     names = {config.strategy for config in configs.values()}
     with harness.open_group_for({name: {"strategy": name} for name in names}) as group:
         torch.set_num_threads(threads_per_process(group.process.local_world_size))
@@ -96,11 +97,6 @@ def train_all(file: Path, build: Build) -> int:
                         text += f". {result['why']}"
                     show(screen, f"{line}: {text}")
     return 0
-
-
-def as_texts(values: Values) -> list[str]:
-    """Return the values as `key=value` texts for the command line."""
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 def show(screen: TextIO, line: str) -> None:

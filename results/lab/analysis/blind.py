@@ -18,11 +18,10 @@ from typing import Any
 
 from distributed_training.planner.choose import lay_out
 from distributed_training.predict.predict import Prediction, parse_cluster, predict
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.settings.request import build_config
 
 TABLE = ROOT / "results" / "blind.json"
 
@@ -37,9 +36,9 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
         "precision": "bf16", "cuda_graphs": False, "loss_chunk_tokens": 0, **row["config"],
         "model": model,
     }  # fmt: skip
-    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+    config = build_config(values)
     cluster = parse_cluster(row["cluster"])
-    prediction = predict(lay_out(cluster, config), cluster.rates)
+    prediction = predict(lay_out(config, cluster), cluster.rates)
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 

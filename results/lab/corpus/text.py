@@ -29,8 +29,8 @@ from distributed_training.data.corpus import read_corpus, read_embedded
 from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.request import build_config
 from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}

@@ -13,13 +13,9 @@ from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import Place
 from distributed_training.predict.memory import STATE, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import (
-    list_strategies,
-    strategy_defaults,
-    strategy_options,
-)
+from distributed_training.settings.request import build_config
+from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.tables import markdown_table
 
 GIB = 2**30
@@ -29,7 +25,7 @@ NONE = "-"  # no such layout
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
     """Return a draft of a plan on the H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
-    built = build_config(values, defaults=strategy_defaults, options=strategy_options)
+    built = build_config(values)
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
@@ -70,7 +66,7 @@ def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
     for mode in MODES:
         for size in BATCH_SIZES:
             built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
-            if predict(lay_out(cluster, built), cluster.rates).room_on_gpu == "yes":
+            if predict(lay_out(built, cluster), cluster.rates).room_on_gpu == "yes":
                 fitting.append((size, mode))
                 break
     enough = [pair for pair in fitting if pair[0] >= 4]

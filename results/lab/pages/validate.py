@@ -22,10 +22,9 @@ from distributed_training.predict.predict import Prediction, predict, this_machi
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS, Machine, find_gpu
-from distributed_training.settings.strategies import strategy_options
+from distributed_training.settings.request import build_config
 from results.lab.analysis import blind
 from results.lab.runs import todays_keys
 
@@ -97,7 +96,7 @@ def plan_of(record: Record) -> Draft:
         "micro_batch_size": record.batch.micro_batch_size,
         "num_microbatches": record.batch.num_microbatches,
     }
-    built = build_config(config, options=strategy_options)
+    built = build_config(config)
     count = record.world_size
     plan = draft_plan(built, this_machine(Machine(**machine), count, count))
     if plan.orders is None or plan.schedule.searched or record.started_at > ZB_V_BY_DURATIONS:
@@ -161,7 +160,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     for run in document["runs"]:
         count = run["processes"]
         seconds = None
-        built = build_config(todays_keys(run["config"]), options=strategy_options)
+        built = build_config(todays_keys(run["config"]))
         plan = draft_plan(built, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
             guess = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)

@@ -1,0 +1,109 @@
+"""Print the plan of a run, and the command that carries it out. Start nothing. No torch import."""
+
+import argparse
+import json
+import os
+import secrets
+import shlex
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+from distributed_training.checkpoint.resume import choose_checkpoint
+from distributed_training.plan.layout import show_axes
+from distributed_training.plan.plan import Draft, Plan
+from distributed_training.planner.data import peek_data
+from distributed_training.planner.make_plan import make_plan
+from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.records.display import describe_prediction
+from distributed_training.settings.config import Request
+from distributed_training.settings.errors import UserError, printable
+from distributed_training.settings.machine import detect_machine
+from distributed_training.start import run_dir
+from distributed_training.start.launch import launched_process, requested_cluster
+
+
+def print_plan(
+    config: Request, script: Path, arguments: list[str], options: argparse.Namespace
+) -> int:
+    """Print the plan for a --cluster, for the launcher that started this process, or for this
+    machine, and the command, with these `arguments`, that carries it out. Return the exit code."""
+    process = launched_process(config, options)
+    if process is not None and process.rank > 0:
+        return 0
+    if options.cluster is not None or options.gpu is not None:
+        cluster = parse_cluster(options.cluster or "1", options.gpu)
+    elif process is None:
+        cluster = requested_cluster(config, options.num_gpus)
+    elif process.local_world_size:
+        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
+    else:
+        what = (
+            f"the launcher does not say how many of the {process.world_size} processes are on "
+            "this machine"
+        )
+        raise UserError(
+            what, "without --dry-run, the processes exchange this number", "set LOCAL_WORLD_SIZE"
+        )
+    plan = make_plan(config, cluster, peek_data)
+    run_dir.refuse_other_json(plan)
+    notes = [*plan.notes]
+    checkpoint = choose_checkpoint(plan, notes)
+    if plan.num_steps is None:
+        note = "a dry run does not tokenize a dataset that is large or on the Hub. To "
+        notes.append(f"{note}preview it, use the command data")
+    folder = checkpoint.parents[1] if checkpoint else plan.run_dir
+    plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
+    command = launch_command(plan, os.path.relpath(script), arguments)
+    print(describe_plan(plan, "(this one)" if process else command))
+    return 0
+
+
+def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
+    """Return the command that starts a plan, to be typed on each node. `arguments`: its options."""
+    processes_here = plan.processes_here
+    nodes = plan.num_processes // processes_here
+    start = ["python", script]
+    if nodes > 1:
+        # By default torchrun waits ten minutes for the other nodes.
+        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d"]
+        rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
+        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
+        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={processes_here}", script]
+    elif processes_here > 1 and not any(
+        word.startswith(("--num_gpus", "--num-gpus")) for word in arguments
+    ):
+        start += ["--num_gpus", str(processes_here)]
+    return shlex.join([*start, *arguments])
+
+
+def describe_plan(plan: Plan, typed_command: str) -> str:
+    """Describe a plan: decided CONFIG, batch, command, mesh and DeepSpeed JSON."""
+    requested = plan.requested.to_user_words()
+    source = os.path.relpath(plan.strategy.source)
+    on_gpu = plan.machine.num_gpus > 0
+    predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
+    lines = ["resolved CONFIG"]
+    for key, value in plan.settings.items():
+        was = "" if requested[key] == value else f"    (was {requested[key]!r})"
+        if key in plan.from_defaults:
+            was = "    (the strategy's default)"
+        lines.append(f"  {key:<24} {value!r}{was}")
+    lines += [
+        f"  batch: {plan.batch.describe()}",
+        f"  steps: {plan.num_steps or 'unknown until the data is tokenized'}",
+        f"  predicted: {predicted}",
+        *(f"  note: {printable(note)}" for note in plan.notes),
+        *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
+        "launch command",
+        f"  {printable(typed_command)}",
+        f"mesh (from {source}): {show_axes(plan.mesh)}",
+    ]
+    if plan.mesh["pp"] > 1:
+        blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
+        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks per stage {blocks}")
+    if plan.deepspeed_json is not None:
+        text = json.dumps(plan.deepspeed_json, indent=2)
+        lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""Generate text with the model of a run, before and after training."""
+
+import torch.distributed as dist
+
+from distributed_training.checkpoint.export import continuation
+from distributed_training.data.samples import Data
+from distributed_training.engines.base import Engine
+from distributed_training.parallel.agree import from_rank_0
+from distributed_training.plan.plan import Plan
+from distributed_training.records.display import Display
+from distributed_training.settings.errors import UserError
+
+
+def generate_sample(
+    engine: Engine, plan: Plan, data: Data, display: Display, when: str
+) -> str | None:
+    """Generate and print a continuation of CONFIG's prompt, and return the text. Return None if
+    CONFIG has no prompt. If the model is trained on conversations, the prompt is a user's
+    message. Collective."""
+    config = plan.config
+    if config.generate is None:
+        return None
+    tokenizer = data.tokenizer
+    topology = engine.topology
+    # Only rank 0 tokenizes, because many tokenizers import transformers.
+    encoded: tuple[list[int], list[int]] | None = None
+    if topology.rank == 0:
+        try:
+            if data.is_chat:
+                prompt_ids = tokenizer.ask([{"role": "user", "content": config.generate}])
+            else:
+                prompt_ids = tokenizer.begin(config.generate)
+            encoded = prompt_ids, tokenizer.ends_of(chat=data.is_chat)
+        except UserError as error:  # Some templates refuse a question without a system message.
+            display.note(f"no sample is generated: {error}")
+    encoded = from_rank_0(encoded)
+    if encoded is None:
+        return None
+    prompt, eos_ids = encoded
+    # Sequence parallelism pads the window to a multiple of its axis. Padding needs positions.
+    context = plan.size.num_positions // topology.tp * topology.tp
+    # Rank 0 chooses each token. All ranks must run to the end of the text, because sharded
+    # engines gather parameters.
+    ids = list(continuation(
+        engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
+        past=engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
+    ))  # fmt: skip
+    text = tokenizer.decode([*prompt, *ids]) if topology.rank == 0 else ""
+    sample = str(from_rank_0(text))
+    display.sample(f"sample {when} training:", sample)
+    return sample
