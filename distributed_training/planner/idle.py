@@ -1,8 +1,8 @@
 """Find settings that have no effect with a layout. No torch import.
 
 A setting that was typed is refused if it has no effect. In CONFIG or a preset, which serve several
-strategies, it gets a note, except for the keys of which CONFIG's default is the only value that
-every strategy accepts."""
+strategies, it gets a note. Strict keys are refused there as well, because every strategy accepts
+their default in CONFIG and no other value."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

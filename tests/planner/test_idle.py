@@ -32,7 +32,7 @@ def notes_of(config, *typed):
 
 @pytest.mark.parametrize("key", [key for need in NEEDS for key in need.keys])
 def test_a_typed_key_acts_or_is_refused(key):
-    """This holds for the key's default, too."""
+    """This also holds for the key's default."""
     typed = f"{key}={TYPED[key]}"
     assert notes_of(USES[key], typed) == []
     unused = {"strategy": "zero3"} if USES[key] == {} else {}
