@@ -15,6 +15,7 @@ from distributed_training.parallel.private import (
     ATTENTION_OPS,
     ComputeStreamReduceScatter,
     gather_on_use,
+    keep_headers_private,
 )
 from distributed_training.settings.config import RunConfig
 
@@ -100,6 +101,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
     final norm as one graph, which also fuses operations across blocks."""
     if not config.compile:
         return
+    keep_headers_private()
     chunked = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]

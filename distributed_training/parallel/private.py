@@ -7,6 +7,7 @@ DeepSpeed."""
 import contextlib
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -185,6 +186,15 @@ def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
     logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
     return inductor_config.patch(_micro_pipeline_tp=True)
+
+
+def keep_headers_private() -> None:
+    """Make torch's compiler keep precompiled C++ headers with the other code that it keeps. By
+    default they are in a folder in /tmp, even if another user made it."""
+    from torch._inductor import codecache  # slow to import
+
+    codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")
+    codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
 
 
 def record_memory_history() -> None:

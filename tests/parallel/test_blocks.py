@@ -1,0 +1,32 @@
+"""Test where code is kept that torch compiles for a model's blocks."""
+
+import sys
+
+from distributed_training.settings.cache import CACHE
+from tests.conftest import assert_ok, run_command
+
+COMPILE = """
+from types import SimpleNamespace
+import torch
+from distributed_training.parallel.blocks import apply_compile
+from distributed_training.settings.cache import use_private_caches
+
+use_private_caches()
+block = torch.nn.Linear(2, 2)
+model = SimpleNamespace(blocks={0: block}, is_last=False)
+config = SimpleNamespace(compile=True, loss_chunk_tokens=1)
+apply_compile(model, config, ends=False)
+block.forward(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_compiled_code_is_never_kept_in_a_folder_that_another_user_can_make_first(tmp_path):
+    """The headers of compiled C++ code count as code. Whoever makes torchinductor_<user> in a
+    shared folder for temporary files can replace them."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    own = tmp_path / "own"
+    environment = {"TMPDIR": str(shared), CACHE: str(own)}
+    assert_ok(run_command([sys.executable, "-c", COMPILE], **environment))
+    assert list(shared.glob("torchinductor_*")) == []
+    assert list(own.glob("inductor/precompiled_headers/*.h"))
