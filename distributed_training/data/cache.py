@@ -68,7 +68,8 @@ def tokenize(
             with FileLock(f"{folder}.lock"):
                 if not is_whole(folder):
                     if folder.is_dir():
-                        logger.warning("the token cache %s is damaged and is rebuilt", folder)
+                        what = "is damaged or belongs to another user, and is rebuilt"
+                        logger.warning("the token cache %s %s", folder, what)
                     _fill(folder, corpus, tokenizer, config)
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
@@ -101,9 +102,11 @@ def load_bytes(folder: Path) -> np.ndarray:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder of the cache exists and has not changed since it was written."""
+    """Return whether a folder of the cache exists and has not changed since this user wrote it.
+    Others could have planted one while they were allowed to write to the cache."""
     try:
-        return read_small(folder / _CHECKSUM) == _checksum(folder)
+        owners = {path.stat().st_uid for path in (folder, *folder.iterdir())}
+        return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM) == _checksum(folder)
     except OSError:
         return False
 

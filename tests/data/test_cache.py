@@ -36,6 +36,19 @@ def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatc
     assert not (folder / "of an earlier release").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["", "train-ids.bin"])
+def test_tokens_of_another_owner_are_not_trained_on(name, tokenizer, tmp_path):
+    expected = all_rows(prepare(tmp_path, tokenizer).train)
+    (folder,) = cache_folders(tmp_path)
+    tokens = np.memmap(folder / "train-ids.bin", "uint16", "r+")
+    tokens[:] = tokens[0]
+    tokens.flush()
+    (folder / "sha256").write_bytes(cache._checksum(folder))
+    os.chown(folder / name, 12345, -1)
+    np.testing.assert_array_equal(all_rows(prepare(tmp_path, tokenizer).train), expected)
+
+
 @pytest.mark.parametrize("name", ["sha256", "meta.json", "bytes.npy", "train-ids.bin"])
 def test_a_pipe_or_device_in_the_cache_is_not_waited_for(name, tokenizer, tmp_path):
     expected = all_rows(prepare(tmp_path / "cache", tokenizer).train)
