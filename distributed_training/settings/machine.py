@@ -144,12 +144,12 @@ def available_ram_bytes() -> int:
         limit = _read_numbers(group / limit_file)
         used = _read_numbers(group / used_file)
         if limit and used:
-            lines = (group / "memory.stat").read_text().splitlines()
-            fields = {name: int(value) for name, value in map(str.split, lines)}
+            fields = _read_fields(group / "memory.stat")
             # The page cache counts as used, but the kernel frees it on demand. Version 1 counts the
             # cache of groups below separately.
             total = "total_" if "total_active_file" in fields else ""
-            cache = fields[f"{total}active_file"] + fields[f"{total}inactive_file"]
+            names = (f"{total}active_file", f"{total}inactive_file")
+            cache = sum(fields.get(name, 0) for name in names)
             available = min(available, max(limit[0] - used[0] + cache, 0))
     return available
 
@@ -179,6 +179,8 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS
+        if not root.is_dir():  # for example cpu,cpuacct without the usual link cpu
+            root = _CGROUPS / controllers
         folder = root / path.lstrip("/")
         while True:
             yield folder, 1 if controllers else 2
@@ -194,6 +196,15 @@ def _read_numbers(file: Path) -> list[int]:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):
         return []
+
+
+def _read_fields(file: Path) -> dict[str, int]:
+    """Return the named numbers in a cgroup's file, or {} if the file is missing, as in gVisor."""
+    try:
+        words = file.read_text().split()
+        return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    except (OSError, ValueError):
+        return {}
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):

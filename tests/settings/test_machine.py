@@ -114,6 +114,16 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
             },
             10**6, 8,
         ),
+        # Without statistics and without the link cpu
+        (
+            "5:memory:/\n4:cpu,cpuacct:/",
+            {
+                "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
+                "cpu,cpuacct/cpu.cfs_quota_us": "300000",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            100, 3,
+        ),
         ("", {}, 10**6, 8),
     ],
 )  # fmt: skip
