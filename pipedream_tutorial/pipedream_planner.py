@@ -39,10 +39,10 @@ CONFIG: dict[str, Any] = {
     "replication": True,  # True: several workers may run the same stage
     # As PipeDream's formula:
     "use_all_workers": False,  # True: use all workers, even if fewer are as fast
-    # 2: ring all-reduce over links that send and receive at once; 4: PipeDream's, one at a time.
+    # 2: ring all-reduce over full-duplex links. 4: PipeDream's links, one direction at a time
     "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m times the weights
     "num_microbatches": 128,  # number of microbatches to simulate
-    # The rest is for measuring. A third as many runs go before those that count.
+    # The other keys are for measurements. A third as many warm-up runs come first.
     "device": "cpu",  # device to measure on
     "dtype": "float32",  # dtype to measure with
     "batch": 1,  # sequences per microbatch in measurements
@@ -108,7 +108,8 @@ def main() -> None:
 
 
 def get_profile(config: dict[str, Any]) -> Profile:
-    """Load or measure the profile that CONFIG names, and save a measured one if CONFIG says so."""
+    """Load or measure the profile that CONFIG names. Save a measured profile if CONFIG requests
+    it."""
     path, target = Path(config["profile"]), config["save_profile"]
     if not path.exists() and (FOLDER / path).exists():  # scripts can be started from any folder
         path = FOLDER / path
@@ -200,8 +201,8 @@ def print_comparison(plans: dict[str, Plan]) -> None:
 
 
 def print_simulation(plan: Plan, num_microbatches: int) -> None:
-    """Print the plan's period and utilization, with links as the planner and as the simulator has
-    them."""
+    """Print the plan's period and utilization, with the planner's and with the simulator's model of
+    links."""
     rows = [["simulated", "in flight", "period s", "of predicted", "utilization"]]
     for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
         run = simulate_plan(plan, num_microbatches, busy_links=busy)
@@ -220,7 +221,7 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their longest cell; those of numbers to the right."""
+    """Print columns as wide as their longest cell. Numbers are aligned to the right."""
     columns = []
     for column in zip(*rows, strict=True):
         width = max(map(len, column))

@@ -115,7 +115,7 @@ def _check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "make it first")
-    replaced = path.is_file() or not path.exists()  # by a new file beside it, as a record is
+    replaced = path.is_file() or not path.exists()  # records are also replaced by a new file
     if not replaced and option.startswith("--record"):
         raise UserError(f"{option} is no file", "give one")
     if not os.access(path.resolve().parent if replaced else path, os.W_OK):
@@ -123,8 +123,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
-    """Return the schedules that every one of the given sizes allows; the others are named on
-    stderr."""
+    """Return the schedules that all the given sizes allow, and name the others on stderr."""
     p = config["num_stages"]
     fitting = []
     for name in TRAINABLE:
@@ -134,20 +133,20 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
                 layers_of_a_stage(config["layers_per_stage"] or 0, schedule.stages_per_rank)
             fitting.append(name)
         except UserError as error:
-            if os.environ.get("RANK", "0") == "0":  # said once
+            if os.environ.get("RANK", "0") == "0":  # printed once
                 print(f"note: left out: {name}: {error}", file=sys.stderr)
     return fitting
 
 
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages, with go_on again and again without the schedules that failed; or be one of
-    them where torchrun has started this process."""
+    """Start the stages. With go_on, restart them without the schedules that failed. If torchrun
+    started this process, run it as one of the stages."""
     config = read_config(arguments)
     code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:
         run_worker(partial(run_stage, config, arguments), config["num_stages"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # What the stages need is imported once, here.
+    # Import the stages' modules once, before they are forked.
     import pipedream.runtime.session  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +166,7 @@ def start(arguments: list[str]) -> NoReturn:
 
 
 def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> None:
-    """Run a stage; on rank 0 also print and write what came of it."""
+    """Run a stage. Rank 0 also prints and writes the results."""
     from pipedream.runtime.session import run_session  # torch
 
     run_session(config, " ".join(["python pipedream_runtime.py", *arguments]), rank)

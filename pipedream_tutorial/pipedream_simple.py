@@ -1,10 +1,10 @@
-"""A pipeline simulator in one file: what every rank does when, and what that costs.
+"""Simulate pipelines in one file: the times of all operations on every rank, and their costs.
 
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: operations, orders, the clock, costs, printing; ZB-V, the longest order,
-comes last. The file runs alone. Beside the folder `pipedream/` it also takes the options of
+Read it from top to bottom: operations, orders, the clock, costs, printing. ZB-V, the longest order,
+comes last. The file runs alone. Beside the folder `pipedream/`, it also accepts the options of
 `python -m pipedream`.
 """
 
@@ -35,29 +35,30 @@ DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
 # --- Operations ------------------------------------------------------------------------------
 
 Op = tuple[str, int, int]
-"""(kind, stage, microbatch). Kinds: F forward; B backward, or its halves I and W, where I gives the
-gradient of the stage's input and W those of its weights."""
+"""(kind, stage, microbatch). The kinds are F forward and B backward, or B's halves I and W. I
+computes the gradient of the stage's input, and W the gradients of its weights."""
 
-Order = list[Op]  # what one rank runs, first to last
+Order = list[Op]  # operations of one rank, from first to last
 
 
 def need(op: Op, last_stage: int) -> Op | None:
-    """Return the operation whose result this one needs."""
+    """Return the operation whose result this operation needs."""
     kind, stage, i = op
     if kind == "F":
         return ("F", stage - 1, i) if stage > 0 else None
     if kind == "W":
         return ("I", stage, i)
     if stage == last_stage:
-        return ("F", stage, i)  # through the loss
-    return (kind, stage + 1, i)  # its own F came before
+        return ("F", stage, i)  # the loss connects the two
+    return (kind, stage + 1, i)  # its own F has run before
 
 
 # --- Orders of p ranks and m microbatches ----------------------------------------------------
 
 
 def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> list[Any]:
-    """Return `ahead` forwards, one backward and one forward in turn, and the last backwards."""
+    """Return `ahead` forwards, then alternately one backward and one forward, then the remaining
+    backwards."""
     steps = list(forwards[:ahead])
     for next_forward, backward in enumerate(backwards, ahead):
         steps += [backward, *forwards[next_forward : next_forward + 1]]
@@ -65,7 +66,7 @@ def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> li
 
 
 def zero_bubble(m: int, ahead: int, delay: int) -> str:
-    """Return 1F1B with the backward pass cut in two: W comes `delay` microbatches after its I."""
+    """Return 1F1B with split backward passes. W comes `delay` microbatches after its I."""
     delay = min(delay, m)
     return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
 
@@ -75,25 +76,26 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     "naive": ("Naive", lambda r, p, m: "FB" * m),
     # All forwards, then all backwards: every rank holds the activations of m microbatches.
     "gpipe": ("GPipe", lambda r, p, m: "F" * m + "B" * m),
-    # A backward as early as possible: rank r starts with p - r forwards, and never holds the
+    # Backwards run as early as possible. Rank r starts with p - r forwards and never holds the
     # activations of more than p - r microbatches.
     "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
     # The same order for all batches, without a flush between them.
     "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
-    "interleaved": ("Interleaved 1F1B", None),  # no word: rank r has v stages
-    # W waits until the rank would idle: rank r delays it by r microbatches, so that all ranks hold
-    # as many activations as rank 0.
+    "interleaved": ("Interleaved 1F1B", None),  # has no word, because rank r has v stages
+    # W fills idle time. Rank r delays W by r microbatches, so that all ranks hold as many
+    # activations as rank 0.
     "zb-h1": ("ZB-H1", lambda r, p, m: zero_bubble(m, p - r, r)),
-    # Twice as far ahead, in twice the memory: with 2p - 1 microbatches and F = I = W, no rank idles
-    # between its first and its last operation.
+    # Twice as many warm-up forwards, in twice the memory. With 2p - 1 microbatches and F = I = W,
+    # no rank idles between its first and its last operation.
     "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - r) - 1, 2 * r)),
-    "zb-v": ("ZB-V", None),  # no word: it depends on the durations
+    "zb-v": ("ZB-V", None),  # has no word, because it depends on the durations
 }
-"""Title, and the word of rank r of p: its operations on m microbatches, a letter for each."""
+"""Title, and the word of rank r of p: one letter for each operation on m microbatches."""
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
-    """Return orders. Rank r has stage r, and in a V also stage 2p - 1 - r, in small letters."""
+    """Return orders from words. Rank r has stage r and, in a V, also stage 2p - 1 - r, in small
+    letters."""
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
@@ -102,7 +104,7 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
-    """Number the microbatches of (kind, stage): each pair takes them in turn."""
+    """Number the microbatches of each (kind, stage) in order."""
     done: Counter[tuple[str, int]] = Counter()
     order = []
     for step in steps:
@@ -112,8 +114,8 @@ def numbered(steps: Iterable[tuple[str, int]]) -> Order:
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
-    """Return orders for v stages per rank, p apart: microbatches pass the ranks v times, in rounds
-    of about p."""
+    """Return orders for v stages per rank, whose numbers are p apart. Microbatches pass the ranks v
+    times, in rounds of about p."""
     rounds = max(1, m // p)
     if m % rounds:
         raise ValueError(
@@ -126,13 +128,14 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
-        # Before its first backward: a round on all its stages but one, 2 per later rank, and 1.
+        # Forwards before the first backward: a round on all its stages but one, 2 per later rank,
+        # and 1.
         orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r) + 1)))
     return orders
 
 
 def build(name: str, p: int, m: int, v: int = 2, duration: Any = None) -> list[Order]:
-    """Return each rank's order. `v`: for interleaved 1F1B; `duration`: for ZB-V, by kind."""
+    """Return each rank's order. Interleaved 1F1B uses `v`, and ZB-V uses `duration` by kind."""
     _, word = SCHEDULES[name]
     if name == "interleaved":
         return interleaved(p, m, v)
@@ -152,12 +155,13 @@ def simulate(
 ) -> tuple[Times, list[Fraction]]:
     """Start each operation when its rank is free and its input has arrived.
 
-    `free`: when each rank may begin, 0 by default. Return all times and when each rank ends.
+    `free`: time at which each rank may begin, 0 by default. Return all times, and the end of each
+    rank.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
     now = list(free) or [Fraction(0)] * len(orders)
-    left = [order[::-1] for order in orders]  # the next operation is last
+    left = [order[::-1] for order in orders]  # the last element is the next operation
     times: Times = {}
     while any(left):
         before = len(times)
@@ -168,7 +172,7 @@ def simulate(
                 source = need(op, last_stage)
                 if source is not None:
                     if source not in times:
-                        break  # another rank has to get there first
+                        break  # another rank must run first
                     sending = 0 if rank_of[source] == rank else duration["send"]
                     start = max(start, times[source][1] + sending)
                 order.pop()
@@ -184,17 +188,17 @@ def simulate(
 
 
 class Row(NamedTuple):
-    """One schedule: a batch on its own, and `num_batches` of them in a row (the stream)."""
+    """One schedule: a single batch, and `num_batches` consecutive batches (the stream)."""
 
-    orders: list[Order]  # what is drawn: a batch, or for PipeDream the stream
+    orders: list[Order]  # drawn orders: a batch or, for PipeDream, the stream
     times: Times
     makespan: Fraction
     idle: Fraction  # share of all ranks' time until the last one ends
     span_idle: Fraction  # share of the time between a rank's own first start and last end
     stream: Fraction
     stream_idle: Fraction
-    activations: list[Fraction]  # by rank, at most, in microbatches
-    versions: list[int]  # by rank: weight versions kept at most
+    activations: list[Fraction]  # most held by rank, in microbatches
+    versions: list[int]  # by rank: most weight versions kept
     staleness: list[int]  # by rank: most updates between a microbatch's weights and its own update
 
 
@@ -208,15 +212,15 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     makespan = max(ends)
     spans = sum(ends) - sum(times[order[0]][0] for order in orders)
     versions, staleness = [1] * p, [0] * p
-    if name == "pipedream":  # never pauses: the stream is one long batch
+    if name == "pipedream":  # never pauses, so the stream is one long batch
         orders = build(name, p, m * count, v)
         times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        for _ in range(count - 1):  # a rank begins the next batch once its own work is done
+        for _ in range(count - 1):  # a rank begins the next batch when it has finished the last one
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
-    work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
+    work = m * v * (duration["F"] + duration["B"])  # work of a rank per batch
     return Row(
         orders, times, makespan, 1 - work / makespan, 1 - work * p / spans,
         stream, 1 - work * count / stream,
@@ -225,13 +229,14 @@ def measure(name: str, config: dict[str, Any]) -> Row:
 
 
 def stage_durations(config: dict[str, Any], v: int) -> Durations:
-    """Return the durations on one of a rank's v stages, as fractions: their sums are exact."""
+    """Return the durations on one of a rank's v stages, as fractions, so that sums are exact."""
     f, i, w, send = (Fraction(config[key]) for key in DURATIONS)
     return {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v, "send": send}
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
-    """Return the microbatches held at most. F adds 1/v, one stage of a rank; B or W frees it."""
+    """Return the largest number of held microbatches. F adds 1/v, for one stage of a rank, and B or
+    W frees it."""
     held = most = 0
     for kind, _, _ in order:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
@@ -240,10 +245,11 @@ def peak_activations(order: Order, v: int) -> Fraction:
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
-    """Return the most versions that a PipeDream stage keeps, and the most updates it is behind.
+    """Return the largest number of versions that a PipeDream stage keeps, and of updates that it is
+    behind.
 
     A forward pass uses the newest weights. Its backward pass uses the same version, then the stage
-    updates. So a stage keeps a version while a microbatch that used it is in flight.
+    updates. Therefore a stage keeps a version while a microbatch that used it is in flight.
     """
     updates, most, behind = 0, 1, 0
     used: dict[int, int] = {}  # microbatch in flight -> version
@@ -266,7 +272,7 @@ that is not its first"""
 
 Cell = tuple[int, str, Fraction, Fraction]  # rank, text, start and end
 Paint = Callable[[str, str], Iterable[str]]  # colors the letters of a cell's text
-MOST_COLUMNS = 1000  # beyond it cells are narrower than their text: a letter, or nothing
+MOST_COLUMNS = 1000  # longer timelines have narrower cells, with a letter or nothing
 
 
 def number(value: Fraction | int) -> str:
@@ -277,7 +283,8 @@ def percent(share: Fraction) -> str:
     return f"{float(100 * share):.1f}%"
 
 
-# Name, width, a Row's figure as text (of figures by rank or stage, the largest), and meaning.
+# Name, width, function of a Row that returns text (the largest value over ranks or stages), and
+# meaning.
 COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
     "time": (6, number, "of one batch"),
     "bubble": (7, percent, "idle share of all ranks' time in one batch"),
@@ -291,7 +298,7 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 
 
 def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Return the figures of a Row from its makespan on, or texts, in the columns that are shown."""
+    """Return the figures of a Row from its makespan, or texts, in the shown columns."""
     line = f"{title:<24}"
     for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
         if not shown or name in shown:
@@ -300,7 +307,7 @@ def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) 
 
 
 def notes(config: dict[str, Any]) -> list[str]:
-    """Return a line for each column that is shown."""
+    """Return a line for each shown column."""
     names = config["columns"] or COLUMNS
     return [f"{name}: {COLUMNS[name][2].format(**config)}" for name in names]
 
@@ -315,7 +322,8 @@ def cells(row: Row) -> list[Cell]:
 
 
 def time_axis(last: Fraction, rate: Fraction) -> str:
-    """Return marks at least 10 columns apart: at multiples of 1, 2 or 5 times a power of ten."""
+    """Return marks that are at least 10 columns apart, at multiples of 1, 2 or 5 times a power of
+    ten."""
     steps = (step * Fraction(10) ** power for power in range(-9, 99) for step in (1, 2, 5))
     every = next(step for step in steps if step * rate >= 10)
     marks = ""
@@ -408,8 +416,9 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
-    """Return the order of ZB-V's authors (arXiv 2401.10241): of several fillings of the V, the one
-    whose ranks idle least. A filling shows which ranks may idle longer in the next one."""
+    """Return the order of ZB-V's authors (arXiv 2401.10241). The V is filled several times, and the
+    filling whose ranks idle least is used. Each filling shows which ranks may idle longer in the
+    next one."""
     best: list[str] = []
     least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):
@@ -429,10 +438,9 @@ def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
 def fill_v(
     p: int, m: int, duration: Durations, allowed: Sequence[Fraction], more: str
 ) -> tuple[list[str], list[Fraction]]:
-    """Return each rank's word, and how long it idles after its first F. F and I follow a pattern,
-    on the way down the V as F and I, on the way up as f and i. W fills the time for which a rank
-    would wait. `allowed`: how much longer than the others a rank may idle; `more`: steps that W may
-    delay."""
+    """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
+    are written as f and i on the way up the V. W fills the time in which a rank would wait.
+    `allowed`: how much longer than the others a rank may idle. `more`: steps that W may delay."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
@@ -445,7 +453,8 @@ def fill_v(
         return done(r, "F") + done(r, "f") - done(r, "W") - done(r, "w")
 
     def arrival(r: int, step: str) -> Fraction:
-        """Return when the step's input comes from the rank before or after, 0 if from neither."""
+        """Return the time at which the step's input arrives from the rank before or after, or 0 if
+        there is none."""
         source = r - 1 if step in "Fi" else r + 1
         if step in "Ww" or not 0 <= source < p:
             return Fraction(0)
@@ -464,8 +473,8 @@ def fill_v(
         run(r, step)
 
     def run_after_weights(r: int, step: str) -> None:
-        """Run each W that ends before the step's input arrives, one more if the rank would idle
-        longer than others, and the step."""
+        """Run each W that ends before the step's input arrives, one more W if the rank would idle
+        longer than others, and then the step."""
         while late[r] and arrival(r, step) >= clock[r] + duration["W"]:
             run_weights(r)
         spare = max(*idle, allowed[r]) - idle[r]
@@ -473,7 +482,7 @@ def fill_v(
             run_weights(r)
         run(r, step)
 
-    # Microbatch 0 goes down the V and up again. A rank that waits for it runs further F.
+    # Microbatch 0 goes down the V and up again. A rank that waits for it runs more F.
     for r in range(p):
         run(r, "F")
     for r in reversed(range(p)):
@@ -482,7 +491,7 @@ def fill_v(
             for rank in range(r + 1):
                 run(rank, "F")
         run(r, "f")
-    # Each rank catches up with the rank before it, F and f in turn.
+    # Each rank catches up with the previous rank, with F and f alternately.
     turns = 0
     for r in range(1, p):
         while len(words[r]) < len(words[r - 1]) or done(r, "f") <= done(r - 1, "f") < m:
@@ -491,7 +500,7 @@ def fill_v(
             for rank in reversed(range(r, p)):
                 if done(rank, step) < m:
                     run(rank, step)
-    # Then each rank runs one backward and one forward in turn.
+    # Then each rank alternates one backward and one forward.
     for _ in range(2 * m):
         going_down = []
         for r in range(p):
@@ -511,7 +520,7 @@ def fill_v(
                 step = "F"
             else:
                 continue
-            while held(r) == 2 * p:  # no more than 1F1B's rank 0 holds
+            while held(r) == 2 * p:  # as much as rank 0 holds under 1F1B
                 run_weights(r)
             run_after_weights(r, step)
     for r in range(p):
@@ -524,5 +533,7 @@ if __name__ == "__main__":
     if Path(__file__).with_name("pipedream").is_dir():
         from pipedream.__main__ import run_script
 
-        run_script(main, CONFIG)  # reads the options, and runs what this file does not know
+        run_script(
+            main, CONFIG
+        )  # reads the options, and runs those that this file does not support
     main(read_arguments(sys.argv[1:]))

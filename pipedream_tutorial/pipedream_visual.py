@@ -1,7 +1,7 @@
-"""Draws the tutorial's pictures of simulated timelines: python pipedream_visual.py
+"""Draw the tutorial's pictures of simulated timelines: python pipedream_visual.py
 
-Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline. Those
-of records are drawn by results/lab/tutorial/pages.py.
+Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline.
+results/lab/tutorial/pages.py draws the pictures of records.
 """
 
 from dataclasses import replace
@@ -37,16 +37,16 @@ PICTURES = {
     "memory_vs_bubble": "charts",
     "activations_and_versions": "charts",
 }
-"""Picture -> the module of pipedream.draw that has its function."""
+"""Picture -> module of pipedream.draw with its function."""
 
-SUFFIXES = {"all_schedules": ".svg"}  # larger than a page: sharp at any width
+SUFFIXES = {"all_schedules": ".svg"}  # larger than a page, and sharp at any width
 
 SHARED = (
     "chunks", "forward", "input_gradient", "weight_gradient", "communication", "overlap_saving",
     "stage_scale",
 )  # fmt: skip
 RULES: dict[str, Rule] = {
-    # Larger pipelines have cells too small to see.
+    # In larger pipelines, cells are too small to see.
     "num_stages": replace(SHARED_RULES["num_stages"], high=16),
     "num_microbatches": replace(SHARED_RULES["num_microbatches"], high=64),
     **{key: SHARED_RULES[key] for key in SHARED},
@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = {
 
 
 def main() -> None:
-    """Draw what CONFIG and the command line say, and print the files' names."""
+    """Draw the pictures that CONFIG and the command line request, and print the files' names."""
     config = parse_arguments(
         CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines.", script=__file__
     )

@@ -1,4 +1,4 @@
-"""Your own module in PyTorch's pipeline, on two CPU processes: python your_model.py"""
+"""Train your own module in PyTorch's pipeline, in two processes on the CPU: python your_model.py"""
 
 from argparse import ArgumentParser
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=2, rank=rank)
     module = MODEL[CUT:] if rank else MODEL[:CUT]
     x = X.chunk(M)[0]
-    if rank == 1:  # gets its input from stage 0, and returns a gradient for it
+    if rank == 1:  # its input comes from stage 0 and needs a gradient
         x = MODEL[:CUT](x).detach().requires_grad_()
     f = median_us(lambda: module(x))
     b = median_us(lambda: module(x).sum().backward()) - f
@@ -37,12 +37,12 @@ def run(rank: int, folder: str) -> None:
     ours = [weight.grad for weight in module.parameters()]
 
     MODEL.zero_grad()
-    LOSS(MODEL(X), TARGET).backward()  # one process: the whole model, the batch at once
+    LOSS(MODEL(X), TARGET).backward()  # one process with the whole model and the whole batch
     alone = [weight.grad for weight in module.parameters()]
     off = max((a - b).norm() / b.norm() for a, b in zip(ours, alone, strict=True))
     stages = [None, None]
     dist.all_gather_object(stages, (f, b, off.item()))
-    if rank == 0:  # prints for both: lines of two processes would run into each other
+    if rank == 0:  # prints for both, because lines of two processes could mix
         forward, backward, off = zip(*stages, strict=True)
         verdict = "equal" if max(off) < 1e-5 else "DIFFER from"
         print(f"gradients {verdict} one process's, off by {off[0]:.1e} and {off[1]:.1e}")

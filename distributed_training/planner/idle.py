@@ -1,8 +1,8 @@
 """Find settings that have no effect with a layout. No torch import.
 
-A setting that was typed is refused if it has no effect. In CONFIG or a preset, which serve several
-strategies, it gets a note. Strict keys are refused there as well, because every strategy accepts
-their default in CONFIG and no other value."""
+A setting that was typed is refused if it has no effect. CONFIG and presets serve several
+strategies, so a setting there only gets a note. Strict keys are also refused there, because every
+strategy accepts only their default in CONFIG."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

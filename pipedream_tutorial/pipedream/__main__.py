@@ -88,7 +88,7 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
         name = changed["schedule"]
         known = all(changed[key] == defaults.get(key) for key in changed.keys() - config.keys())
         if known and name in ("all", *simple.SCHEDULES) and not changed["steps"]:
-            if name != "all":  # UserError for sizes that it does not take
+            if name != "all":  # raises UserError for sizes that the schedule does not allow
                 build_schedule(name, changed["num_stages"], changed["num_microbatches"])
             own(changed)
         else:
@@ -124,10 +124,10 @@ def show(config: dict[str, Any]) -> None:
         if name == "search":
             print("searching ...", file=sys.stderr, flush=True)
         row = comparison.measure(name, config)
-        _ = row.staleness  # refuses too few microbatches for 2BW
+        _ = row.staleness  # raises an error for too few microbatches for 2BW
         export(row, config)
         schedule = row.batch.schedule
-        sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own
+        sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own sizes
         rows = [row]
     scale = config["stage_scale"]
     factors = f", stages times {' '.join(map(number, scale))}" if scale else ""
@@ -199,7 +199,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     tell(f"{row.config['num_batches']} batches", f"time {stream}, utilization {used}")
     if row.bound is None:
         tell_closed_form(row)
-    else:  # the order was searched for
+    else:  # an order from a search
         tell(
             "minimized",
             "one batch's time; of equally short orders the longest span of a rank, which is what "
@@ -310,7 +310,7 @@ def print_training(config: dict[str, Any]) -> None:
         print(
             f"{title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}  ",
             *result.peak_versions,
-            flush=True,  # the next one takes a second or two
+            flush=True,  # training takes a second or two
         )
     print_wrapped(
         "final loss: mean of the last batches that hold every sample once. gradient off: what the "
@@ -321,5 +321,5 @@ def print_training(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # tables make millions of tuples and no cycles: looking for some takes a fifth
+    gc.disable()  # tables create millions of tuples without cycles; the search for cycles takes 20%
     main_with_errors(lambda: show(read(CONFIG)))

@@ -22,25 +22,25 @@ from pipedream.errors import UserError, nearest
 FOLDER = Path(__file__).resolve().parent.parent
 """Folder of the tutorial."""
 
-# Short enough that no exponent or digit string can make computations slow.
+# This length prevents exponents and digit strings that would make computations slow.
 _NUMBER = re.compile(
     r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/0{,9}[1-9]\d{,9})",
     re.ASCII | re.I,
 )
 _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _WORDS |= dict.fromkeys(("false", "no", "off", "0"), False)
-_KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # else "a number"
+_KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwise "a number"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """Values that one CONFIG key accepts."""
 
-    kind: type  # int, float, bool, str, or Fraction for a duration: 1/3 is kept exactly
+    kind: type  # int, float, bool, str, or Fraction for a duration, which keeps 1/3 exact
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
     none: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
-    or_file: str = ""  # how the name of a file ends that is accepted besides `choices`
+    or_file: str = ""  # suffix of files that are accepted besides `choices`
     low: float | Fraction = -math.inf
     high: float = math.inf  # given together with `low`
 
@@ -65,7 +65,8 @@ class Rule:
         if self.kind is bool:
             return _WORDS.get(text.lower())
         if self.kind is str:
-            # Surrogates, bytes of the command line that are no text, cannot be printed.
+            # Surrogates stand for bytes of the command line that are not text, and cannot be
+            # printed.
             if not isinstance(value, str) or not text or not text.isprintable():
                 return None
             file = self.or_file and (text.lower().endswith(self.or_file) or Path(text).is_file())
@@ -99,7 +100,7 @@ class Rule:
         return UserError(f"{key}={_shown(value)} is not accepted", hint)
 
 
-LEAST = Fraction(1, 10**9)  # of what may be short, but not 0
+LEAST = Fraction(1, 10**9)  # lower limit of durations, which may be short but not 0
 
 # Keys that more than one script has.
 SHARED_RULES: dict[str, Rule] = {
@@ -114,7 +115,7 @@ SHARED_RULES: dict[str, Rule] = {
     "chunks": Rule(kind=int, low=1, high=16),
 }
 
-# What is not spelled as it is meant.
+# Names in messages that differ from the key's name
 RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
 
 
@@ -151,7 +152,7 @@ def parse_arguments(
     )
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
-        meaning = comments.get(key, "")  # none where a value was edited to be several lines
+        meaning = comments.get(key, "")  # a value that was edited to span several lines has none
         text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
         typed = (key + "={}").format
         keys.add_argument(

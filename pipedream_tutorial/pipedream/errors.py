@@ -39,7 +39,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
             f"{package} is not installed in this Python; "
             "type python -m pip install -r requirements.txt in the tutorial's folder"
         )
-    except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
+    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:

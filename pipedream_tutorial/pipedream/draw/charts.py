@@ -37,7 +37,7 @@ BEATEN: dict[str, Any] = {
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLORS[4]}
 LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
-FLOOR = 0.4  # how far 0 lies below a lane's middle
+FLOOR = 0.4  # distance of 0 below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
@@ -73,7 +73,7 @@ def utilization_comparison(work: Work) -> Figure:
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
     for row_index, (shares, _) in enumerate(ordered):
-        # The span's share is never the smaller one: of its bar the end shows.
+        # The span's share is never the smaller one, so the end of its bar is visible.
         ax.barh(row_index, float(shares[1]), height=0.62, color=colors[1])
         ax.barh(row_index, float(shares[0]), height=0.62, color=colors[0])
         ax.plot([float(shares[2])], [row_index], markersize=7, clip_on=False, **diamond)
@@ -96,7 +96,7 @@ class IdleCurve(NamedTuple):
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed
-    closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, where known
+    closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, if known
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
@@ -193,7 +193,9 @@ def memory_vs_bubble(work: Work) -> Figure:
             activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
             text = f"{row.title} ({number(activations)} + {number(copies)})"
             places[row.steady_idle, activations + weights * copies].append(text)
-    front: list[tuple[Fraction, Fraction]] = []  # points that no other one beats or equals in both
+    front: list[
+        tuple[Fraction, Fraction]
+    ] = []  # points that no other point beats or equals in both values
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))

@@ -31,7 +31,7 @@ KINDS = {  # color and name
 IDLE_HATCH: dict[str, Any] = {
     "facecolor": "#FFFFFF", "edgecolor": "#C9C9C9", "hatch": "////", "linewidth": 0.0,
 }  # fmt: skip
-ROW = 0.88  # height of a rank's cells, where ranks are 1 apart
+ROW = 0.88  # height of a rank's cells; ranks are 1 apart
 
 Coloring = Callable[[Op], Color]
 
@@ -113,7 +113,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     num_ranks = timeline.schedule.num_ranks
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
-    # Printer's points that a unit of time and a rank take.
+    # Size, in points, of a unit of time and of a rank.
     across = ax.bbox.width / (1.002 * end) / page.POINT
     down = ax.bbox.height / num_ranks / page.POINT
     ax.barh(range(num_ranks), float(timeline.makespan), ROW, **IDLE_HATCH, gid="idle")
@@ -144,7 +144,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
         if min(rooms.values(), default=0) >= page.LEAST:
             break
     size = min(page.SMALL, max(page.LEAST, min(rooms.values(), default=0)))
-    # Where some cells are too small, their kind goes without: half a row of numbers misleads.
+    # If some cells are too small, no cell of their kind has a number, because gaps would mislead.
     tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
     for op in inside:
@@ -281,7 +281,7 @@ def all_schedules(work: Work) -> Figure:
         f"{work.config['num_stages']} ranks: from {idle_share(worst.batch)} idle ({worst.title}) "
         f"to {idle_share(best.batch)} ({best.title})"
     )
-    # Naive takes so much longer than the others that on its scale they would all look alike.
+    # The naive schedule takes much longer, so on its scale all others would look alike.
     *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
     until = second if 0 < 2 * second < longest else longest
     panels = []
@@ -308,7 +308,7 @@ def weight_versioning(work: Work) -> Figure:
         for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     }
     newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)
-    # The darkest shade is left out: black outlines would not show on it.
+    # The darkest shade is not used, because black outlines would be invisible on it.
     shades = [colormaps["viridis"]((v + 1) / (newest + 1)) for v in range(newest + 1)]
     panels = []
     counts = []

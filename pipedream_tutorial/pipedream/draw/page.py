@@ -51,7 +51,7 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Make a page with a title, a legend, rows of panels and lines of notes. All lengths are in
     inches. `panel_heights` has the height of each row, and `gap` is the distance between rows."""
-    # As few lines as possible, and those about equally long.
+    # Use as few lines as possible, of about equal length.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
     top = 0.6 + 0.29 * len(lines) + 0.33 * legend_rows
@@ -95,7 +95,7 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
 
 def ink(background: Color) -> str:
     """Return black or white, whichever is easier to read on a color."""
-    red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
+    red, green, blue = (c**2.2 for c in to_rgb(background))  # light intensity on a screen
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
 
@@ -109,7 +109,7 @@ def panel_title(ax: Axes, text: str) -> None:
 
 
 Point = tuple[float, float]
-POINT = DPI / 72  # pixels that a printer's point takes
+POINT = DPI / 72  # pixels per point
 DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
 """Lengths in points: half a marker, half of its core, the distance from a marker to its label, and
 the distance from which a line leads to the label."""

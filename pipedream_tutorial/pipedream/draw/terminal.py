@@ -13,7 +13,7 @@ from pipedream_simple import number
 from pipedream.simulate.simulator import Timeline
 
 LEGEND = f"{simple.LEGEND}, or of more than two F0/0, F0/1 ...; R forward again; &: both together"
-# Okabe and Ito's colors, told apart by color-blind readers too, as 256-color codes.
+# Okabe and Ito's colors, which color-blind readers can also distinguish, as 256-color codes
 _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 

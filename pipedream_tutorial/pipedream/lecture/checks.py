@@ -207,7 +207,7 @@ def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
 
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]  # inputs and target of each
-EXACT = 1e-9  # sums in another order differ by less, in float64
+EXACT = 1e-9  # sums in a different order differ by less in float64
 
 
 class Channel:

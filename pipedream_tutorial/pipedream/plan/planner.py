@@ -47,12 +47,14 @@ class Stage(NamedTuple):
     first: int
     last: int  # the last layer, inclusive
     replicas: int  # workers; each takes every replicas-th microbatch
-    forward_s: Fraction  # of one microbatch on one worker
+    forward_s: Fraction  # for one microbatch on one worker
     backward_s: Fraction  # of one microbatch
     weight_bytes: Fraction  # of one copy of the weights
-    sent_bytes: Fraction  # to the next stage for a microbatch, and as many back; 0 after the last
-    sync_s: Fraction  # in which the replicas synchronize once: after each has done a microbatch
-    link_s: Fraction  # a microbatch that the link to the next stage is busy, both ways together
+    sent_bytes: (
+        Fraction  # per microbatch to the next stage, and as many back; 0 after the last stage
+    )
+    sync_s: Fraction  # of one synchronization, after each replica has run a microbatch
+    link_s: Fraction  # per microbatch on the link to the next stage, in both directions
 
     @property
     def compute_s(self) -> Fraction:
@@ -128,7 +130,7 @@ def plan_pipeline(
         )
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
-    # (j, m) -> A(j, m) and its stages; before the first layer there are none.
+    # (j, m) -> A(j, m) and its stages. There are none before the first layer.
     best: dict[tuple[int, int], tuple[Fraction, tuple[Stage, ...]]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
@@ -142,7 +144,7 @@ def plan_pipeline(
                     longest = max(before, link_s, period[i + 1, r])
                     candidates.append((longest, (*stages, lasts[i + 1, r])))
             if candidates:
-                best[j, m] = min(candidates, key=itemgetter(0))  # of equal ones the first
+                best[j, m] = min(candidates, key=itemgetter(0))  # the first of equal candidates
     final = len(layers) - 1
     counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
     return Plan(min((best[final, m] for m in counts if (final, m) in best), key=itemgetter(0))[1])
@@ -231,9 +233,11 @@ class PlanRun(NamedTuple):
     """Simulation of a plan."""
 
     timeline: Timeline
-    in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
-    period_s: Fraction | None  # between microbatches, once they repeat; None: too short a run
-    utilization: Fraction  # share of all workers' time that is compute, fill and drain included
+    in_flight: tuple[int, ...]  # by stage: most microbatches on each of its workers
+    period_s: (
+        Fraction | None
+    )  # between microbatches in the steady state; None: the run is too short
+    utilization: Fraction  # share of compute in all workers' time, including fill and drain
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:
@@ -248,7 +252,7 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     synchronization. If the planner finds that it takes longer than a stage's computation, the
     stage's passes are lengthened to that time.
     """
-    rows: list[tuple[int, Fraction, Fraction]] = []  # workers, seconds forward and backward
+    rows: list[tuple[int, Fraction, Fraction]] = []  # workers, forward seconds and backward seconds
     rows_of_stages: list[int] = []
     for stage in plan.stages:
         rows_of_stages.append(len(rows))
@@ -285,7 +289,7 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
     period is that time / c. The last `reach` microbatches do not count, because the end of the run
     affects them.
     """
-    starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, and kind and stage
+    starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, for each kind and stage
     for op, (start, _) in sorted(timeline.times.items()):
         starts[op.microbatch].append(start)
     rows = [starts[i] for i in range(len(starts) - reach)]

@@ -24,8 +24,8 @@ class Layer(NamedTuple):
 
     name: str
     forward_s: Number
-    backward_s: Number  # of the whole backward pass: the input's and the weights' gradients
-    activation_bytes: Number  # of the output, which is sent if the next layer is on another worker
+    backward_s: Number  # for the whole backward pass: gradients of the input and the weights
+    activation_bytes: Number  # of the output, which is sent if another worker has the next layer
     weight_bytes: Number
 
 
@@ -39,7 +39,7 @@ class Profile(NamedTuple):
     batch: int  # sequences in a microbatch
     sequence: int  # tokens in a sequence
     threads: int  # CPU threads that torch computed with
-    command: str  # what makes the same measurement again
+    command: str  # command that repeats the measurement
     layers: tuple[Layer, ...]
 
 
@@ -55,7 +55,11 @@ def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not text, not JSON, or nested too deeply
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
     layers = content.pop("layers", None) if isinstance(content, dict) else None
@@ -111,7 +115,7 @@ def measure_profile(
         x = example.detach()
         for index, (_, module) in enumerate(layers):
             inputs = (x, targets) if index == len(layers) - 1 else (x,)
-            # Nobody waits for the gradient of the model's input, so it is not computed.
+            # The gradient of the model's input is not needed, so it is not computed.
             x.requires_grad_(index > 0)
             started = clock()
             output = module(*inputs)
@@ -121,7 +125,7 @@ def measure_profile(
             torch.autograd.backward(output, gradient)
             backward_s = clock() - started
             for tensor in (x, *module.parameters()):
-                tensor.grad = None  # leaves none behind
+                tensor.grad = None  # leaves no gradients behind
             x = output.detach()
             samples[index].append((forward_s, backward_s, x.nbytes))
     measured = []

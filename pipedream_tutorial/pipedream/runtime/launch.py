@@ -16,12 +16,13 @@ from typing import NoReturn
 
 from pipedream.errors import UserError
 
-# In the environment, the file in which rank 0 says which case it has begun, and that by which the
-# processes of launch() find each other: a port would be open to all users of the machine.
+# Environment variables with two files: rank 0 writes the current case to the first, and the
+# processes of launch() find each other through the second. A port would be open to all users of the
+# machine.
 CASE = "PIPEDREAM_CASE"
 STORE = "PIPEDREAM_STORE"
 GRACE_S = 2.0
-DIFFERENT = 3  # exit code: all ran, and some weights are not those of one process
+DIFFERENT = 3  # exit code if all ran, but some weights differ from one process's
 
 
 class StageLostError(RuntimeError):
@@ -64,11 +65,15 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     import torch.multiprocessing as mp
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # forks have what is set here, and end by both
-    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # not each that it ends
-    # With what is imported, where that is safe.
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # forks inherit these handlers and end on both signals
+    logging.getLogger(mp.spawn.__module__).setLevel(
+        logging.ERROR
+    )  # without a line per process that it ends
+    # Fork, and so reuse the imports, if that is safe.
     method = "fork" if sys.platform == "linux" else "spawn"
-    gc.freeze()  # what is imported is shared: collecting would copy it
+    gc.freeze()  # imports are shared; garbage collection would copy them
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _be, (body, num_stages, folder), num_stages,
@@ -80,7 +85,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             while not context.join(grace_period=0.1):
                 pass
         except mp.ProcessExitedException as ended:
-            if ended.signal_name is not None:  # else it has said why
+            if ended.signal_name is not None:  # otherwise it has printed the reason
                 what = f"was killed by {ended.signal_name}"
                 if ended.exit_code == -signal.SIGKILL:
                     what += ", which is also what happens when memory runs out"
@@ -98,7 +103,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
     """Set the environment variables that torchrun sets, in a new process."""
-    os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
+    os.setsid()  # Ctrl-C then reaches only the parent process, which ends this one
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ[STORE] = f"{folder}/store"
@@ -115,14 +120,14 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
         code = 0
     except SystemExit as ended:
         code = int(ended.code or 0)
-    except UserError as error:  # all have the same, and rank 0 says it
+    except UserError as error:  # all ranks have the same error, and rank 0 prints it
         code = 2
         if rank:
             time.sleep(GRACE_S)
         else:
             message = str(error)
     except StageLostError as error:
-        time.sleep(GRACE_S + 0.1 * rank)  # one says it, and the others are ended
+        time.sleep(GRACE_S + 0.1 * rank)  # one rank prints it, and the others are ended
         message = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
     except BaseException as error:
         traceback.print_exc()
@@ -132,5 +137,5 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: after an error the backends' threads may hold it up for ever.
+    # sys.exit could wait forever for the backends' threads after an error.
     os._exit(code)

@@ -22,7 +22,7 @@ from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
 from pipedream.simulate.trace import Slice, transfers
 
-RECORD_FORMAT = 2  # 1: "zb-v" was torch's order, whatever the durations
+RECORD_FORMAT = 2  # in format 1, "zb-v" was torch's order for all durations
 Record = Mapping[str, Any]
 Report = dict[str, Any]
 """Results of one rank from a run: slices (thread, operation, start_ns, end_ns), pairs of a stage
@@ -36,9 +36,9 @@ class Case(NamedTuple):
 
     name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
     num_microbatches: int  # in a batch
-    schedule: Schedule  # of all batches; before a search 1F1B's: the same stages and neighbors
+    schedule: Schedule  # of all batches; before a search 1F1B's, with the same stages and neighbors
     policy: Policy
-    memory: int | None = None  # of a search: microbatches that a rank may hold
+    memory: int | None = None  # for a search: microbatches that a rank may hold
 
 
 class MeasuredRun:
@@ -90,12 +90,12 @@ class MeasuredRun:
             "forward_ms": medians("F"),
             "backward_ms": medians("B", "I", "W"),  # B, or I + W
             "peak_versions": [most for _, most in versions],
-            # By rank; null on a CPU, as waited_for_host.
+            # By rank. null on a CPU, like waited_for_host
             "peak_memory_mib": [round(rank["peak_memory_mib"], 1) for rank in on_gpus] or None,
             "received_before_sent": len(early),  # 0, if the stages' clocks agree
             "waited_for_host": [round(rank["waited_for_host"], 4) for rank in on_gpus] or None,
             "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
-            "weights_equal": None,  # to one process's, bit for bit; null: not checked
+            "weights_equal": None,  # bitwise equal to one process's; null: not checked
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
@@ -207,7 +207,7 @@ def write_whole(name: str, record: Record) -> None:
     beside.replace(path)
 
 
-HOST_SHARE = 0.2  # the first operations of a run always come as fast as the host brings them
+HOST_SHARE = 0.2  # the first operations of a run are always as fast as the host
 
 
 def waited_for_host(record: Record) -> list[str]:

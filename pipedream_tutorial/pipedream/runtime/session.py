@@ -104,11 +104,11 @@ def run_session(config: Config, command: str, rank: int) -> None:
     station.meet(cases)
     about = what_ran(station, command)
     runs: list[MeasuredRun] = []
-    chosen: MeasuredRun | None = None  # the run that durations are from
+    chosen: MeasuredRun | None = None  # run that gives the durations
     for case in cases:
         if rank == 0 and CASE in os.environ:
             Path(os.environ[CASE]).write_text(case.name)
-        if case.memory is not None:  # rank 0 looks for an order, and tells the others
+        if case.memory is not None:  # rank 0 searches for an order and sends it to the others
             words = None
             if chosen is not None:
                 costs = chosen.costs(config["num_stages"])
@@ -116,7 +116,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
                 words = ["".join(op.kind for op in order) for order in best.flat]
             found_order = straight(case.name, from_words(exchange(words)[0]))
             case = case._replace(schedule=repeat(found_order, config["num_batches"]))
-        for _ in range(config["warmups"]):  # nothing is slept in them
+        for _ in range(config["warmups"]):  # without sleeps
             station.run(case)
         repeats = []
         for _ in range(config["repeats"]):
@@ -135,7 +135,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
             f"  {case.name}, m={case.num_microbatches}: {run.measured['makespan_ms'] / 1000:.3f} s",
             flush=True,
         )
-        if chosen and config["record"]:  # so that a case that fails does not take the others along
+        if chosen and config["record"]:  # so that a failing case does not lose the others
             write_whole(config["record"], build_record(runs, chosen, about))
     with connection_to("the other stages"):
         dist.barrier()
@@ -143,7 +143,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
     if rank > 0:
         return
     assert chosen is not None
-    if config["check_weights"]:  # only now: the others would wait for it, and not for ever
+    if config["check_weights"]:  # at the end, because the other ranks would time out meanwhile
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
             schedule, m = run.case.schedule, run.case.num_microbatches

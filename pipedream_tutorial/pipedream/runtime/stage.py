@@ -83,7 +83,8 @@ class Peer:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Start to send. The tensor is kept until it has been sent."""
-        # NCCL says when a send is done; gloo's say so only in wait(), so they stay until drain().
+        # NCCL reports when a send has finished. gloo reports this only in wait(), so its sends are
+        # kept until drain().
         while self.under_way and self.under_way[0][1].is_completed():
             self.under_way.popleft()
         tensor = tensor.contiguous()
@@ -171,7 +172,7 @@ class Station:
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         listen_on_loopback()
         size = self.config["num_stages"]
-        # Of gloo, for barriers and results, on a GPU as well. torchrun has a store of its own.
+        # A gloo group for barriers and results, also on GPUs. torchrun has its own store.
         store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
         dist.init_process_group("gloo", None, timeout, size, self.rank, store)
         self._connect([case.schedule for case in cases], timeout)
@@ -202,7 +203,8 @@ class Station:
             backend, options = "gloo", None
             if self.on_gpu:
                 backend = "nccl"
-                # Of their own: torch writes the group's name and ranks into them.
+                # Each group has its own options, because torch writes the group's name and ranks
+                # into them.
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 options._timeout = timeout
                 if self.config["nccl_max_ctas"] is not None:
@@ -220,7 +222,7 @@ class Station:
                 else:
                     peer.incoming = group
                     dist.recv(tensor, other, group=group)
-                tensor.item()  # on a GPU: wait until the message is through
+                tensor.item()  # on a GPU, wait until the message has arrived
 
     def _trainers(self, case: Case) -> Trainers:
         schedule = case.schedule
@@ -232,7 +234,7 @@ class Station:
         Return the final weights by stage, on the CPU, so that the GPU is empty for the next run.
         Collective over all ranks. Raises StageLostError if a peer has ended."""
         trainers = self._trainers(case)
-        gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
+        gc.disable()  # garbage collection would stop a stage for milliseconds
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -254,7 +256,8 @@ class Station:
         }
         if self.on_gpu:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
-            # 0.1 ms: above the error of the clocks' tie, below any operation worth measuring.
+            # 0.1 ms is more than the error between the clocks, and less than any operation that is
+            # worth measuring.
             at_once = sum(clock.read(end) - end[0] < 100_000 for end in ends)
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
@@ -277,7 +280,7 @@ class Station:
             sent = [op for op in orders[rank] if op in target and ranks[target[op]] == self.rank]
             peer.expect(sent, example, self.config["receive_depth"])
         forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in slept_ms)
-        kept: dict[Op | None, torch.Tensor] = {}  # for another stage of this rank
+        kept: dict[Op | None, torch.Tensor] = {}  # results for another stage of this rank
         for op in orders[self.rank]:
             giver = source.get(op)
             received = kept.pop(giver, None)
@@ -287,7 +290,7 @@ class Station:
             with clock.span("compute", op):
                 result = trainers[op.stage].run(op, received, task)
                 slept_s = {"F": forward_s, "B": backward_s}.get(op.kind, backward_s / 2)
-                if slept_s:  # in place of a device's work
+                if slept_s:  # emulates a device's work
                     time.sleep(slept_s)
             if result is None or op not in target:
                 continue
@@ -323,7 +326,7 @@ def median_us(act: Callable[[], object]) -> int:
 def take_device(config: Config, rank: int) -> torch.device:
     """Return a stage's device, ready for use. With device=auto, stages run on GPUs if there is one
     for each. Raises UserError if device=cuda finds too few."""
-    torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
+    torch.set_num_threads(1)  # a stage emulates one device, like the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()
     if config["device"] == "cuda" and gpus < stages:
@@ -335,7 +338,7 @@ def take_device(config: Config, rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    if config["check_weights"]:  # sums in any order give other bits
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    if config["check_weights"]:  # sums in another order give different bits
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device

@@ -33,7 +33,7 @@ Slots = list[list[list[int]]]
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return V-Min's orders, which hold about a third of 1F1B's activations. Every operation comes
     one slot after its neighbor's operation."""
-    pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
+    pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
@@ -41,7 +41,7 @@ def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return V-Half's orders, which hold half of 1F1B's activations. Neighbors are two slots apart
     on the way down."""
-    late = 3 * p + (0 if p % 2 else 3)  # the same on the way up
+    late = 3 * p + (0 if p % 2 else 3)  # also the distance on the way up
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 

@@ -87,7 +87,7 @@ class ClosedForm:
     """X: the time from 0 to the last rank's end, minus a rank's work. It is equal on all ranks."""
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
     """Rank r's idle time between its own first start and its own last end, for this X."""
-    idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
+    idle_holds: Callable[[Case], bool] = lambda c: True  # whether both are exact, for allowed sizes
     peak_activations: Callable[[Case, int], Fraction | int]
     """Peak activations of rank r, in microbatches on its whole share. The formula is exact for all
     sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush need
@@ -142,7 +142,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2006.09503",
     ),
     "interleaved": ClosedForm(
-        # With fewer microbatches than ranks, a rank waits for the first to come round, v times.
+        # With fewer microbatches than ranks, a rank waits v times for the first microbatch to
+        # return.
         makespan_idle=lambda c: (max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1) * c.total / c.v,
         own_idle=lambda c, r, x: x - r * c.total / c.v,
         peak_activations=interleaved_activations,

@@ -187,7 +187,7 @@ def load_csv(path: Path) -> Schedule:
         raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", "give a path that can be read") from None
-    while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
+    while orders and not orders[-1]:  # blank lines at the end; other blank lines are idle ranks
         orders.pop()
     schedule = straight(path.stem, orders)
     rank_of: dict[int, int] = {}

@@ -36,7 +36,9 @@ def zb_v_fixed(p: int, m: int) -> Orders:
     words = []
     for r in range(p):
         word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-        word += "FIWfiw" * (count - (2 * p - 1 - r))  # until all have gone down
+        word += "FIWfiw" * (
+            count - (2 * p - 1 - r)
+        )  # until all microbatches have passed the way down
         word += "IWfiw" * (p - 1 - r)
         words.append(word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r)
     return [[op for op in order if op[2] < m] for order in simple.from_words(words)]
@@ -57,18 +59,18 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     """Return DualPipe's eight phases on rank r, with its second stage in small letters."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
-    if r == p - 1:  # the first backward has to wait anyway: overlap would only delay its forward
+    if r == p - 1:  # the first backward must wait, so overlap would only delay its forward
         first = steps.index("Fb")
         steps[first : first + 1] = ["F", "b"]
     steps += ["b", "fB"] * (p - 1 - r)
-    # 2 (r + 1) backwards, alternating; from the middle on their W is put off.
+    # 2 (r + 1) alternating backwards. W is delayed in the second half.
     backwards = "bB" * (r + 1)
     late = backwards[r + 1 :].replace("b", "i").replace("B", "I") + "I" * (p - 1 - r)
     weights = late.replace("i", "w").replace("I", "W")
     steps += backwards[: r + 1] + late[: r + 1]
     for both in zip(weights, late[r + 1 :], strict=False):
         steps += both
-    # Each kind takes a stage's microbatches in turn; a whole backward counts as its halves.
+    # Each kind runs a stage's microbatches in order. A whole backward counts as both halves.
     done: Counter[tuple[str, int]] = Counter()
     line: list[Item] = []
     for step in [*steps, *weights[p - 1 - r :]]:
@@ -117,9 +119,9 @@ def chimera(p: int, m: int) -> Orders:
             f"m={m}",
             f"use p={p + p % 2} and a multiple of it",
         )
-    # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot
-    # s + 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No
-    # rank gets a slot twice: one direction's slots are even where the other's are odd.
+    # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot s +
+    # 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No rank
+    # uses a slot twice, because one direction has even slots and the other odd ones.
     lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
     for microbatch in range(m):
         unit, index = divmod(microbatch, p)
@@ -139,10 +141,10 @@ class Entry:
     """Title, orders and weight policy of a schedule."""
 
     title: str
-    orders: Callable[..., Orders]  # from (p, m), and by name what `options` names
+    orders: Callable[..., Orders]  # function of (p, m) and the named `options`
     policy: str = "flush"  # a key of policies.POLICIES
     options: tuple[str, ...] = ()
-    copies: int = 1  # of the model; with two a schedule is simulated only
+    copies: int = 1  # copies of the model; schedules with two can only be simulated
 
 
 SCHEDULES: dict[str, Entry] = {
@@ -192,7 +194,7 @@ def build_schedule(
     given = {"v": v, "reorder": reorder, "duration": duration}
     try:
         orders = entry.orders(p, m, **{option: given[option] for option in entry.options})
-    except ValueError as error:  # pipedream_simple.py's are no UserError
+    except ValueError as error:  # pipedream_simple.py does not raise UserError
         raise UserError(*str(error).split("; ")) from None
     return straight(name, orders, entry.copies)
 
@@ -210,7 +212,9 @@ def schedule_for_training(
     if policy == "flush":
         return repeat(batch, num_batches), POLICIES[policy]
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
-    weight_use(whole, POLICIES[policy], num_microbatches)  # refuses versions not there in time
+    weight_use(
+        whole, POLICIES[policy], num_microbatches
+    )  # raises an error for versions that do not exist in time
     return whole, POLICIES[policy]
 
 

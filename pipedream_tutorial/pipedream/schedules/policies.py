@@ -55,8 +55,8 @@ class WeightUse(NamedTuple):
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]  # microbatch -> updates between that version and its own update
-    live: dict[Op, int]  # operation of the stage -> how many are kept after it
-    peak_versions: int  # kept at most
+    live: dict[Op, int]  # operation of the stage -> number of versions kept after it
+    peak_versions: int  # most versions kept
 
     def version(self, op: Op) -> int:
         """Return the version that a forward or backward pass of the stage used."""
@@ -113,11 +113,11 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             if policy.per_microbatch or not to_do[batch]:
                 updates += 1
         kept = 1
-        if policy.stashed:  # the newest, those in use, and those that are still to be read
+        if policy.stashed:  # the newest, those in use, and those that will be read later
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            older = len(in_use) - (oldest in in_use)  # versions are read in their order
+            older = len(in_use) - (oldest in in_use)  # versions are read in order
             kept = updates + 1 - oldest + older
         live[op] = kept
     return WeightUse(forward, backward, staleness, live, max(live.values()))

@@ -69,7 +69,9 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     `buffered` sends are copied and never wait. Raises DeadlockError with the current action of
     every rank in the circle."""
     left = [deque(program) for program in programs]
-    posted: list[list[Action]] = [[] for _ in programs]  # of a rank's step, what has not ended
+    posted: list[list[Action]] = [
+        [] for _ in programs
+    ]  # actions of each rank's step that have not ended
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []
     going = True
@@ -87,7 +89,9 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
         for rank, actions in enumerate(posted):
             for action in [action for action in actions if action.kind == "RECV"]:
                 channel = sent[action.peer, rank]
-                if not channel or channel[0] != action.op:  # only a channel's oldest message
+                if (
+                    not channel or channel[0] != action.op
+                ):  # only the oldest message of a channel can be received
                     continue
                 going = True
                 channel.popleft()
@@ -101,7 +105,7 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     for rank, actions in enumerate(posted):
         if actions:
             kind, op, peer = actions[0]
-            late = kind == "RECV" and op in sent[peer, rank]  # behind another
+            late = kind == "RECV" and op in sent[peer, rank]  # another message precedes it
             waiting[rank] = str(actions[0]), peer if posted[peer] and not late else rank
     if waiting:
         raise DeadlockError(waiting)

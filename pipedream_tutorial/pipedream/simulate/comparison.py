@@ -39,7 +39,7 @@ class Row:
     policy: Policy
     config: Config
     batch: Timeline  # one batch from an empty pipeline to an empty pipeline
-    bound: Fraction | None = None  # of an order from search: none in as much memory is shorter
+    bound: Fraction | None = None  # for an order from a search: lower bound in this memory
 
     @property
     def flushes(self) -> bool:
@@ -98,7 +98,7 @@ class Row:
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
         """Use of weights by stage, in the model's order. A second copy follows the first."""
-        if self.flushes:  # known without counting
+        if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
         return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
@@ -148,11 +148,11 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
         try:
             if row is None or SCHEDULES[row.name].orders is not entry.orders:
                 row = measure(name, config)
-            else:  # PipeDream's ways of keeping weights differ in these alone
+            else:  # PipeDream's weight policies differ only in these values
                 stream = row.stream
                 row = replace(row, name=name, title=entry.title, policy=POLICIES[entry.policy])
                 vars(row)["stream"] = stream
-            _ = row.staleness  # refuses too few microbatches for 2BW
+            _ = row.staleness  # raises an error for too few microbatches for 2BW
             yield row
         except UserError as error:
             yield Refused(entry.title, str(error))
@@ -170,7 +170,7 @@ def measure(name: str, config: Config) -> Row:
     if name in SCHEDULES:
         title = SCHEDULES[name].title
         policy = SCHEDULES[name].policy
-        duration = stage_durations({**config}, 2)  # for ZB-V, as if stages were even
+        duration = stage_durations({**config}, 2)  # for ZB-V, which assumes equal stages
         schedule = build_schedule(
             name, p, m, config["chunks"], reorder=config["reorder"], duration=duration
         )

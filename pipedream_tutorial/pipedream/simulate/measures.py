@@ -13,7 +13,7 @@ from pipedream.simulate.simulator import Timeline
 class Idle(NamedTuple):
     """Idle time by rank, by both definitions that papers use."""
 
-    makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, less the rank's work
+    makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, minus the rank's work
     span: tuple[Fraction, ...]  # from its own first start to its own last end; 0 in "zero bubble"
     makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilization is 1 minus this
     span_fraction: Fraction  # the same within the ranks' own spans
@@ -43,7 +43,7 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
     adds the rest. A stage of a schedule with v stages per rank holds 1/v of the activations of a
     rank's whole share.
     """
-    gone = (1 - schedule.kept) or 0  # a whole number is quick
+    gone = (1 - schedule.kept) or 0  # an int is faster
     return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
 
 
@@ -59,7 +59,7 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
 
 
 Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start and end
-Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
+Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:

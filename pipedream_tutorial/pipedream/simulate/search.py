@@ -71,9 +71,9 @@ def search(
     tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
-    for rank_limits in limits:  # as ZB-H1 and ZB-H2, and what lies between
+    for rank_limits in limits:  # as in ZB-H1 and ZB-H2, and between them
         starts.append([zero_bubble(m, ahead, memory - ahead) for ahead in rank_limits])
-    for times in (1, 2):  # and these themselves
+    for times in (1, 2):  # and the durations themselves
         if memory > times * (p - 1):
             starts.append([zero_bubble(m, times * (p - 1 - r) + 1, times * r) for r in range(p)])
     scored = partial(score, problem)
@@ -174,7 +174,9 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
             limits_tried[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
     every = list(limits_tried)
     few = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
-    return every[:: 1 + len(every) // few]  # of long lists, and for large sizes, a few, evenly
+    return every[
+        :: 1 + len(every) // few
+    ]  # a few, evenly spaced, if there are many or sizes are large
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
@@ -185,7 +187,7 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     words = [""] * p
     free = [0] * p
     done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-    # By rank and kind: when the inputs of the rank's operations arrived.
+    # By rank and kind: arrival times of the inputs of the rank's operations
     arrived: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
     arrived[0]["F"] = [0] * m
     for _ in range(3 * m * p):
@@ -279,7 +281,7 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
             for kind in "FIW"
             for begin in start[kind, rank]
         )
-        # Results arrive before they are used, and W number i makes room for F i + memory.
+        # Results arrive before they are used, and W number i frees memory for F number i + memory.
         waits = [(kind, start[kind, rank][1:], 0) for kind in "FIW"]
         waits += [("F", start["I", rank], 0), ("I", start["W", rank], 0)]
         waits.append(("W", start["F", rank][problem.memory :], 0))

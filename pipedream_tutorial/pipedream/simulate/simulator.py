@@ -172,7 +172,7 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
         before = free
         free = [ends[-1] if ends else 0 for ends in timeline.ends]
         steps = {end - old for old, end in zip(before, free, strict=True) if end}
-        if len(steps) == 1:  # all moved on by the same time, and always will
+        if len(steps) == 1:  # all ranks advanced by the same time, and always will
             (step,) = steps
             return [end + left * step for end in free]
         if left:
@@ -211,7 +211,7 @@ def _advance(
     """Run a rank's items until it must wait."""
     for item in order:
         numbers: Sequence[int]
-        if len(item) == 3:  # an operation; both lines spelled out, for they are most of the time
+        if len(item) == 3:  # an operation; this code takes most of the time, so it is inlined
             lasts, takes, gives = rules[item[:2]]
             numbers = item[2:]
         else:
@@ -234,7 +234,9 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     """Return the length of a tick, and the rules of each rank."""
     kinds = []
     for order in schedule.orders:
-        some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
+        some = dict(
+            zip(map(itemgetter(0, 1), order), order, strict=True)
+        ).values()  # including pairs
         kinds.append({_kind(item): item for item in some})
     n = schedule.num_stages
     lasts = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}
@@ -243,7 +245,7 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
     ended: dict[tuple[str, int], _Results] = defaultdict(dict)
 
-    def results(op: Op) -> _Results:  # B and I give the same
+    def results(op: Op) -> _Results:  # B and I give the same result
         return ended["B" if op.kind == "I" else op.kind, op.stage]
 
     def rule(item: Item, stages: set[int]) -> _Rule:
@@ -268,7 +270,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
     if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
         raise ValueError(f"{op} is in the orders twice")
-    if all(kind == "F" for kind, _ in schedule.known):  # an order of forward passes alone
+    if all(kind == "F" for kind, _ in schedule.known):  # an order with only forward passes
         return
     for stage in {stage for _, stage in schedule.known}:
         forwards, wholes, inputs, weights = (schedule.known.get((k, stage), set()) for k in "FBIW")

@@ -18,7 +18,7 @@ from pipedream.simulate.simulator import Timeline
 
 TraceEvent = dict[str, Any]
 
-# Process 0 is the idle task to some viewers, so ranks are counted from here on.
+# Some viewers treat process 0 as the idle task, so ranks begin at this number.
 FIRST_PID = {"predicted": 1000, "measured": 2000}
 FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
     rank: int
     thread: str  # compute, send or receive
-    item: Item  # on both ends of its way: the operation that gave the result
+    item: Item  # at both ends of a transfer: the operation that produced the result
     start_ns: int
     end_ns: int
 
@@ -137,7 +137,7 @@ def _slices(
         parts: list[dict[str, Any]] = []
         for op in s.item.parts:
             parts.append(op._asdict())
-            if computed and op.kind != "W":  # W reads activations, no weights
+            if computed and op.kind != "W":  # W reads activations, but no weights
                 parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
         late = [str(too_soon[op]) for op in s.item.parts if op in too_soon]

@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 WIDTH = 32
 NUM_CLASSES = 8
-TASK_MICROBATCHES = 64  # which then come round again
+TASK_MICROBATCHES = 64  # which are repeated afterwards
 
 
 class ResidualLayer(nn.Module):
@@ -89,7 +89,7 @@ GPT2_SIZES: dict[str, GPT2Size] = {
     "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
 }
 
-# One token of vocabulary: embedding and head are not used.
+# The vocabulary has one token, because the embedding and the head are not used.
 BLOCKS: dict[str, GPT2Size] = {
     "gpt2-medium": GPT2_SIZES["gpt2-medium"]._replace(vocabulary=1),
     "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
@@ -155,7 +155,8 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    # Each block adds twice to the residual stream; this keeps the sum's variance near one add's.
+    # Each block adds twice to the residual stream. This factor keeps the variance of the sum close
+    # to that of one addition.
     for block in blocks.values():
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
@@ -182,7 +183,7 @@ class Workload:
                 f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
                 f"set num_stages to one of {able}, or set layers_per_stage",
             )
-        self.layers = config["layers_per_stage"] or total // p  # of a rank
+        self.layers = config["layers_per_stage"] or total // p  # layers per rank
         batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
         dtype = config.get("dtype")
         self.loss: Loss
@@ -193,7 +194,7 @@ class Workload:
             text = f"{count(self.layers, 'layer')} per stage, {batch} samples"
         else:
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
-            # Four microbatches of normal numbers, in place of embedded text, and as the target.
+            # Four microbatches of normal numbers replace embedded text and serve as targets.
             generator = torch.Generator().manual_seed(config["seed"])
             shape = 4 * batch, self.blocks.seq_len, self.blocks.hidden
             x, y = (torch.randn(shape, generator=generator) for _ in range(2))

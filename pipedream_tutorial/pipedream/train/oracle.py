@@ -31,7 +31,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     stage always runs its own operations in its rank's order.
     """
     source = handed_on(schedule)
-    given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is taken
+    given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is used
     for op in simulate(schedule, build_costs(schedule)).times:
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
 
@@ -85,9 +85,9 @@ class MicrobatchError(NamedTuple):
     gradient. Exactly 0 means bitwise equal. It is infinite if training has diverged."""
 
     microbatch: int
-    relative_error: float  # of all stages at once, against the gradient at the forward's weights
+    relative_error: float  # over all stages, against the gradient at the forward pass's weights
     per_stage: tuple[float, ...]
-    staleness_error: float  # against that at the weights it is applied to, each stage's newest
+    staleness_error: float  # against the gradient at each stage's newest weights, which it updates
 
 
 def copied(weights: Weights) -> Weights:

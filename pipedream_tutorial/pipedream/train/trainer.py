@@ -70,8 +70,8 @@ class _InFlight:
     version: int
     weights: Weights
     x: Tensor
-    out: Tensor  # until I
-    linears: CutLinears  # empty where backward passes are whole
+    out: Tensor  # freed by I
+    linears: CutLinears  # empty if backward passes are whole
     gradients: Sequence[Tensor | None] = ()
     """Gradients of the weights that I has computed. None for split linear layers."""
 
@@ -106,16 +106,18 @@ class StageTrainer:
         self.loss = loss if stage == self.num_stages - 1 else None
         first = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
         self.versions = {0: first}
-        # Parameters without memory, in whose place functional_call puts a version: a module that
-        # holds the first one would never let it be freed.
+        # The module's parameters have no memory, and functional_call replaces them with a version.
+        # A module with the first version would keep that version in memory.
         self.module = copy.deepcopy(module).to("meta")
         self.updates = 0
         self.peak_versions = 1
         self.num_forwards = 0
         self.num_backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
-        self.gradients: Gradients = ()  # of the microbatches since the last update, added up
-        self.losses: dict[int, Tensor] = {}  # last stage's, by microbatch: mean, not divided
+        self.gradients: Gradients = ()  # sum over the microbatches since the last update
+        self.losses: dict[
+            int, Tensor
+        ] = {}  # on the last stage, by microbatch: mean loss, not scaled
 
     @property
     def weights(self) -> Weights:
@@ -167,7 +169,7 @@ class StageTrainer:
         gradients = torch.autograd.grad(
             flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=self.cut
         )
-        del flight.out  # and the graph
+        del flight.out  # also frees the graph
         flight.gradients = gradients[len(inputs) :]
         return gradients[0] if inputs else None
 
@@ -191,7 +193,7 @@ class StageTrainer:
     def _step(self, gradients: Gradients) -> Sequence[Tensor]:
         """Return the next version of the weights by SGD, in new memory."""
         weights = [weight.detach() for weight in self.weights.values()]
-        # Few kernels: a GPU waits for the host to launch each.
+        # Use few kernels, because a GPU waits for the host to launch each one.
         return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
 
     def _update(self, gradients: Gradients) -> None:
