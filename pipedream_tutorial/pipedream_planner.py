@@ -87,7 +87,7 @@ def main() -> None:
         return plan_pipeline(layers, num_workers=workers, **options, **network)
 
     plan = planned(replication=config["replication"], use_all_workers=config["use_all_workers"])
-    speed = "links of no time" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
+    speed = "links without delay" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
     print(
         f"{profile.model}, {len(layers)} layers, microbatches of {profile.batch} x "
         f"{profile.sequence} tokens, {profile.dtype}\n"
@@ -116,12 +116,14 @@ def get_profile(config: dict[str, Any]) -> Profile:
     if path.suffix == ".json":
         if target is not None:
             raise UserError(
-                f"save_profile={target!r} saves what is measured, but {path} is loaded",
+                f"save_profile={target!r} saves a measured profile, but {path} is loaded",
                 "set profile to gpt2 or gpt2-medium, or leave save_profile out",
             )
         return load_profile(path)
     if target is not None and not Path(target).parent.is_dir():
-        raise UserError(f"save_profile={target!r}: no such folder", "make it, or name another")
+        raise UserError(
+            f"save_profile={target!r}: no such folder", "create it, or name another folder"
+        )
     profile = measure_gpt2(config)
     if target is not None:
         save_profile(profile, Path(target))
@@ -135,7 +137,9 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
 
     name = config["profile"]
     if name not in GPT2_SIZES:
-        raise UserError(f"profile={name!r} is no .json and no model", nearest(name, GPT2_SIZES))
+        raise UserError(
+            f"profile={name!r} is neither a .json file nor a model", nearest(name, GPT2_SIZES)
+        )
     if config["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no GPU", "set device to cpu")
     device = torch.device(config["device"])
@@ -214,10 +218,10 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
     print(f"\n{num_microbatches} microbatches, in 1F1B, round robin over a stage's workers:\n")
     print_table(rows)
     if any("-" in row for row in rows):
-        print("\n-: too short a run to see it repeat; raise num_microbatches")
+        print("\n-: the run is too short to repeat itself; increase num_microbatches")
     slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
     if slow:
-        print(f"\npasses stretched to the time that workers synchronize: stage {', '.join(slow)}")
+        print(f"\npasses lengthened to the time of weight synchronization: stage {', '.join(slow)}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

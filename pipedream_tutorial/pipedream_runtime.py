@@ -103,7 +103,9 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
         )
     paths = [config[key] for key in OUTPUTS if config[key] is not None]
     if len(set(map(os.path.realpath, paths))) < len(paths):
-        raise UserError(f"two of {', '.join(OUTPUTS)} are one file", "give each a file of its own")
+        raise UserError(
+            f"two of {', '.join(OUTPUTS)} name the same file", "use a different file for each"
+        )
     for key in OUTPUTS:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
@@ -114,10 +116,10 @@ def _check_writable(option: str, path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
-        raise UserError(f"{option}: no such folder", "make it first")
+        raise UserError(f"{option}: no such folder", "create it first")
     replaced = path.is_file() or not path.exists()  # records are also replaced by a new file
     if not replaced and option.startswith("--record"):
-        raise UserError(f"{option} is no file", "give one")
+        raise UserError(f"{option} is not a file", "give one")
     if not os.access(path.resolve().parent if replaced else path, os.W_OK):
         raise UserError(f"{option} cannot be written", "give another path")
 

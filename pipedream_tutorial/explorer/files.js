@@ -7,7 +7,7 @@ const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
 // The line ends are those of Python's csv module.
 function toCsv({ orders, copies, ops }) {
-  if (copies > 1) throw new RuleError("a CSV cannot say that there are two copies of the model");
+  if (copies > 1) throw new RuleError("a CSV cannot express that there are two copies of the model");
   if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
   return orders.map((order) => order.map(itemText).join() + "\r\n").join("");
 }
@@ -19,7 +19,7 @@ function fromCsv(text) {
     return cells.filter(Boolean).map((cell) => parseItem(cell, `line ${number + 1}`));
   });
   while (orders.length && !orders.at(-1).length) orders.pop();
-  if (!orders.length) throw new RuleError("it holds no operation; write cells such as 0F0 and 0B0");
+  if (!orders.length) throw new RuleError("it has no operations; write cells such as 0F0 and 0B0");
   const schedule = new Schedule(orders);
   checkOnceAndWhole(schedule);
   simulate(repeat(schedule, 2), buildCosts(schedule, { F: 1, I: 1, W: 1, c: 0 }));
@@ -31,7 +31,7 @@ function parseItem(cell, where) {
   if (pair) return [...parseItem(pair[1], where), ...parseItem(pair[2], where)];
   const op = WRITTEN.exec(cell);
   if (op) return [buildOp(op[2], Number(op[1]), Number(op[3]))];
-  throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
+  throw new RuleError(`${where}: "${cell.slice(0, 40)}" is not an operation; write 2F0 or 2B0`);
 }
 
 function checkOnceAndWhole({ orders, numStages, ops }) {
@@ -143,7 +143,7 @@ function attempt(act) {
   if (error) say(`Not possible: ${error}.`, "illegal");
 }
 
-// RuleError for what a CSV cannot say.
+// RuleError for schedules that a CSV cannot express.
 function save() {
   const { schedule, n } = resolved(store.chosen);
   if (!main.run) throw new RuleError("there is no order");

@@ -75,7 +75,10 @@ TRAINED = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
-MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
+MIXED = (
+    "*: backward passes see newer weights than their forward passes, so they compute the "
+    "gradient of no model."
+)
 
 
 def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
@@ -155,7 +158,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
             what = "a CSV has no operation that recomputes"
             raise UserError(what, "write the order with recompute=none")
         if schedule.copies > 1:
-            what = f"{row.name} keeps two copies of the model, which a CSV cannot say"
+            what = f"{row.name} keeps two copies of the model, which a CSV cannot express"
             raise UserError(what, "write another schedule")
         if not row.flushes:
             what = f"{row.name} does not flush, and a CSV has no operation that updates weights"
@@ -202,12 +205,15 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     else:  # an order from a search
         tell(
             "minimized",
-            "one batch's time; of equally short orders the longest span of a rank, which is what "
-            "further batches take at most",
+            "the time of one batch and, among equally short orders, the longest span of a "
+            "rank, which is the most that each further batch takes",
         )
         least = number(row.bound)
         if row.batch.makespan == row.bound:
-            tell("shorter", f"not with one stage per rank in this memory: {least} is the least")
+            tell(
+                "shorter",
+                f"impossible with one stage per rank in this memory, where {least} is the minimum",
+            )
         else:
             order = "no order with one stage per rank in this memory"
             tell("shorter", f"perhaps: {order} takes less than {least}")
@@ -270,7 +276,7 @@ def print_training(config: dict[str, Any]) -> None:
     """Train a small model under each weight policy, or under the named schedule."""
     name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
-        print("Not trained here: pipedream_runtime.py --schedule PATH trains under a CSV.")
+        print("Not trained. To train under a CSV, use pipedream_runtime.py --schedule PATH.")
         return
     try:
         import torch
@@ -313,10 +319,10 @@ def print_training(config: dict[str, Any]) -> None:
             flush=True,  # training takes a second or two
         )
     print_wrapped(
-        "final loss: mean of the last batches that hold every sample once. gradient off: what the "
-        "backward passes gave against autograd through the whole model, relative; at the weights "
-        "that the microbatch's own forward pass used, and at the newest ones, which are updated. "
-        "Medians over every third microbatch."
+        "final loss: mean over the last batches that contain every sample once. gradient off: "
+        "relative error of the backward passes' gradient, compared with autograd through the "
+        "whole model, at the weights of the microbatch's own forward pass and at the newest "
+        "weights, which are updated. Medians over every third microbatch."
     )
 
 

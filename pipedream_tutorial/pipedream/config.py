@@ -164,7 +164,7 @@ def parse_arguments(
         known = [f"--{name}" for name in ["set", *config]]
         hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
         if not name.startswith("--"):
-            hint = "type --set key=value, without blanks"
+            hint = "type --set key=value, without spaces"
         raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
     for change in given.set:
@@ -181,7 +181,7 @@ def parse_arguments(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "--help lists what can be given")
+        raise UserError(message, "--help lists all options")
 
 
 def _shown(value: object) -> str:

@@ -44,7 +44,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
         sys.exit(0)
     except OSError as error:
         name = error.filename or "a file, or the output"
-        message = f"{name}: {error.strerror}; give a path that can be read or written"
+        message = f"{name}: {error.strerror}; use a path that can be read or written"
     except KeyboardInterrupt:
         sys.exit(130)
     print("error:", " ".join(message.split()), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive through a pipe, in the DevTools protocol.
+"""Control a headless Chromium through a pipe, with the DevTools protocol.
 
 python tests/browser.py figures/explorer.png   takes the README's picture of explorer.html
 """
@@ -22,12 +22,13 @@ SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
 def find_browser():
-    """Chromium's or Chrome's path, or None."""
+    """Return the path of Chromium or Chrome, or None."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:
-    """One page. `errors` holds uncaught exceptions and what it wrote to the console as errors."""
+    """One page. `errors` contains uncaught exceptions and the errors that the page wrote to the
+    console."""
 
     def __init__(self, profile):
         command = [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
@@ -44,7 +45,8 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **parameters):
-        """Its result; what else arrives in between is looked at for errors."""
+        """Send a command and return its result. Other messages that arrive in between are checked
+        for errors."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -73,7 +75,7 @@ class Browser:
         return message
 
     def open(self, path, hash_="", *, width=1000, height=900, dark=False):
-        """Load a file anew in a window of this size."""
+        """Load a file in a window of this size."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
@@ -86,7 +88,7 @@ class Browser:
         self.wait("document.readyState === 'complete' && window.explorer !== undefined")
 
     def js(self, expression):
-        """The value of an expression, a promise's result too."""
+        """Return the value of an expression, or the result of a promise."""
         answer = self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -114,7 +116,7 @@ class Browser:
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def screenshot(self, path):
-        """The whole page, as long as it is."""
+        """Return a picture of the whole page."""
         page = self.send("Page.getLayoutMetrics")["cssContentSize"]
         shot = self.send(
             "Page.captureScreenshot", captureBeyondViewport=True, clip={**page, "scale": 1}

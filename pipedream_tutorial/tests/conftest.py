@@ -1,4 +1,4 @@
-"""The tutorial's folder comes first on the path, wherever pytest was started."""
+"""Put the tutorial's folder first on the path, wherever pytest is started."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# Files that take longest, in the order in which workers (a file each) are best given them.
+# The slowest test files, in the best order for workers that run one file at a time
 LONGEST_FIRST = (
     "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
     "test_studies", "test_simple", "test_explorer_page", "test_prediction", "test_run_sh",

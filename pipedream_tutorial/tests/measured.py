@@ -1,4 +1,4 @@
-"""Runs that the simulator made, as if they had been measured."""
+"""Turn simulated runs into measurements."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipedream.simulate.trace import Slice, trace_document, transfers
 
 
 def slices_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[Slice]:
-    """Each operation as it was simulated, a unit of time being `ns` nanoseconds."""
+    """Return a slice for each simulated operation, with `ns` nanoseconds per unit of time."""
     return [
         Slice(
             rank=e.rank,

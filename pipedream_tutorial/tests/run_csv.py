@@ -1,9 +1,9 @@
-"""torch's pipeline runtime runs CSVs of ours on a small model, in fp64 and four processes.
+"""Run our CSVs in torch's pipeline runtime on a small model, in fp64 and four processes.
 
     run_csv.py FOLDER NAME...
 
-For each FOLDER/NAME.csv the gradients of this rank's stage are compared with those of the whole
-batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was run in which order.
+For each FOLDER/NAME.csv, compare the gradients of this rank's stage with those of the whole batch
+in one piece. Write the differences and the order of operations to FOLDER/rank<r>.json.
 """
 
 import json
@@ -24,7 +24,7 @@ WIDTH, MICROBATCHES, ROWS = 8, 8, 4
 
 
 def record(stage: PipelineStage, ran: list[str]) -> None:
-    """Write down every operation as torch's runtime calls for it."""
+    """Record every operation when torch's runtime requests it."""
 
     def wrap(method: str, kind: Callable[[dict[str, Any]], str]) -> None:
         inner = getattr(stage, method)

@@ -1,4 +1,4 @@
-"""Start the runtime as a user would, and check that no process remains. For the tests."""
+"""Start the runtime as a user would, and check that no process remains."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent
 SCRIPT = [sys.executable, "pipedream_runtime.py", "--device", "cpu"]
 FAST = ["--forward_ms", "0", "--backward_ms", "0", "--check_weights", "False"]
-MARK = ("RUNTIME_TEST", str(os.getpid()))  # in the environment, which all processes inherit
+MARK = ("RUNTIME_TEST", str(os.getpid()))  # environment variable that all processes inherit
 ENVIRONMENT = os.environ | dict([MARK]) | {"PYTHONPATH": str(FOLDER)}
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    """Whatever a test started has ended by its end."""
+    """Check that all processes of a test have ended with it."""
     yield
     started = []
     for process in psutil.process_iter():
@@ -32,7 +32,7 @@ def no_process_is_left():
 
 
 def run(arguments, *, start=SCRIPT, limit_s=100, cwd=FOLDER):
-    """The finished process; past the limit subprocess.TimeoutExpired."""
+    """Return the finished process. Raises subprocess.TimeoutExpired after the time limit."""
     return subprocess.run(
         [*start, *arguments], cwd=cwd, env=ENVIRONMENT, timeout=limit_s,
         capture_output=True, text=True,

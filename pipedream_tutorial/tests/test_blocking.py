@@ -1,4 +1,4 @@
-"""Some orders run with sends that wait for their receive, and others block forever."""
+"""Test which orders run with sends that wait for their receives, and which block forever."""
 
 from dataclasses import replace
 
@@ -22,7 +22,8 @@ def blocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool
 
 
 def check_run(s: Schedule, ended: list[Action]) -> None:
-    """Everything ran once, in order, and nothing before what it needs had been received."""
+    """Check that every operation ran once, in order, and not before its inputs had been
+    received."""
     for rank, order in enumerate(s.orders):
         assert [a.op for a in ended if a.kind == "RUN" and a.peer == rank] == list(order)
     place = {(a.kind, a.op): k for k, a in enumerate(ended)}
@@ -45,7 +46,8 @@ def test_naive_blocking_gpipe_and_one_at_a_time_and_a_fused_1f1b_do_not() -> Non
 
 
 def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
-    """A pair is only fused if nothing runs in between, and ZB-H2 puts its W there."""
+    """A send and a receive are only fused if nothing runs in between, and ZB-H2 puts its W
+    there."""
     for p, m in SIZES:
         s = build_schedule("zb-h2", p, m)
         assert blocks(s, paired=True) == (p >= 2 and m >= 2 * p)
@@ -60,10 +62,13 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
     s = build_schedule("gpipe", 2, 2)
     sender, (first, second, *rest) = s.orders
     s = replace(s, orders=(sender, (second, first, *rest)))
-    # As an order of operations it is fine: no result is needed before it can be there.
+    # The order of operations is valid, because no result is needed before it can exist.
     assert simulate(s, build_costs(s)).makespan > 0
     blocked = "rank 0 is at SEND 0F0 to rank 1; "
-    for buffered in (False, True):  # a buffered sender continues; its message is not received
+    for buffered in (
+        False,
+        True,
+    ):  # a buffered sender continues, although its message is not received
         with pytest.raises(DeadlockError) as caught:
             run_blocking(blocking_programs(s), buffered=buffered)
         said = f"deadlock: {'' if buffered else blocked}rank 1 is at RECV 0F1 from rank 0"

@@ -1,4 +1,5 @@
-"""Every closed form equals the simulation, as fractions; where one ends, what happens instead."""
+"""Test that every closed form equals the simulation as a fraction, and the results outside its
+range."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idl
 
 
 def makespan_idle(name: str, c: Case) -> Fraction:
-    """The one value that all ranks have: they all do the same amount of work."""
+    """Return the idle time, which is equal on all ranks, because they all do the same amount of
+    work."""
     (value,) = set(simulated(name, c).makespan)
     return value
 
@@ -35,7 +37,7 @@ def makespan_idle(name: str, c: Case) -> Fraction:
 def cases(
     name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
 ) -> Iterator[Case]:
-    """Sizes the schedule takes, and random durations of any ratio for which `fits` is true."""
+    """Yield sizes that the schedule allows, with random durations for which `fits` is true."""
     rng = random.Random(name)
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
@@ -134,7 +136,8 @@ def test_zb_h1_takes_every_batch() -> None:
 
 
 def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None:
-    """The counts of their paper; what the two passes at the ends save, in the same memory."""
+    """Compare with the counts in the paper, and check that the two passes at the ends need no more
+    memory."""
     for p in range(2, 17):
         for m in (p + 2, 3 * p + 1):
             held, idle_time = {}, {}
@@ -169,8 +172,8 @@ def test_dualpipe_v_against_the_form_in_its_readme() -> None:
         assert makespan_idle("dualpipe-v", c) >= closed
     assert makespan_idle("dualpipe-v", even(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
     assert CLOSED_FORMS["dualpipe-v"].makespan_idle(even(4, 8, f=1, i=2, w=1)) == Fraction(9, 2)
-    # With pairs that overlap, ranks have different numbers of them: no longer one X, and rank 0's
-    # is the README's on two ranks only.
+    # Ranks have different numbers of overlapping pairs, so X differs between ranks. Rank 0's X
+    # equals the README's only on two ranks.
     half = Fraction(1, 2)
     for p in range(2, 6):
         c = even(p, 2 * p)

@@ -1,9 +1,9 @@
-"""The commands of the pages are run, and print what the pages say they print.
+"""Run the commands in the pages, and compare their output with the pages.
 
-A ```bash block is run as it stands, and what the ```text block after it says has to be in its
-output: line for line, "..." standing for lines left out. In a block marked ```text trained each
-number may be off by a hundredth, as sums of another processor are; in one marked ```text measured,
-whose numbers differ from run to run, only the words are compared.
+A ```bash block is run unchanged, and its output must contain the lines of the following ```text
+block, in which "..." stands for omitted lines. In a block marked ```text trained, each number may
+differ by a hundredth, because sums differ between processors. In a block marked ```text measured,
+numbers differ from run to run, so only the words are compared.
 """
 
 import os
@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
-# Long commands are run with less to do; what is compared stays the same.
+# Long commands run with less work. The same output is compared.
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
@@ -32,14 +32,14 @@ SHORTER = [
 
 
 class Block(NamedTuple):
-    """A command, and the texts that its output has to hold: (kind, lines)."""
+    """Command, and the texts that its output must contain, as (kind, lines)."""
 
     command: str
     texts: tuple[tuple[str, str], ...]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """A page's ```bash blocks in order, each with the ```text blocks that follow it."""
+    """Return a page's ```bash blocks in order, each with the ```text blocks that follow it."""
     found: list[Block] = []
     for fence in _FENCE.finditer((FOLDER / page).read_text()):
         kind, body = fence["kind"], fence["body"]
@@ -52,7 +52,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def squeezed(line: str) -> str:
-    """A line without its numbers, and with single blanks."""
+    """Return a line without its numbers and with single spaces."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
 
 
@@ -114,7 +114,7 @@ def run_block(block: Block, folder: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
-    for path in FOLDER.iterdir():  # everything linked in, where files may be written
+    for path in FOLDER.iterdir():  # link everything into a folder that may be written to
         if path.name not in ("figures", ".venv") and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     blocks = [block for page in PAGES for block in blocks_of(page)]
@@ -122,13 +122,14 @@ def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
     assert sum(len(block.texts) for block in blocks) >= 15
 
     known: dict[str, Block] = {}
-    for block in blocks:  # a command that several have runs once
+    for block in blocks:  # a command that occurs in several blocks runs once
         before = known.get(block.command, Block(block.command, ()))
         known[block.command] = before._replace(texts=(*before.texts, *block.texts))
-    # A block that uses a file has to come after the one that writes it; the others do not matter.
+    # A block that uses a file must follow the block that writes it. The order of others does not
+    # matter.
     chains = [[b for b in known.values() if ".csv" in b.command]]
     chains += [[b] for b in known.values() if ".csv" not in b.command]
-    # The longest first, so that it does not run alone at the end: what is trained in full.
+    # Commands that train in full come first, because they take longest.
     chains.sort(key=lambda chain: not any(kind == "trained" for kind, _ in chain[0].texts))
 
     def run_chain(chain: list[Block]) -> list[str]:

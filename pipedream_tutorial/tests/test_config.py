@@ -1,4 +1,4 @@
-"""CONFIG, --set and errors: what is accepted, what is said, and that nothing else comes out."""
+"""Test which values CONFIG and --set accept, and that errors consist of one line."""
 
 import subprocess
 import sys
@@ -68,10 +68,7 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),
-        (
-            ["--set"],
-            "argument --set: expected at least one argument; --help lists what can be given",
-        ),
+        (["--set"], "argument --set: expected at least one argument; --help lists all options"),
     ],
 )
 def test_errors_say_what_is_wrong_and_what_to_type(arguments, message):

@@ -1,4 +1,5 @@
-"""Pages and what they are about agree: links, tables, pictures. Commands: test_commands.py."""
+"""Test that links, tables and pictures of the pages are correct. test_commands.py tests their
+commands."""
 
 import json
 import re
@@ -27,7 +28,7 @@ def without_blocks(page: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """GitHub's anchors of a page's headings."""
+    """Return GitHub's anchors for the headings of a page."""
     heads = re.findall(r"^#+ (.*)$", re.sub(_FENCE, "", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -49,7 +50,7 @@ def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> 
     website.build_site(tmp_path / "site", "owner/name")
     site = tmp_path / "site"
     for page in site.glob("*.html"):
-        assert 'src="http' not in page.read_text(), page.name  # it would be missing offline
+        assert 'src="http' not in page.read_text(), page.name  # the image would be missing offline
         for target in re.findall(r'(?:href|src)="([^"#]+)', page.read_text()):
             if not target.startswith(("https://", "data:")):
                 assert (site / target).is_file() or (site / target).is_dir(), (page.name, target)
@@ -77,7 +78,7 @@ def test_pages_and_pictures_are_those_of_the_records() -> None:
     assert stale(FOLDER) == []
 
 
-ANSWERS = {  # in ADVANCED.md: (words of the answer, schedule, what is set, time of a batch)
+ANSWERS = {  # ADVANCED.md: (words of the answer, schedule, settings, time of a batch)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
     "and four 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
     "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),

@@ -1,6 +1,6 @@
-"""The explorer's JavaScript engine against the Python one, cell by cell.
+"""Compare the explorer's JavaScript engine with the Python engine, cell by cell.
 
-Questions go to a node process (explorer_cells.mjs); what Python says of them is computed here.
+A node process (explorer_cells.mjs) answers the questions, and this file computes Python's answers.
 """
 
 import json
@@ -49,7 +49,7 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 
 
 def grid():
-    """Every schedule at sizes and durations drawn once and for all, and a few on purpose."""
+    """Return every schedule at fixed random sizes and durations, and a few chosen cases."""
     chance = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
@@ -114,7 +114,8 @@ def test_every_cell_is_the_python_simulators():
 
 
 def assert_critical(path, found):
-    """Each began when the one before it ended, or had arrived, from time 0 to the last end."""
+    """Check that each operation began when the previous one had ended or arrived, from time 0 to
+    the last end."""
     times = {
         cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
         for rank, line in enumerate(found["cells"])
@@ -128,7 +129,7 @@ def assert_critical(path, found):
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():
-    """Beside each schedule stands one; some of these sizes are in the range of each."""
+    """Each schedule has a formula, and some of these sizes are in its range."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [

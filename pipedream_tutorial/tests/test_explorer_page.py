@@ -1,4 +1,4 @@
-"""explorer.html as a reader has it: plain scripts, at work in a headless browser."""
+"""Test explorer.html in a headless browser."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def middle(browser, operation):
 
 
 def drag(browser, operation, to):
-    """With the mouse, to the place of another operation and a little on."""
+    """Drag with the mouse to the position of another operation, and a little further."""
     x, y = middle(browser, operation)
     end, _ = middle(browser, to)
     browser.mouse("mouseMoved", x, y)
@@ -182,7 +182,7 @@ def test_pointing_at_an_operation_says_what_it_waits_for(browser):
 
 
 def with_late_forward():
-    """1F1B at c = 1 with 0F4 and the 0B1 behind it exchanged."""
+    """Return 1F1B at c = 1 with 0F4 and the following 0B1 exchanged."""
     schedule = build_schedule("1f1b", 4, 8)
     first, *others = schedule.orders
     swapped = (*first[:5], first[6], first[5], *first[7:])
@@ -281,8 +281,8 @@ LATE = ("B", 1, 2)
 
 
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
-    """F takes 10 ms and B 20, but rank 1's last one 40. By the means, scaled by rank, that is 9
-    and 21 ms on rank 0, 11 and 25.67 on rank 1: 9 + 3 (11 + 25.67) + 21 = 140 ms for a batch."""
+    """F takes 10 ms and B 20, but rank 1's last one 40. The scaled means are 9 and 21 ms on rank 0,
+    and 11 and 25.67 ms on rank 1, so a batch takes 9 + 3 (11 + 25.67) + 21 = 140 ms."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
         e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e
@@ -348,7 +348,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
 
 
 def test_a_question_comes_before_the_play_and_its_answer_after(browser):
-    """Under 1F1B rank r waits for the ranks after it, 3 (p-1-r); under ZB-H2 nobody waits."""
+    """Under 1F1B, rank r waits 3 (p-1-r) for the ranks after it. Under ZB-H2, no rank waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
         ("", "all alike", "No: rank 0 idles longest, for 9."),
@@ -369,7 +369,7 @@ def test_a_question_comes_before_the_play_and_its_answer_after(browser):
 
 
 def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
-    """Level 3 with a finger: 2W0 to the end of its rank, by hand and by button."""
+    """Solve level 3 by touch: move 2W0 to the end of its rank, by hand and by button."""
 
     def touch(kind, *points):
         points = [{"x": x, "y": y} for x, y in points]

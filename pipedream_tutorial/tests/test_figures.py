@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what was computed, and nothing is written over something else."""
+"""Test that pictures show the computed values, and that no texts overlap."""
 
 import re
 import sys
@@ -37,8 +37,8 @@ CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorde
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
-    """A picture on which no two texts share a pixel, none leaves the page, and none is too small
-    to read."""
+    """Return a picture after checking that its texts do not overlap, are inside the page and are
+    large enough."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
     original, begin = Text.draw, Figure.draw
 
@@ -49,7 +49,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
             texts.append((self.get_text(), (box.x0, box.y0, box.x1, box.y1), self.get_fontsize()))
 
     def start(self: Figure, renderer: Any) -> None:
-        texts.clear()  # a picture may be laid out before it is painted: the last time counts
+        texts.clear()  # only the last layout before painting counts
         begin(self, renderer)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
 
 
 def numbers_of(picture: Path) -> np.ndarray:
-    """Its pixels, 0 to 1; of an SVG the numbers in it."""
+    """Return the pixels of a picture, from 0 to 1, or the numbers in an SVG."""
     if picture.suffix == ".png":
         return imread(picture)
     return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
@@ -78,7 +78,7 @@ def numbers_of(picture: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
-    """All pictures of the shipped CONFIG, which are those in figures/."""
+    """Return all pictures of the shipped CONFIG, which are in figures/."""
     folder = tmp_path_factory.mktemp("shipped")
     work = Work(CONFIG)
     figures = {}
@@ -207,7 +207,7 @@ def test_steps_are_their_timelines(tmp_path: Path, name: str) -> None:
 def test_script_writes_every_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As few stages and microbatches as can be, and no text on another."""
+    """Draw every picture with as few stages and microbatches as possible."""
 
     def small(work: Work, make: Callable[[Work], Figure]) -> Figure:
         return watched(lambda: save(make(work), tmp_path / "picture.png"))

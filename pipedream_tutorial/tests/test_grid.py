@@ -1,4 +1,4 @@
-"""The terminal shows the timeline."""
+"""Test the timeline in the terminal."""
 
 import math
 import re
@@ -22,11 +22,13 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     shown = timeline(name, 4, 8, forward=1, input_gradient=2, weight_gradient=1)
     text = draw(shown, columns)
     assert max(map(len, text.splitlines())) <= columns
-    lines = [""] * 4  # each rank's, put together again where it was wrapped
+    lines = [""] * 4  # lines of each rank, with wrapped parts joined
     for line in text.splitlines():
         if line.startswith("rank"):
             lines[int(line[5])] += line[7:].ljust(columns - 8)
-    rate = 2 * shown.schedule.stages_per_rank  # columns a unit: two letters for the shortest
+    rate = (
+        2 * shown.schedule.stages_per_rank
+    )  # columns per unit: two letters for the shortest operation
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
     for event in shown.events:
         first = shown.schedule.stages()[event.rank][0]
@@ -57,7 +59,7 @@ def test_colors_change_no_letter_and_go_on_where_a_line_is_wrapped():
     assert re.sub(r"\x1b\[.*?m", "", colored) == draw(shown, 50)
     background = dict(zip("FBIW&", ("74", "214", "227", "36", "175"), strict=True))
     expected: Counter = Counter()
-    for event in shown.events:  # four columns a unit
+    for event in shown.events:  # four columns per unit
         kind, *more = (op.kind for op in event.item.parts)
         expected[background["&" if more else kind]] += int(4 * (event.end - event.start))
     assert Counter(color for color, _ in letters) == expected

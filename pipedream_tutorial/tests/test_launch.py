@@ -1,4 +1,4 @@
-"""Stages start and end: an error names the stage at fault, and no process remains."""
+"""Test that an error names the failed stage, and that no process remains."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is
 
 ENDS_WITHIN_S = 10
 
-# The first case is short and says when it is over; the second lasts for minutes.
+# The first case is short and reports its end. The second takes minutes.
 ENDLESS = [
     "--num_stages=3", "--schedule=pipedream", "--num_microbatches=4,4096", "--num_batches=1",
     "--warmups=0", "--check_weights=False",
@@ -36,7 +36,8 @@ def _start_endless(*more, start=SCRIPT):
 
 
 def _kill(process, rank):
-    """Kill a stage, and wait for the others' end: (process id of the stage, stderr of all)."""
+    """Kill a stage and wait for the others to end. Return (process id of the stage, stderr of
+    all)."""
     children = psutil.Process(process.pid).children(recursive=True)
     victim = sorted(child.pid for child in children)[rank]  # started in the order of their ranks
     os.kill(victim, signal.SIGKILL)
@@ -75,12 +76,14 @@ def test_a_killed_stage_ends_the_others_and_is_named():
     assert last_line(errors).startswith(
         f"error: stage 2 of 3 (process {victim}) was killed by SIGKILL"
     )
-    assert len(errors.strip().splitlines()) <= 10, errors  # not buried
+    assert len(errors.strip().splitlines()) <= 10, (
+        errors
+    )  # the error is not hidden among other lines
 
 
 @pytest.mark.timeout(90)
 def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
-    """Nor is what was measured lost: the record has the first case."""
+    """The measurements are not lost: the record has the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
     end = time.monotonic() + 60
@@ -111,14 +114,14 @@ assert [launch(body, 4) for _ in range(20)] == [2] * 20
 
 
 def test_a_stage_that_refuses_at_once_ends_the_others_at_once():
-    """Also those that have just been forked."""
+    """This includes stages that have just been forked."""
     done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
     assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
 
 
 @pytest.mark.timeout(90)
 def test_no_stage_listens_to_the_network():
-    """Not even where the machine's name stands for an address that others can reach."""
+    """This holds even if the machine's name has an address that others can reach."""
     addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
     outside = next((address for address in addresses if not address.startswith("127.")), "")
     rename = ["unshare", "--uts", "sh", "-c", f'hostname {outside}; exec "$@"', "sh"]
@@ -134,11 +137,11 @@ def test_no_stage_listens_to_the_network():
 
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
-    """Stage 2 is no neighbor of stage 0: whatever a stage waits for, it ends."""
+    """Stage 0 also ends, although stage 2 is not its neighbor."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
     start = [*torchrun, "pipedream_runtime.py", "--device=cpu"]
     _, errors = _kill(_start_endless(start=start), 0)
-    root_cause = errors[errors.index("Root Cause") :]  # torchrun's own last words
+    root_cause = errors[errors.index("Root Cause") :]  # torchrun's last lines
     assert "rank      : 0 " in root_cause
     assert "exitcode  : -9" in root_cause
 
@@ -207,7 +210,7 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
-    """Replace the stages' work: they report each start, as rank 0 does."""
+    """Replace the stages' work with a function that reports each start, as rank 0 does."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1
@@ -219,7 +222,7 @@ def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
     ("arguments", "words"),
     [
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
-        (["--record", "/no/such/folder/x.json"], "make it first"),
+        (["--record", "/no/such/folder/x.json"], "create it first"),
         (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
     ],
 )

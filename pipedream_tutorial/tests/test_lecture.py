@@ -1,4 +1,5 @@
-"""lecture.ipynb runs as committed, and its checks tell right answers from wrong ones."""
+"""Test that lecture.ipynb runs as committed, and that its checks distinguish right and wrong
+answers."""
 
 import re
 import runpy
@@ -41,8 +42,8 @@ def said(cell: Any) -> str:
 def test_answers_come_after_guesses_and_solutions_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As committed: nothing is answered or solved. Then, in the same kernel, with guesses and with
-    the solutions filled in."""
+    """Run it as committed, without answers or solutions. Then run it in the same kernel with
+    guesses and solutions."""
     book = nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
@@ -89,12 +90,12 @@ I_HALF = solution("7_two_halves", "input_gradient")
 
 
 def late_weights(p: int, m: int, r: int) -> list[str]:
-    """All W at the end: short, but nothing is freed."""
+    """Return an order with all W at the end, which is short but frees nothing."""
     return [one for one in ORDER(p, m, r) if one[0] != "W"] + [f"W{i}" for i in range(m)]
 
 
 def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:
-    """The program of exercise 2 with other orders of the backward passes."""
+    """Run the program of exercise 2 with other orders of the backward passes."""
 
     def run_batch(stages: Any, microbatches: Any) -> None:
         there, back = checks.Channel(), checks.Channel()
@@ -142,15 +143,15 @@ def test_numpys_numbers_are_numbers_and_a_changed_dict_is_a_new_one() -> None:
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("1_enough_microbatches", (lambda p, percent: p * percent,), "enough, and so are fewer"),
     ("1_enough_microbatches", (lambda p, percent: 1,), "then 75.0% is idle"),
-    ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is no number"),
+    ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is not a number"),
     ("2_swapped_receive", (two_stages(order=lambda m: reversed(range(m))),), "0% on stage 1"),
     ("2_swapped_receive", (two_stages(scale=2),), "100% on stage 0 and by 100%"),
-    ("2_swapped_receive", (two_stages(forget=1),), "waits for ever"),
+    ("2_swapped_receive", (two_stages(forget=1),), "waits forever"),
     ("3_averaged_twice", (averaged_twice,), "0.25 times as long"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for k in "FB" for i in range(m)],), "holds 8"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for i in range(m) for k in "FB"],), "33 would do"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for k in "BF" for i in range(m)],), "cannot run"),
-    ("4_1f1b", (lambda p, m, r: ["forward"],), "'forward' is no operation; write such as F0"),
+    ("4_1f1b", (lambda p, m, r: ["forward"],), "'forward' is not an operation"),
     ("5_missing_flush", (lambda p, m, n: build_schedule("1f1b", p, m * n),), "runs F4, of batch 1"),
     ("5_missing_flush", (lambda p, m, n: build_schedule("naive", p, m * n),), "right weights, but"),
     ("5_missing_flush", (lambda p, m, n: repeat(build_schedule("gpipe", p, m), n),), "hold more"),

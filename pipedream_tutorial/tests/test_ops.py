@@ -1,4 +1,4 @@
-"""Operations as text and back, orders as CSV and back, batches in a row."""
+"""Test operations as text, orders as CSV, and consecutive batches."""
 
 from pathlib import Path
 
@@ -29,20 +29,20 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
     read = load_csv(path)
     assert read.num_ranks == 2
     assert peak_activations(read) == (1, 1)
-    path.write_text("0F0,0B0\n\n1F0,1B0\n")  # between others: a rank that has nothing to do
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")  # an idle rank between others
     assert peak_activations(load_csv(path)) == (1, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"0F0,0B0\n1F0,oops\n", "line 2: 'oops' is no operation; write it as 2F0, 2B0, 2I0"),
-        (b"(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is no operation"),
-        (b"\n,\n", "holds no operation; write cells such as 0F0 and 0B0"),
+        (b"0F0,0B0\n1F0,oops\n", "line 2: 'oops' is not an operation; write it as 2F0, 2B0, 2I0"),
+        (b"(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is not an operation"),
+        (b"\n,\n", "has no operations; write cells such as 0F0 and 0B0"),
         (b"0F0,1B0\n1F0,0B0\n", "runs stage 1 on ranks 0 and 1; write all operations of a stage"),
         (b"999999999F0\n", "has a stage 999999999 but no stage 0; number the stages from 0"),
         (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
-        (bytes(range(256)), "is not a CSV; give one that --csv wrote, or torch"),
+        (bytes(range(256)), "is not a CSV; use a CSV that --csv or torch wrote"),
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )

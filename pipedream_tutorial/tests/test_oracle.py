@@ -1,4 +1,4 @@
-"""Training in one process against direct implementations of what each policy computes."""
+"""Compare training in one process with direct implementations of each policy."""
 
 from collections.abc import Callable
 
@@ -88,8 +88,8 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
 def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
-    """Each stage adds up its microbatches' gradients in the order 0, 1, 2, ... under all of them,
-    so that not even rounding differs."""
+    """Under all of them, each stage adds its microbatches' gradients in the order 0, 1, 2, ..., so
+    even rounding is equal."""
     first, *others = [
         trained(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
     ]
@@ -99,7 +99,7 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     """Twice as many stages of the same layers give the same result. DualPipeV delays some W behind
-    later microbatches, so that it sums in another order."""
+    later microbatches, so it sums in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

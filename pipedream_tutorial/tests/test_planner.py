@@ -1,4 +1,4 @@
-"""The planner against brute force and known answers, and its script."""
+"""Compare the planner with brute force and known answers, and test its script."""
 
 import sys
 from fractions import Fraction
@@ -25,13 +25,14 @@ def layer(seconds, activation=0, weight=0):
 
 
 def compositions(total, parts):
-    """All ways to write `total` as a sum of `parts` numbers from 1 on."""
+    """Return all ways to write `total` as a sum of `parts` numbers of 1 or more."""
     cuts = combinations(range(1, total), parts - 1)
     return [[b - a for a, b in pairwise((0, *cut, total))] for cut in cuts]
 
 
 def brute_force(layers, workers, bandwidth, factor, replication):
-    """The shortest period over all cuts and all ways to give out exactly `workers`; None: none."""
+    """Return the shortest period over all cuts and all distributions of exactly `workers` workers,
+    or None."""
     best = None
     for stages in range(1, min(len(layers), workers) + 1):
         for sizes in compositions(len(layers), stages):

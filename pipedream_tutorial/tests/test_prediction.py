@@ -1,7 +1,7 @@
-"""Prediction from measurement: exact on runs that the simulator made, close on those with jitter.
+"""Test predictions from measurements: exact for simulated runs, and close with jitter.
 
-How well real runs are predicted depends on how busy a machine is: records of pipedream_runtime.py
-hold that (TEST_RESULTS.md), and no test does.
+The accuracy for real runs depends on the load of the machine, so no test checks it. Records of
+pipedream_runtime.py contain it (TEST_RESULTS.md).
 """
 
 import json
@@ -20,7 +20,7 @@ MS = 10**6
 
 
 def build_costs(forward, backward, *, weight=None, communication=0):
-    """Durations by stage in whole milliseconds, as nanoseconds."""
+    """Return the durations by stage, in whole milliseconds, as nanoseconds."""
     weight = weight or [0] * len(forward)
     return Costs(
         forward=tuple(Fraction(f * MS) for f in forward),
@@ -35,7 +35,8 @@ SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20],
 
 
 def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
-    """A run in which every operation took exactly what the simulator says; its slices, changed."""
+    """Return a run in which every operation took exactly its simulated time, with changed
+    slices."""
     schedule = build_schedule(name, p, m)
     slices = [change(s) for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
@@ -62,7 +63,8 @@ def test_communication_counts_only_stages_that_waited():
 
 
 def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
-    """Stage 2 is 5 ms early: what it receives was sent later. What it sends is not noticed."""
+    """Stage 2's clock is 5 ms early, so it receives results before they were sent. Its own messages
+    show nothing."""
 
     def early(s):
         by = 5 * MS * (s.rank == 2)

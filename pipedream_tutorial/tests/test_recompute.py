@@ -1,4 +1,4 @@
-"""Recomputation: R before every backward pass, its time and memory against closed forms."""
+"""Compare the time and memory of recomputation (R before every backward pass) with closed forms."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ KEPT = Fraction(1, 20)
 
 
 def built(name: str) -> list[tuple[Case, Schedule]]:
-    """The schedule at all sizes that it takes, with durations of any ratio."""
+    """Yield the schedule at all sizes that it allows, with random durations."""
     chance, found = random.Random(name), []
     for p, m in SIZES:
         f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))
@@ -52,14 +52,14 @@ def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most
                 assert times[op._replace(kind="F")][1] <= times[op][0]
                 assert times[op][1] <= times[backward][0]
                 assert times[op][1] - times[op][0] == c.f / again.stages_per_rank
-        longest = before.makespan + c.p * c.m * c.f  # as if no R ran beside anything
+        longest = before.makespan + c.p * c.m * c.f  # as if no R overlapped with other operations
         assert before.makespan < after.makespan <= longest
         assert handed_on(again) == handed_on(schedule)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
-    """R waits for no other rank: what a rank idles is what it idles without."""
+    """R waits for no other rank, so idle times are the same as without it."""
     for c, schedule in built(name):
         found = timed(recomputed(schedule, KEPT), c)
         assert set(idle(found).makespan) == {even_fill(c)}
@@ -71,7 +71,8 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
 def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
-    """One stage's all, at its F or B, and of the others the share that is kept."""
+    """A rank holds all activations of one stage, at its F or B, and the kept share of the
+    others."""
     form = CLOSED_FORMS[name]
     for c, schedule in built(name):
         v = schedule.stages_per_rank
@@ -83,7 +84,8 @@ def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fr
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
 def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
-    """All of a microbatch is held from R to its late W, so that the last rank saves nothing."""
+    """All activations of a microbatch are held from R to its late W, so the last rank saves
+    nothing."""
     for c, schedule in built(name):
         found = peak_activations(recomputed(schedule, KEPT))
         most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)

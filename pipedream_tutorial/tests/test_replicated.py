@@ -1,4 +1,4 @@
-"""A plan's stages in the simulator: orders with replicas, and the period that they run at."""
+"""Simulate a plan's stages: orders with replicas, and their period."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""run.sh on copies that need next to nothing: no network is there to install from."""
+"""Test run.sh on copies with almost no requirements, because there is no network."""
 
 import shutil
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent
 TOOLS = ("bash", "cat", "dirname", "mkdir", "chmod", "sleep", "flock", "uname")
 PYTHON = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
-# A stand-in for uv: `uv venv` makes a Python that has no package, `uv pip install` one that has
-# what the tests' own Python has, and both leave a line in a log.
+# Replacement for uv. `uv venv` makes a Python without packages, `uv pip install` makes one with the
+# packages of the tests' Python, and both write a line to a log.
 UV = """#!/bin/bash
 echo "$1 $2" >> {log}
 for last; do :; done
@@ -28,7 +28,7 @@ MADE = "venv --quiet\npip install\n"
 
 @pytest.fixture
 def copy(tmp_path):
-    """run.sh with a script that prints its arguments, in a folder whose name has a space."""
+    """Copy run.sh to a folder whose name has a space, with a script that prints its arguments."""
     folder = tmp_path / "a folder" / "pipedream_tutorial"
     (folder / "pipedream").mkdir(parents=True)
     shutil.copy(FOLDER / "run.sh", folder)
@@ -42,7 +42,7 @@ def copy(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, copy):
-    """Runs the copy: (exit code, stdout, stderr). `scripts` are its PATH beside TOOLS."""
+    """Run the copy. Return (exit code, stdout, stderr). PATH consists of `scripts` and TOOLS."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in TOOLS:

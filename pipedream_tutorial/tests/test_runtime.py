@@ -1,4 +1,5 @@
-"""The runtime: the same bits as one process under every schedule, and no hang."""
+"""Test that the runtime's weights are bitwise equal to one process's under every schedule, and that
+it never hangs."""
 
 import json
 import sys
@@ -21,7 +22,7 @@ from starting import FAST, no_process_is_left, run  # noqa: F401
 
 from results.lab.tutorial.benchmark import arguments
 
-# Every schedule with one copy of the model; the runtime knows none by name.
+# Every schedule with one copy of the model
 SCHEDULES = [
     "pipedream", "pipedream-vertical", "pipedream-2bw", "1f1b", "gpipe",
     "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min",
@@ -51,7 +52,9 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
         (c["schedule"], c["num_microbatches"]): c["measured"]["peak_versions"] for c in cases
     }
     assert found.keys() == versions.keys() == set(product(SCHEDULES, MICROBATCHES))
-    torch.set_num_threads(1)  # as in the processes: another number may sum in another order
+    torch.set_num_threads(
+        1
+    )  # as in the processes, because other numbers of threads may sum in another order
     for (name, m), stages in found.items():
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
         schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
@@ -70,7 +73,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """The benchmark for GPUs, run on a CPU: blocks of GPT-2, repeats, record, trace."""
+    """Run the benchmark for GPUs on a CPU: blocks of GPT-2, repeats, record and trace."""
     done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
@@ -144,14 +147,15 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
     for device, stages, expected in cases:
         assert take_device(config | {"device": device, "num_stages": stages}, 1).type == expected
     with pytest.raises(
-        UserError, match="a GPU for each of 6 stages, and this machine has 5; run it"
+        UserError, match="a GPU for each of 6 stages, and this machine has 5; use a machine"
     ):
         take_device(config | {"device": "cuda", "num_stages": 6}, 1)
 
 
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
-    """A host clock that advances by a microsecond per reading, and a device with queued work."""
-    host = device = 0  # the host's time, and when the device will be idle
+    """Use a host clock that advances by a microsecond per reading, and a device with queued
+    work."""
+    host = device = 0  # time of the host, and time at which the device becomes idle
 
     def look():
         nonlocal host
@@ -170,7 +174,7 @@ def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
             return (later.at_ns - self.at_ns) / 1e6
 
     monkeypatch.setattr(time, "perf_counter_ns", look)
-    for _ in range(2):  # tied anew in each run
+    for _ in range(2):  # the clocks are related again in each run
         clock = Clock(Event)
         launched, marks = host, []
         for ns in (50_000_000, 3_000_000, 5_000_000):
@@ -178,7 +182,7 @@ def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
             marks.append(clock.mark())
         ends = [launched + ns for ns in (50_000_000, 53_000_000, 58_000_000)]
         assert [clock.read(mark) for mark in marks] == pytest.approx(ends, abs=1000)
-        assert clock.read(marks[0]) - marks[0][0] > 49_000_000  # handed over at once, then 50 ms
+        assert clock.read(marks[0]) - marks[0][0] > 49_000_000  # launched at once, then 50 ms
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
@@ -196,7 +200,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
     peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)
-    for microbatch in (0, 3, 1, 2):  # another order than the sender's
+    for microbatch in (0, 3, 1, 2):  # not in the sender's order
         op = Op("F", 1, microbatch)
         assert peer.take(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)

@@ -1,4 +1,5 @@
-"""Orders written out, sizes refused, and exact times on uneven stages, with sending, in a row."""
+"""Test orders, refused sizes, and exact times with uneven stages, communication and consecutive
+batches."""
 
 import hashlib
 import json
@@ -26,7 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulated with these whole passes by stage; the cut of the backward pass plays no part."""
+    """Simulate with these durations of whole passes by stage. The halves of the backward pass do
+    not matter."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),
@@ -40,7 +42,7 @@ WRITTEN = {
     ("naive", 2, 2): ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
     ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
     ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
-    # What the authors' zbv_greedy.py makes of these sizes.
+    # Orders of the authors' zbv_greedy.py for these sizes
     ("v-half", 3, 4): (
         "0F0 0F1 0F2 5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 0F3 5F2 "
         "5I2 5W2 0I1 0W1 5F3 5I3 0I2 5W3 0W2 0I3 0W3",
@@ -78,7 +80,7 @@ def test_zb_v_is_its_authors_order_at_any_durations() -> None:
 
 
 def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
-    """Same times, if a message takes none: mirrored ranks do the same at the same time."""
+    """If messages take no time, mirrored ranks do the same at the same time."""
     for p, m in ((2, 4), (4, 8), (6, 14), (8, 24)):
         both = build_schedule("dualpipe", p, m)
         folded = build_schedule("dualpipe-v", p // 2, m // 2)
@@ -110,7 +112,8 @@ def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, wor
 
 
 def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
-    """Each half fills once and then runs at its slowest stage's pace; every hop is paid once."""
+    """Each half fills once and then runs at the pace of its slowest stage. Every hop costs time
+    once."""
     rng = random.Random(1)
     for _ in range(150):
         p, m = rng.randint(1, 7), rng.randint(1, 12)
@@ -134,8 +137,8 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
 
 
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
-    """Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
-    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each."""
+    """Stage 0 has at most p microbatches in flight, so p further microbatches cost 2 (p-1) hops,
+    however well sending overlaps with computing. This is 2 c (p-1) / p per microbatch."""
     rng = random.Random(4)
     for p in range(1, 8):
         times = {}
@@ -144,7 +147,7 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
             times[m] = uneven(build_schedule("1f1b", p, m), (f,) * p, (b,) * p, c).makespan
             hops = 2 * (p + m - 2 - -(-(m - 1) // p))
             assert times[m] == (m + p - 1) * (f + b) + hops * c
-        if p > 2:  # not one by one: some cost two hops, one in p none
+        if p > 2:  # not for each microbatch: some cost two hops, and one in p costs none
             steps = {times[m + 1] - times[m] for m in range(1, 3 * p + 2)}
             assert steps == {f + b, f + b + 2 * c}
 

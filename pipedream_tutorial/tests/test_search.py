@@ -1,4 +1,5 @@
-"""Orders from search: legal, as short as said, and as short as can be where that is known."""
+"""Test that orders from the search are valid, as short as reported, and optimal if the optimum is
+known."""
 
 import json
 import sys
@@ -21,7 +22,7 @@ def costs_of(p, *, communication=0, **durations):
 
 
 def words_of(m, memory):
-    """All orders that one rank may have."""
+    """Yield all orders of one rank."""
     found = [""]
     for _ in range(3 * m):
         longer = (word + kind for word in found for kind in "FIW")
@@ -35,7 +36,7 @@ def words_of(m, memory):
 
 
 def shortest_of_all(problem):
-    """By trying every order of every rank."""
+    """Return the shortest time over all orders of all ranks."""
     words = words_of(problem.num_microbatches, problem.memory)
     ranks = len(problem.durations)
     return min(score(problem, list(each))[0] for each in product(words, repeat=ranks))
@@ -43,7 +44,7 @@ def shortest_of_all(problem):
 
 @pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])
 def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
-    """p = 4, m = 8, c = F = I = W = 1; OR-Tools proved these the shortest."""
+    """With p = 4, m = 8 and c = F = I = W = 1, OR-Tools proved that these are the shortest."""
     costs = costs_of(4, communication=1)
     found = search(costs, 8, memory)
     assert found.makespan == shortest >= found.lower_bound
@@ -57,7 +58,8 @@ def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
 
 @pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (7, 99)])
 def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
-    """c = 0: 27 in any memory from 4 on, but only ZB-H2's lets the next batch begin at once."""
+    """With c = 0, the time is 27 in any memory of 4 or more, but only ZB-H2's order lets the next
+    batch begin at once."""
     costs = costs_of(4)
     found = search(costs, 8, memory)
     assert found.makespan == found.lower_bound == 27

@@ -1,5 +1,5 @@
-"""Both command lines from end to end: pipedream_simple.py against the engine, and the package's
-numbers against the measures."""
+"""Test both command lines: compare pipedream_simple.py with the engine, and the package's numbers
+with the measures."""
 
 import random
 import re
@@ -24,7 +24,7 @@ CASE = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
-    """main() in this process, which saves the start of another one."""
+    """Call main() in this process, which is faster than starting another one."""
     monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
     command.show(command.read(command.CONFIG))
@@ -33,7 +33,8 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
 def test_the_script_says_what_the_engine_says(name):
-    """Orders, times, shares, activations, versions, and the grid, over sizes and durations."""
+    """Compare orders, times, shares, activations, versions and the grid, for many sizes and
+    durations."""
     chance = random.Random(name)
     for p, m, v, count in ((1, 1, 1, 2), (2, 4, 2, 3), (3, 3, 3, 2), (4, 8, 2, 4), (5, 10, 1, 3),
                            (4, 3, 2, 2), (8, 16, 3, 3)):  # fmt: skip
@@ -79,7 +80,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """Batches in a row too, whose times a row has without a simulation of all of them."""
+    """This includes consecutive batches, whose times a row computes without simulating all of
+    them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
@@ -98,7 +100,8 @@ def test_a_row_is_what_the_measures_say(name):
 
 
 def test_chunks_may_be_uneven():
-    """A factor per chunk, and the mean of two for a stage of that size: one model for all."""
+    """A factor per chunk, and the mean of two factors for a stage of two chunks, describe the same
+    model."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
     case = CASE | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}
@@ -171,7 +174,7 @@ def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
     for line in ("rank 2 ....F0F1..I0F2I1", "  one batch    time 27, ", "  4 batches    time 108,"):
         assert line in first
         assert line in again
-    assert "Not trained here: " in again
+    assert "Not trained. To train" in again
 
 
 @pytest.mark.parametrize(
@@ -218,7 +221,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
         (["--set", "memory=4"], "all does not use memory; leave it out, or set schedule=search"),
         (
             ["--schedule=1f1b", "--csv", "/missing/a.csv"],
-            "/missing/a.csv: No such file or directory; give a path that can be read or written",
+            "/missing/a.csv: No such file or directory; use a path that can be read or written",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Invariants for any order and durations, and errors for orders that cannot run."""
+"""Test invariants for random orders and durations, and errors for orders that cannot run."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def schedules(draw: Callable[[Any], Any]) -> Schedule:
 
 @st.composite
 def timelines(draw: Callable[[Any], Any], overlap: bool = True) -> Timeline:
-    """Any schedule with uneven stages, sending time and, if wanted, overlapped pairs."""
+    """Draw a schedule with uneven stages, sending time and, if requested, overlapped pairs."""
     schedule = draw(schedules())
     n = schedule.num_stages
     by_stage = st.tuples(*[DURATIONS] * n)
@@ -57,7 +57,7 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
     for op in s.ops():
         kinds.setdefault((op.stage, op.microbatch), []).append(op.kind)
     assert all(sorted(found) in (["B", "F"], ["F", "I", "W"]) for found in kinds.values())
-    # Each microbatch goes through one whole copy, and they are numbered from 0.
+    # Each microbatch goes through one whole copy, and microbatches are numbered from 0.
     n = s.num_stages
     for i in range(s.num_microbatches):
         own = sorted(stage for stage, j in kinds if j == i)
@@ -107,7 +107,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
     if isinstance(result, Timeline):
         assert len(result.events) == sum(len(order) for order in s.orders)
         return
-    # What each waits for is at or behind the operation that the next rank of the circle is at.
+    # Each rank waits for the current or a later operation of the next rank in the circle.
     circle = re.findall(r"is at (\d+)(\w)(\d+), which needs", str(result))
     cycle = [Op(kind, int(stage), int(i)) for stage, kind, i in circle]
     ranks = [broken.ranks()[op] for op in cycle]
@@ -139,7 +139,8 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
     with pytest.raises(ValueError, match="length 3 for 2 stages"):
         build_costs(s, stage_scale=[1, 2, 3])
-    # Both copies of Chimera's model use the durations of a stage's place, not of its number.
+    # In Chimera, both copies of the model use the durations of a stage's position, not of its
+    # number.
     s = build_schedule("chimera", 2, 2)
     t = simulate(s, build_costs(s, stage_scale=[1, 5]))
     lengths = {str(e.item): e.end - e.start for e in t.events}

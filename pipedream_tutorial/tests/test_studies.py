@@ -1,4 +1,5 @@
-"""Gradient errors: zero where theory says so to the last bit, and of the right size elsewhere."""
+"""Test that gradient errors are exactly zero where theory says so, and of the right size
+elsewhere."""
 
 from typing import Any
 
@@ -17,7 +18,7 @@ def sizes(p: int, m: int = 4, num_batches: int = 3, rate: float = 0.5) -> dict[s
 
 
 def equal_by_stage(error: MicrobatchError) -> list[bool]:
-    return [off == 0 for off in error.per_stage]  # exactly 0: not a bit differs
+    return [off == 0 for off in error.per_stage]  # exactly 0, so all bits are equal
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "zb-h2"])

@@ -1,4 +1,4 @@
-"""Our orders against torch's, our CSVs in torch's runtime, torch's CSVs read by us."""
+"""Compare our orders with torch's, run our CSVs in torch's runtime, and read torch's CSVs."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ BOTH: list[tuple[str, str, int]] = [
 
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
-    """A schedule of torch's, whose constructor asks its stages for numbers only."""
+    """Build torch's schedule, whose constructor needs only numbers from its stages."""
     from torch.distributed.pipelining import schedules as theirs  # seconds, for this file alone
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
@@ -39,12 +39,13 @@ def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
 
 
 def operations(order: Iterable[Any]) -> list[str]:
-    """A rank's, without torch's bubbles and without its reduction at the end."""
+    """Return a rank's operations, without torch's bubbles and final reduction."""
     return [str(item) for item in order if item is not None and "REDUCE_GRAD" not in str(item)]
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """torch 2.13 prints the last rank of 1F1B so; its 1F1B does not run from what it prints."""
+    """Number forwards as torch 2.13 prints them for the last rank of 1F1B, although its 1F1B does
+    not run from this CSV."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 

@@ -1,4 +1,4 @@
-"""Trace files: what viewers demand of the format, and that the content is the run's."""
+"""Test that trace files have the format that viewers require, and the contents of the run."""
 
 import json
 from collections import defaultdict
@@ -40,7 +40,7 @@ def written(run: Timeline, **more: Any) -> list[dict[str, Any]]:
 
 
 def ns(microseconds: float) -> int:
-    """The file's microseconds have three decimals: whole nanoseconds, read back exactly."""
+    """Return whole nanoseconds from the file's microseconds, which have three decimals."""
     return round(microseconds * 1000)
 
 
@@ -120,7 +120,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_are_what_is_in_flight(name: str) -> None:
-    """Counted here, at every moment, by looking for microbatches between F and their last pass."""
+    """Count the microbatches between F and their last pass at every moment."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
     events = [e for e in written(run, policy=policy) if e["ph"] == "C"]
@@ -130,7 +130,7 @@ def test_counters_are_what_is_in_flight(name: str) -> None:
     use = weight_use(run.schedule, policy, M)
     for rank, stages in enumerate(run.schedule.stages()):
         own = {e["name"]: {} for e in events}
-        for e in events:  # of several at one time the last counts
+        for e in events:  # the last of several at one time counts
             if e["pid"] == 1000 + rank:
                 own[e["name"]][e["ts"]] = e["args"]["count"]
         held, kept = own.values()
@@ -156,7 +156,7 @@ def test_prediction_and_measurement_share_a_file(name: str) -> None:
     events = written(timeline, measured=measured, policy=policy, unit_s=0.001)
     check_format(events)
     check_arrows(events, {(str(a), str(b)) for a, b in transfers(timeline.schedule)})
-    # Transfers that overlap in time lie on threads of their own.
+    # Transfers that overlap in time have their own threads.
     assert {"send", "send 2", "receive 2"} <= {
         e["args"]["name"] for e in events if e["name"] == "thread_name"
     }

@@ -1,4 +1,5 @@
-"""Formulas of memory and traffic against counting: real modules, a simulated ring, real orders."""
+"""Compare formulas of memory and traffic with counts from real modules, a simulated ring and real
+orders."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -43,13 +44,13 @@ def test_parameters_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_rings_devices_send_that_share(n: int) -> None:
-    """Reduce-scatter and all-gather, chunk by chunk from neighbor to neighbor, on numbers."""
+    """Run reduce-scatter and all-gather on numbers, chunk by chunk from neighbor to neighbor."""
     chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
     expected = [sum(column) for column in zip(*chunks, strict=True)]
     sent_chunks = [0] * n
     for step in range(2 * (n - 1)):
         reduces = step < n - 1
-        first = 0 if reduces else n  # each gathers on from the chunk whose sum it has
+        first = 0 if reduces else n  # each device continues with the chunk whose sum it has
         moved = [(r, (r + first - step) % n) for r in range(n)]
         values = [chunks[r][c] for r, c in moved]
         for (r, c), value in zip(moved, values, strict=True):
@@ -61,7 +62,7 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
 
 
 def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
-    """Its table: 16 N, 4 N + 12 N / P, 2 N + 14 N / P, 16 N / P."""
+    """The paper's table has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and 16 N / P."""
     n = MEDIUM.parameters
     for devices in (2, 8):
         found = []
@@ -79,8 +80,8 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
 
 
 def test_a_v_has_its_own_memory_and_traffic() -> None:
-    """ZB-V against 1F1B: the same model held once, twice the hops between devices, and what its
-    orders hold; both ends are on device 0."""
+    """Compare ZB-V with 1F1B: the model is held once, there are twice as many hops between devices,
+    and device 0 has both ends."""
     wide, straight = replace(SMALL, vocabulary=1), Layout(title="", pipeline=4)
     layout = replace(straight, schedule="zb-v")
     parameters = [stage_parameters(SMALL, layout, r) for r in range(4)]
@@ -93,7 +94,7 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
     one = SMALL.sequence * SMALL.hidden * 2
     found = [sent(SMALL, layout, 8, 1, r)["pipeline"] for r in range(4)]
     assert found == [count * one for count in hops]
-    # With no ends to speak of, a device holds p microbatches of its blocks.
+    # If the ends are negligible, a device holds p microbatches of its blocks.
     blocks = 2 * block_activations(wide, layout, 1)
     ends = 5 * one + 4 * wide.sequence
     activations = cost(wide, layout, sequences=8, microbatch=1).activations
@@ -102,7 +103,8 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
 
 
 def test_the_price_of_zb_h1_depends_on_the_logits() -> None:
-    """COMPARISON.md: 61% with fp32 ones, 31% with bf16 ones, 38% if I holds both for a moment."""
+    """COMPARISON.md has 61% with fp32 logits, 31% with bf16 logits, and 38% if I holds both for a
+    moment."""
 
     def memory(**changes: object) -> Fraction:
         layout = Layout(title="", pipeline=4, **changes)

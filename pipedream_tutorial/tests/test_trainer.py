@@ -1,4 +1,4 @@
-"""StageTrainer against torch's own optimizer and against the counting in policies.weight_use."""
+"""Compare StageTrainer with torch's optimizer and with the counts of policies.weight_use."""
 
 import weakref
 
@@ -45,7 +45,7 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )
 def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
-    """The module that it came with does not hold it; in place it stays."""
+    """Its module does not keep it. With updates in place, it stays."""
     (module,) = build_stages(1, 1, seed=1)
     trainer = one_stage(module, 0, 1, policy)
     assert all(parameter.is_meta for parameter in trainer.module.parameters())
@@ -58,7 +58,7 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
 
 
 def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
-    """Counted, not timed: both ways multiply as many matrices."""
+    """The test counts matrix multiplications, which are equal for both."""
     layers, linears, kinds = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)
     for schedule in ("zb-h1", "1f1b"):

@@ -1,4 +1,4 @@
-"""The ways of changing weights in flight, and what autograd makes of each."""
+"""Test the ways to change weights in flight, and autograd's reaction to each."""
 
 import pytest
 from pipedream.train.traps import copy_into_data, replace_data, run_trap, step_optimizer

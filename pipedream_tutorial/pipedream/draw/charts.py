@@ -27,7 +27,7 @@ AGAINST_M = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
 )  # fmt: skip
 OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
-STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
+STEADY = "Consecutive batches: each rank starts its next batch when it has finished the last one"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}

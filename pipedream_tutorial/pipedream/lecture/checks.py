@@ -69,12 +69,12 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
     for p, percent in sizes:
         answer = needed(p, percent)
         if not isinstance(answer, numbers.Real):  # includes numpy's numbers
-            raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is no number")
+            raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is not a number")
         if answer != int(answer) or answer < 1:
-            raise WrongAnswer(f"{answer} microbatches are no whole number from 1 on")
+            raise WrongAnswer(f"{answer} microbatches are not a whole number of 1 or more")
         m = int(answer)
         limit = Fraction(percent, 100)
-        at = f"for microbatches_needed({p}, {percent}) you say {m}"
+        at = f"for microbatches_needed({p}, {percent}) your answer is {m}"
         share = idle(run(build_schedule("gpipe", p, m))).makespan_fraction
         if share > limit:
             raise WrongAnswer(f"{at}: then {float(share):.1%} is idle, which is more.")
@@ -162,10 +162,10 @@ def check_zero_bubble(order: OrderOf) -> str:
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p):
                 raise WrongAnswer(
-                    f"{at} rank {rank} holds {held} microbatches, more than {min(m, p)}: a "
-                    f"microbatch stays in memory until its W is done. Put it off for less long."
+                    f"{at} rank {rank} holds {held} microbatches, more than {min(m, p)}. A "
+                    "microbatch stays in memory until its W is done, so delay W for less time."
                 )
-        hint = "A rank idles while it has a W that nobody waits for."
+        hint = "A rank idles although it could run a W, for which no other rank waits."
         _check_time(schedule, build_schedule("zb-h1", p, m), at, hint)
     return "as short as ZB-H1, in 1F1B's memory."
 
@@ -201,7 +201,7 @@ def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     for one in written:
         op = re.fullmatch(rf"([{kinds}])(\d+)", str(one))
         if op is None:
-            raise WrongAnswer(f"{one!r} is no operation; write such as {kinds[0]}0")
+            raise WrongAnswer(f"{one!r} is not an operation; write, for example, {kinds[0]}0")
         ops.append(Op(op[1], rank, int(op[2])))
     return ops
 
@@ -223,7 +223,7 @@ class Channel:
     def receive(self) -> Tensor:
         """Return the oldest message, as a new leaf that will have a gradient."""
         if not self._under_way:
-            raise WrongAnswer("a stage waits for ever: it receives, and nothing was sent")
+            raise WrongAnswer("a stage waits forever: it receives a message that was never sent")
         return self._under_way.popleft().requires_grad_()
 
 
@@ -363,6 +363,7 @@ def check_halves(
         off = relative_difference([ours], [theirs])
         if off > EXACT:
             raise WrongAnswer(
-                f"{name} has the right shape and is off by {off:.0%}. What lies between Y and X W?"
+                f"{name} has the right shape and is off by {off:.0%}. Which function is between "
+                "Y and X W?"
             )
     return "both agree with autograd, and W needs nothing from another rank."

@@ -122,11 +122,11 @@ def plan_pipeline(
     than computing on one). Takes O(layers^2 workers^2) steps. Raises UserError if no plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
-        raise UserError("no layer takes any time", "give a profile with seconds above 0")
+        raise UserError("no layer takes any time", "use a profile with times above 0 s")
     if not replication and use_all_workers and num_workers > len(layers):
         raise UserError(
             f"{num_workers} workers cannot each have a stage of {len(layers)} layers",
-            f"give at most {len(layers)} workers, or allow replication or idle workers",
+            f"use at most {len(layers)} workers, or allow replication or idle workers",
         )
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)

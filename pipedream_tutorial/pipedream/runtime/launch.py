@@ -48,7 +48,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     if local_size != world_size:
         raise UserError(
             f"{world_size} processes on more than one machine",
-            "start all stages on one: their times are compared on its clock",
+            "start all stages on one machine, because their times are compared on its clock",
         )
     return rank
 
@@ -88,7 +88,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             if ended.signal_name is not None:  # otherwise it has printed the reason
                 what = f"was killed by {ended.signal_name}"
                 if ended.exit_code == -signal.SIGKILL:
-                    what += ", which is also what happens when memory runs out"
+                    what += ", which also happens if memory runs out"
                 print(
                     f"error: stage {ended.error_index} of {num_stages} (process {ended.error_pid}) "
                     f"{what}; the other stages were ended",

@@ -246,8 +246,9 @@ def render(record: Record) -> str:
         f"* the run that the durations are from ({calibration['schedule']}, "
         f"m={calibration['num_microbatches']}): forward + backward in ms, {average}; "
         f"from stage to stage {calibration['communication_ms']:.2f} ms",
-        "bubble: the share of all stages' time that is idle; utilization is the rest",
-        "simulated: from means; what else runs on this machine lengthens single operations",
+        "bubble: idle share of all stages' time; utilization is 100% minus this",
+        "simulated: from mean durations; other programs on this machine can lengthen single "
+        "operations",
         "results received before they were sent: "
         f"{sum(case['measured']['received_before_sent'] for case in cases)}",
     ]
@@ -259,8 +260,8 @@ def render(record: Record) -> str:
     late = waited_for_host(record)
     if late:
         lines.append(
-            f"the GPU waited for the host to start its work in {', '.join(late)}: what is called "
-            "computing there is partly launching; set a larger microbatch_size"
+            f"the GPU waited for the host to start its work in {', '.join(late)}, so computing "
+            "times there include launching; set a larger microbatch_size"
         )
     return "\n".join(lines)
 

@@ -46,7 +46,7 @@ def build_cases(config: Config) -> list[Case]:
     if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
         what = "nothing runs" if first.memory else f"{first.name} does not cut its backward passes"
         raise UserError(
-            f"schedule=search takes measured times of F, I and W, and {what} before it",
+            f"schedule=search needs measured times of F, I and W, but {what} before it",
             "set schedule=zb-h1,search",
         )
     return cases

@@ -332,7 +332,7 @@ def take_device(config: Config, rank: int) -> torch.device:
     if config["device"] == "cuda" and gpus < stages:
         raise UserError(
             f"device=cuda needs a GPU for each of {stages} stages, and this machine has {gpus}",
-            "run it where there are, or add --set device=cpu",
+            "use a machine with enough GPUs, or add --set device=cpu",
         )
     if config["device"] == "cpu" or gpus < stages:
         return torch.device("cpu")

@@ -184,7 +184,7 @@ def load_csv(path: Path) -> Schedule:
                 where = f"{path}, line {number}"
                 orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
     except (UnicodeDecodeError, csv.Error):
-        raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
+        raise UserError(f"{path} is not a CSV", "use a CSV that --csv or torch wrote") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", "give a path that can be read") from None
     while orders and not orders[-1]:  # blank lines at the end; other blank lines are idle ranks
@@ -199,7 +199,7 @@ def load_csv(path: Path) -> Schedule:
                     "write all operations of a stage in one line",
                 )
     if not rank_of:
-        raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
+        raise UserError(f"{path} has no operations", "write cells such as 0F0 and 0B0")
     for missing, stage in enumerate(sorted(rank_of)):
         if stage != missing:
             raise UserError(
@@ -216,7 +216,7 @@ def _parse(cell: str, where: str) -> Item:
         op = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", written, re.ASCII)
         if op is None:
             raise UserError(
-                f"{where}: {written[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
+                f"{where}: {written[:40]!r} is not an operation", "write it as 2F0, 2B0, 2I0 or 2W0"
             )
         ops.append(Op(op[2], int(op[1]), int(op[3])))
     return item_of(ops)

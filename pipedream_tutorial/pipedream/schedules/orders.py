@@ -206,7 +206,9 @@ def schedule_for_training(
     a pause. Raises UserError for schedules that can only be simulated, for sizes that a schedule
     does not allow, and for 2BW with too few microbatches per batch."""
     if name in SCHEDULES and name not in TRAINABLE:
-        raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
+        raise UserError(
+            f"{name} can only be simulated", f"train with one of {', '.join(TRAINABLE)}"
+        )
     batch = build_schedule(name, num_stages, num_microbatches)
     policy = SCHEDULES[name].policy
     if policy == "flush":

@@ -28,22 +28,22 @@ class Policy:
 POLICIES: dict[str, Policy] = {
     "flush": Policy(text="one update per batch, when the stage has no microbatch in flight"),
     "stash": Policy(
-        text="an update a microbatch; the backward pass uses its forward pass's weights",
+        text="one update per microbatch; the backward pass uses its forward pass's weights",
         per_microbatch=True,
     ),
     "vertical": Policy(
-        text="stashing, and a microbatch uses one version number on every stage",
+        text="as above, and a microbatch uses the same version number on every stage",
         per_microbatch=True,
         forward_version=lambda updates, i, m, p: max(0, i - (p - 1)),
     ),
     "in-place": Policy(
-        text="an update a microbatch into the same memory; a backward pass may see newer weights "
-        "than its forward pass did",
+        text="one update per microbatch in the same memory; a backward pass may see newer "
+        "weights than its forward pass",
         per_microbatch=True,
         stashed=False,
     ),
     "2bw": Policy(
-        text="one update per batch without a flush; a batch runs one version behind",
+        text="one update per batch without a flush; a batch uses weights that are one version old",
         forward_version=lambda updates, i, m, p: max(0, i // m - 1),
     ),
 }

@@ -314,5 +314,5 @@ def load_order(path: Path) -> Schedule:
             raise ValueError("its ranks have different numbers of stages")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:
-        raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
+        raise UserError(f"{path} cannot run: {error}", "fix the order in the file") from error
     return schedule

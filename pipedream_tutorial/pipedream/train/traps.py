@@ -74,8 +74,8 @@ if __name__ == "__main__":
         for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
             result = run_trap(update, norm=norm)
             if result == 0:
-                result = "0 exactly: the graph kept the old memory, stashing by accident"
+                result = "exactly 0: the graph kept the old memory, which is stashing by accident"
             elif isinstance(result, float):
-                result = f"{result:.2%}: wrong, and no word of warning"
+                result = f"{result:.2%}: wrong, without a warning"
             print(f"  {text:18} {kind:21} {result}")
-    print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
+    print("Only p.data.copy_(new) trains without stashing for all layers.")
