@@ -45,7 +45,7 @@ class Fit:
 
     name: str
     source: str
-    uncertainty: str  # as published
+    uncertainty: str  # text of the uncertainty, as published
     irreducible: float  # E
     a: float
     alpha: float

@@ -1,5 +1,5 @@
-"""Shared parts of the programs in this folder. Import it first, so that
-`python results/lab/NAME.py` finds the package."""
+"""Define the shared parts of the programs in this folder. Import this module first, so that `python
+results/lab/NAME.py` finds the package."""
 
 import argparse
 import sys

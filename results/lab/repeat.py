@@ -1,4 +1,4 @@
-"""Type the command of each record with --dry-run, in this process.
+"""Run the command of each record with --dry-run, in this process.
 
     python results/lab/repeat.py [RECORD.json ...]
 
@@ -114,7 +114,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def main() -> int:
-    """Type all commands. Return 1 if one of them is not accepted."""
+    """Run all commands. Return 1 if one of them is not accepted."""
     refused = 0
     count = 0
     for path, document in records(list(map(Path, sys.argv[1:]))):

@@ -3,10 +3,10 @@
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
 Two processes run in network namespaces of one machine. Rates are in Mbit/s each way. The cases are
-a part of the cases of exchanges.py, which measures their losses. The network interface of the first
-process counts the bytes, with headers and acknowledgments. A time is the time of the shortest
-round. On a busy machine, a time is meaningful only if the link takes most of it. The table leaves
-out all other times.
+some of those of exchanges.py, which measures their losses. The network interface of the first
+process counts the bytes, with headers and acknowledgments. The published time is that of the
+shortest round. On a busy machine, it is meaningful only if the link takes most of it. The table
+leaves out all other times.
 """
 
 import os

@@ -36,8 +36,8 @@ def explain(
     """Split the idle share into four parts, as shares of the phase.
 
     - `formula`: the idle share by the schedule's formula.
-    - `unequal_operations`: additional idle time because some operations take longer than others.
-      An exact simulation with each stage's median times and instant messages gives it.
+    - `unequal_operations`: additional idle time because some operations take longer than others,
+      from an exact simulation with each stage's median times and instant messages.
     - `messages`: additional idle time between operations, from messages and waiting.
     - `gaps`: idle time within operations.
 

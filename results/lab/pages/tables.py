@@ -66,8 +66,8 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """Return a table of the strategies that use each operation. A cell has the KiB that the process
-    which sends most sends in the counted step of the strategy's first case."""
+    """Return a table of the strategies that use each operation. A cell has the largest KiB that any
+    process sends in the counted step of the strategy's first case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():

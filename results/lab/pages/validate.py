@@ -1,4 +1,4 @@
-"""Compare predictions with every published run: the tables of results/PREDICTIONS.md."""
+"""Compare predictions with every published run, and make the tables of results/PREDICTIONS.md."""
 
 import functools
 import itertools

@@ -3,9 +3,9 @@
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
-Orders have to be equal operation by operation. ZB-H1 and ZB-H2 are compared with the authors'
-automatic schedule in the same memory: neither may have the shorter longest span. Nothing of the
-clone is needed here otherwise.
+Orders must be equal, operation by operation. ZB-H1 and ZB-H2 are compared with the authors'
+automatic schedule in the same memory: the longest spans must be equal. No other program here needs
+the clone.
 """
 
 import argparse
@@ -30,7 +30,8 @@ Times = tuple[int, int, int, int]  # F, I, W and a message
 
 def load(clone: Path) -> Callable[[str], Any]:
     """Return a function that imports one of their modules. Their packages import all of Megatron,
-    so empty ones stand in, and one for pulp, which only their integer program uses."""
+    so they are replaced by empty packages, and so is pulp, which only their integer program
+    uses."""
     parts = PACKAGE.split(".")
     for k in range(len(parts)):
         package = ModuleType(".".join(parts[: k + 1]))

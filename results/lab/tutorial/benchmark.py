@@ -1,11 +1,11 @@
-"""Measures the tutorial's runtime on GPUs, with blocks of GPT-2 medium.
+"""Measure the tutorial's runtime on GPUs, with blocks of GPT-2 medium.
 
     python results/lab/tutorial/benchmark.py flushes --record out.json
     torchrun --nproc_per_node=4 results/lab/tutorial/benchmark.py zero-bubble --record out.json
 
-`flushes` are GPipe, 1F1B and PipeDream; `zero-bubble` are schedules that cut the backward pass;
-`search` are found orders, where sending takes as long as a forward pass. What follows the name goes
-to pipedream_runtime.py, after these settings.
+`flushes` measures GPipe, 1F1B and PipeDream. `zero-bubble` measures schedules that split the
+backward pass. `search` measures searched orders in a case in which sending takes as long as a
+forward pass. Options after the name are passed to pipedream_runtime.py and override these settings.
 """
 
 import sys
@@ -18,17 +18,18 @@ ON_GPUS = [
     "--learning_rate=0.01", "--calibrate_on=8", "--check_weights=no", "--go_on=yes",
 ]  # fmt: skip
 BENCHMARKS = {
-    # Where a GPU works for as long as the host takes to launch, it waits: 8 sequences and more.
+    # With fewer than 8 sequences, a GPU would wait for the host to launch its work.
     "flushes": [
         "--schedule=gpipe,1f1b,pipedream", "--num_microbatches=4,8,16,32", "--num_batches=3",
         "--microbatch_size=8", "--repeats=3",
     ],
-    # F, I and W of half a rank's blocks still take 5 ms of an H200.
+    # F, I and W of half a rank's blocks still take 5 ms on an H200.
     "zero-bubble": [
         "--schedule=zb-h1,1f1b,zb-h2,search,interleaved,zb-v,v-half,v-min", "--num_microbatches=8",
         "--layers_per_stage=6", "--microbatch_size=32", "--timeout_s=60", "--repeats=3",
     ],
-    # Little work between messages of the same size, and a slower link: to send takes as long as F.
+    # With little work between messages of the same size, and with a slower link, sending takes as
+    # long as F.
     "search": [
         "--schedule=zb-h1,search,1f1b,zb-h2", "--memory=4,5,6", "--num_microbatches=8",
         "--num_batches=1", "--layers_per_stage=1", "--microbatch_size=96", "--nccl_max_ctas=2",
@@ -45,7 +46,7 @@ def arguments(name: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the named benchmark; `flushes` where none is named."""
+    """Run the named benchmark, by default `flushes`."""
     import pipedream_runtime
 
     name, *others = sys.argv[1:] or ["flushes"]

@@ -1,10 +1,10 @@
-"""Cost of a backward pass in two halves: (I + W) / B, measured on this machine's CPU.
+"""Measure the cost of a split backward pass, (I + W) / B, on this machine's CPU.
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-Blocks of GPT-2, one thread. Three ways of cutting: ours (train/trainer.py), torch's own helpers for
-its pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
-machine does meets all alike; times are medians.
+The model is blocks of GPT-2, on one thread. There are three ways to split: ours (train/trainer.py),
+torch's helpers for its pipelines, and two calls of autograd. All alternate with the whole pass, so
+that other load affects all of them equally. Times are medians.
 """
 
 import json
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "token
 REPEATS = 30
 
 Halves = tuple[float, float, float]
-"""Seconds of F, I and W; of a whole pass F, B and 0."""
+"""Seconds of F, I and W, or F, B and 0 for a whole backward pass."""
 
 
 def timed(*steps: Callable[[], Any]) -> Halves:
@@ -110,13 +110,13 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     for turn in range(2 + repeats):
         for name, run in WAYS.items():
             gradients = run(module, x, dy)
-            if turn >= 2:  # the first ones set things up
+            if turn >= 2:  # the first turns are a warm-up
                 times[name].append(gradients)
     whole = [backward for _, backward, _ in times["whole"]]
     return {
         name: {
             "ms": [round(1e3 * statistics.median(column), 3) for column in zip(*rows, strict=True)],
-            # Of each turn its own ratio: the machine is as fast for both.
+            # The ratio is computed per turn, because the machine is then equally fast for both.
             "ratio": round(
                 statistics.median(
                     (i + w) / b for (_, i, w), b in zip(rows, whole, strict=True)

@@ -1,5 +1,5 @@
-"""The tutorial's pictures that its pages quote, at the sizes that they name: single steps, the
-frontier of search, and how far simulation is from measurement, and gradients from exact ones."""
+"""Draw the pictures in the tutorial's pages: single steps, the frontier of the search, the errors
+of simulations, and the errors of gradients."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ CURVE: dict[str, Any] = {
 ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
          "shrinkA": 0, "shrinkB": 0}  # fmt: skip
 MESSAGE = Line2D([], [], color="black", marker=">", label="message that a rank waits for")
-RANKS = 4  # of the records on H200s that are drawn
+RANKS = 4  # ranks of the drawn records on H200s
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
@@ -168,8 +168,8 @@ class Message(NamedTuple):
 def awaited(timeline: Timeline) -> list[Message]:
     """Return the messages whose arrival ends a rank's idle time."""
     ranks, times = timeline.schedule.ranks(), timeline.times
-    ends: dict[int, Fraction] = {}  # by rank, of what it ran last
-    free: dict[Any, Fraction] = {}  # operation -> when its rank was free for it
+    ends: dict[int, Fraction] = {}  # by rank: end of its last operation
+    free: dict[Any, Fraction] = {}  # operation -> time at which its rank was free for it
     for event in timeline.events:
         free |= dict.fromkeys(event.item.parts, ends.get(event.rank, Fraction(0)))
         ends[event.rank] = event.end
@@ -182,8 +182,8 @@ def awaited(timeline: Timeline) -> list[Message]:
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Write it, where its legend has messages with an arrow for each that a rank waits for; what it
-    was drawn from is in its metadata as a digest."""
+    """Write the picture. If its legend has messages, draw an arrow for each message that a rank
+    waits for. The metadata contains a digest of the drawn data."""
     title, panels, unit, notes, rows, legend = picture
     left = 2.5 if rows else 0.95
     figure = lay_out(title, panels, notes=notes, legend=legend, left=left)
@@ -327,11 +327,9 @@ def _digest(drawn: object) -> str:
 
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
-    """Every predicted run of the records (their texts, and the records): how far the simulation is
-    off against the measured utilization.
-
-    Runs that the durations were taken from are drawn filled. Cases without a prediction are left
-    out.
+    """Draw the error of the simulation against the measured utilization, for every predicted run of
+    the records, which are given with their texts. Runs that gave the durations are drawn filled.
+    Cases without a prediction are left out.
     """
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
@@ -384,7 +382,7 @@ KIND_OF = {
     "zb-v": "cut, in a V", "zb-v-fixed": "cut, in a V", "v-half": "cut, in a V",
     "v-min": "cut, in a V",
 }  # fmt: skip
-"""Of a record's schedule, for prediction.png."""
+"""Kind of a record's schedule, for prediction.png."""
 
 
 def _machine(record: Record) -> str:
@@ -411,7 +409,7 @@ IN_GIB = {
     "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v-fixed": RANKS,
     "v-half": RANKS // 2 + 1, "v-min": (RANKS + 4) // 3,
 }  # fmt: skip
-"""Schedule -> microbatches that every rank holds at most; None: p - r."""
+"""Schedule -> most microbatches that each rank holds; None: p - r."""
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
@@ -462,11 +460,10 @@ def gib_digest(record: Record) -> str:
 
 
 def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
-    """How wrong gradients are without weight stashing, against learning rate, depth and stage.
-
-    A row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and
-    per_stage (a list of such errors); None where training diverged. Errors of exactly 0, which a
-    logarithmic axis cannot show, are drawn on a line of their own below it.
+    """Draw the error of gradients without weight stashing against learning rate, depth and stage. A
+    row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and per_stage
+    (a list of such errors). Errors are None if training diverged. Errors of exactly 0 are drawn on
+    a separate line below the logarithmic axis.
     """
     wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
     right = [row for row in rows if row["mode"] == "pipedream"]

@@ -2,8 +2,8 @@
 
     python results/lab/tutorial/formulas.py
 
-The formulas in the tables of ADVANCED.md and COMPARISON.md are read from the page and evaluated as
-they stand there. COMPARISON.md's are compared with traffic.py, which tests compare with counts.
+The program reads the formulas from the tables of ADVANCED.md and COMPARISON.md and evaluates them
+unchanged. It compares COMPARISON.md's formulas with traffic.py, which tests compare with counts.
 """
 
 import random
@@ -32,7 +32,7 @@ RNG = random.Random(0)
 
 
 def random_case() -> Case:
-    """Return sizes and durations; in a third of the cases F = I, in a sixth F = I = W."""
+    """Return sizes and durations. In a third of the cases F = I, and in a sixth F = I = W."""
     p = RNG.randint(1, 8)
     m = RNG.choice([RNG.randint(1, 4 * p), p * RNG.randint(1, 4), 2 * p + RNG.randint(-1, 9)])
     f, i, w = (Fraction(RNG.randint(1, 12), RNG.randint(1, 4)) for _ in range(3))
@@ -83,7 +83,7 @@ def idle(name: str, c: Case) -> Fraction:
 
 
 def earlier_ends(found: Timeline) -> list[Fraction]:
-    """Return by how much each rank ends before the last one."""
+    """Return the time by which each rank ends before the last one."""
     return [found.makespan - ends[-1] * found.tick for ends in found.ends]
 
 
@@ -182,7 +182,7 @@ def recomputing_checks(name: str) -> Iterator[Check]:
 
 
 def factors(c: Case) -> list[Fraction]:
-    chance = random.Random(str(c))  # the same ones each time that a case is looked at
+    chance = random.Random(str(c))  # the same numbers for each use of a case
     return [Fraction(chance.randint(1, 9), 3) for _ in range(c.p)]
 
 
@@ -211,7 +211,7 @@ class Step(NamedTuple):
         return {"r": ring_share} | {name: Fraction(size) for name, size in sizes.items()}
 
     def cost_of(self, layout: Layout) -> tuple[Fraction, Fraction]:
-        """Return the bytes of state on the first device, and what it sends."""
+        """Return the bytes of state on the first device, and the bytes that it sends."""
         sequences = self.b * self.k * layout.data
         costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
         moved = sent(self.model, layout, self.k, self.b, 0).values()
@@ -219,7 +219,7 @@ class Step(NamedTuple):
 
 
 def step_of(c: Case) -> Step:
-    """Return a random step; it is the same each time that a case is looked at."""
+    """Return a random step, which is the same for each use of a case."""
     chance = random.Random(str(c))
     t = chance.choice((2, 4, 8))
     p = chance.randint(3, 6)
@@ -241,7 +241,8 @@ def zero_sent(s: Step, zero: int) -> Fraction:
 
 
 def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
-    """Return the state as if t sharded the norms, biases and positions too, as the page has it."""
+    """Return the state as if t also sharded the norms, biases and positions, as the page
+    assumes."""
     whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
     layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))
     return s.cost_of(layout)[0] - 16 * (whole - Fraction(whole, s.t))
@@ -252,7 +253,7 @@ def tensor_sent(s: Step, sequence_parallel: int) -> Fraction:
 
 
 def middle_sent(s: Step, in_v: int) -> Fraction:
-    """Return what a stage between others sends, in a V the half of it."""
+    """Return the bytes that an inner stage sends, or half of them in a V."""
     layout = Layout(title="", pipeline=s.p, schedule="zb-v" if in_v else "1f1b")
     return sent(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
 

@@ -44,15 +44,15 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 from results.lab.tutorial.figures import events_text
 
-SCALE = 1.25  # pixels of a frame for one of the page that shows it
+SCALE = 1.25  # pixels of a frame per pixel of the page
 COLORS = 32
 MOVES = 8
-"""Frames from one timeline to the next."""
+"""Number of frames from one timeline to the next."""
 MOVE_MS, UNIT_MS, REST_MS, LAST_MS = 80, 500, 2000, 4000
-"""For how long a frame stays: on the way, in a unit of time, at rest, at the end."""
+"""Duration of a frame: while moving, per unit of time, at rest, and at the end."""
 
 Frames = Iterator[tuple[Figure, int]]
-"""Pictures, and for how many ms each is shown."""
+"""Pictures, and the milliseconds for which each is shown."""
 
 
 class Animation(NamedTuple):
@@ -70,11 +70,13 @@ def digest(animation: Animation) -> str:
 
 
 def draw_animation(animation: Animation, path: Path) -> None:
-    """Write the GIF; what it was drawn from is in its comment as a digest."""
+    """Write the GIF. Its comment contains a digest of the drawn data."""
     figures, durations = zip(*animation.frames(), strict=True)
     images = [_as_image(figure) for figure in figures]
     width, height = images[0].size
-    sheet = Image.new("RGB", (width, 3 * height))  # for colors: the first, middle and last frame
+    sheet = Image.new(
+        "RGB", (width, 3 * height)
+    )  # the first, middle and last frame determine the colors
     for row, image in enumerate((images[0], images[len(images) // 2], images[-1])):
         sheet.paste(image, (0, row * height))
     palette = sheet.quantize(COLORS)
@@ -98,7 +100,8 @@ def _as_image(figure: Figure) -> Image.Image:
 
 
 def from_gpipe_to_1f1b() -> Animation:
-    """Animate how the ranks change to one forward, one backward, beginning with the last rank."""
+    """Animate how the ranks change to one forward and one backward, beginning with the last
+    rank."""
     p, m = 4, 8
     first, last = build_schedule("gpipe", p, m), build_schedule("1f1b", p, m)
     steps = [("GPipe", _run(first))]
@@ -187,7 +190,7 @@ def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
         for (text, before), (next_text, after) in pairwise(steps):
             yield _moving_frame(title, timelines, text, before), REST_MS
             if set(before.times) != set(after.times):
-                continue  # cut in two: nothing moves
+                continue  # splitting a pass moves nothing
             for move in range(1, MOVES):
                 share = Fraction(move, MOVES)
                 eased = share * share * (3 - 2 * share)  # slow at both ends

@@ -1,13 +1,12 @@
-"""The tutorial's TEST_RESULTS.md, the tables in its pages, and its pictures of records.
+"""Make the tutorial's TEST_RESULTS.md, the tables in its pages, and its pictures of records.
 
     python results/lab/tutorial/pages.py --write
     python results/lab/tutorial/pages.py --check
 
---write makes all of it anew from pipedream_tutorial/records/, the closed forms and the simulator:
-type it after any change of a schedule, a formula or a record. --check writes nothing and ends with
-code 1 where a page or a picture is not what --write would make.
-
-In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is made here.
+--write makes all of them again from pipedream_tutorial/records/, the closed forms and the
+simulator. Run it after any change of a schedule, a formula or a record. --check writes nothing and
+ends with code 1 if --write would change a page or a picture. In a page, this program generates the
+text between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 import argparse
@@ -91,14 +90,15 @@ ACTIVATIONS = {
     "dualpipe": "p+1",
     "chimera": "p/2 + 1 + min(r, p-1-r)",
 }
-"""Closed forms of the microbatches that rank r holds at most."""
+"""Closed forms of the most microbatches that rank r holds."""
 VERSIONS = {
     "pipedream": ("p-s", "p-1-s, first min(i, p-1-s)"),
     "pipedream-vertical": ("p", "p-1, first min(i, p-1)"),
     "pipedream-no-stash": ("1", "p-1-s, first min(i, p-1-s), and forward and backward differ"),
     "pipedream-2bw": ("2 (a batch has p-1 microbatches or more)", "1 batch, 0 in the first"),
 }
-"""Of the schedules without a flush: weight versions on stage s, updates behind at microbatch i."""
+"""For schedules without a flush: weight versions on stage s, and updates by which microbatch i is
+behind."""
 
 
 def activation_table() -> str:
@@ -144,7 +144,7 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
-    """Return name -> the table of that name."""
+    """Return the tables by name."""
     records = load_records(folder / "records")
     study = _load(folder / "records/cpu-staleness.json")
     return {
@@ -245,7 +245,7 @@ def stale(folder: Path) -> list[str]:
 
 
 def write(folder: Path) -> list[str]:
-    """Write what is not up to date; the names of those files."""
+    """Write the files that are not up to date, and return their names."""
     names, texts, drawings = stale(folder), pages(folder), pictures(folder)
     for name in names:
         if name in texts:
@@ -256,7 +256,7 @@ def write(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write or check, and say which files it was about."""
+    """Write or check, and print the names of the files."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="make pages and pictures anew")

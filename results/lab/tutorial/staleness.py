@@ -2,8 +2,8 @@
 
     python results/lab/tutorial/staleness.py pipedream_tutorial/records/cpu-staleness.json
 
-Learning rates are per batch: the loss of a microbatch is divided by the microbatches of a batch
-(see StageTrainer)."""
+Learning rates are per batch, because the loss of a microbatch is divided by the number of
+microbatches in a batch (see StageTrainer)."""
 
 import json
 import math
@@ -31,11 +31,10 @@ def gradient_errors(
     seeds: Sequence[int],
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Gradient errors over depths, learning rates and schedules (`mode`), from real runs.
-
-    Medians over microbatches and seeds, the first p of each run left out: the pipeline was filling,
-    and no weight had changed under them. median_staleness_error: against the gradient at the
-    current weights.
+    """Return gradient errors over depths, learning rates and schedules (`mode`), from real runs.
+    They are medians over microbatches and seeds. The first p microbatches of each run are left out,
+    because no weight had changed while the pipeline was filling. median_staleness_error: compared
+    with the gradient at the current weights.
     """
     rows = []
     for p, rate, mode in product(num_stages, learning_rates, modes):

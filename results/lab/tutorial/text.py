@@ -129,8 +129,9 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """Return the GPUs' records with the most stages: each kind of work, below it a table for each
-    record; of records of the same runs the one predicted worst has it, the others have a line."""
+    """Return the sections for the GPUs' records with the most stages. Below each kind of work,
+    there is a table per record. Of records of the same runs, the one with the worst prediction has
+    a table, and the others have a line."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
     most = max((record["num_stages"] for record in on_gpu.values()), default=0)
     groups: dict[str, dict[str, Record]] = {}

@@ -1,15 +1,15 @@
-"""Memory and traffic of data, tensor and pipeline parallelism and their hybrids, by formula.
+"""Compute the memory and traffic of data, tensor and pipeline parallelism and their hybrids by
+formulas.
 
 P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Per parameter: 2
 bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two Adam moments;
-Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count
-them, 34 b T D bytes per block with 2-byte elements and dropout, the attention scores not kept (as
-flash attention or selective recomputation has it). A collective over n devices is a ring: each
-device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, twice that for an
-all-reduce.
-
-Bytes are exact fractions. Not counted: a framework's buffers, fragmentation, padding of the
-vocabulary, the loss's few numbers, and everything that overlaps or does not overlap with computing.
+Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as by Korthikanti et al.
+(2205.05198): 34 b T D bytes per block with 2-byte elements and dropout. Attention scores are not
+kept, as with flash attention or selective recomputation. A collective over n devices is a ring.
+Each device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, and twice as
+many for an all-reduce. Bytes are exact fractions. The following are not counted: a framework's
+buffers, fragmentation, padding of the vocabulary, the few numbers of the loss, and overlap with
+computation.
 """
 
 import textwrap
@@ -65,7 +65,7 @@ class Layout:
 
     title: str
     data: int = 1
-    """Copies of the model that each take a share of the batch."""
+    """Copies of the model, each with a share of the batch."""
     tensor: int = 1
     """Devices that share every block, t."""
     pipeline: int = 1
@@ -75,9 +75,9 @@ class Layout:
     sequence_parallel: bool = False
     """Between tensor-parallel parts, the sequence is also cut."""
     schedule: str = "1f1b"
-    """Of the pipeline: one with a single stage per rank, or zb-v."""
+    """Schedule of the pipeline: one with a single stage per rank, or zb-v."""
     logit_bytes: int = 4
-    """Of each logit that is kept for the backward pass."""
+    """Bytes of each logit that is kept for the backward pass."""
 
     @property
     def in_v(self) -> bool:
@@ -96,7 +96,8 @@ class Cost:
     activations: Fraction
     sent: Fraction
     idle: Fraction
-    """Share of a step in which a device waits for its pipeline; F = I = W, no time to send."""
+    """Share of a step in which a device waits for its pipeline, with F = I = W and instant
+    messages."""
 
     @property
     def memory(self) -> Fraction:
@@ -111,7 +112,7 @@ def ring_share(devices: int) -> Fraction:
 def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Cost:
     """Return the cost of a step over `sequences` sequences, `microbatch` of them at a time.
 
-    Raises UserError for what cannot be cut evenly, and for ZeRO-2 or 3 inside a pipeline.
+    Raises UserError for sizes that cannot be divided evenly, and for ZeRO-2 or 3 inside a pipeline.
     """
     k = _microbatches(model, layout, sequences, microbatch)
     form, case = _pipeline(layout, k)
@@ -155,10 +156,9 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
-    """Count one device's parameters. Only layers' matrices are cut over tensor-parallel devices.
-
-    With more than one stage the first and the last both hold the tied embedding. In a V both are
-    on device 0, which needs it once.
+    """Count one device's parameters. Only the matrices of layers are sharded over tensor-parallel
+    devices. With several stages, the first and the last both hold the tied embedding. In a V, both
+    are on device 0, which needs it once.
     """
     d, blocks = model.hidden, model.layers // layout.pipeline
     cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
@@ -179,7 +179,7 @@ def _memory(
     n = stage_parameters(model, layout, stage)
     share = [Fraction(1, layout.data if layout.zero >= level else 1) for level in (3, 2, 1)]
     weights = ELEMENT_BYTES * n * share[0] * form.peak_versions(case, stage)
-    if layout.zero == 3 and layout.data > 1:  # the layer at work is gathered whole
+    if layout.zero == 3 and layout.data > 1:  # the current layer is gathered whole
         largest = max(model.block_parameters, model.embedding_parameters)
         weights += ELEMENT_BYTES * Fraction(largest, layout.tensor)
     return (
@@ -205,7 +205,7 @@ def _activations(
     tokens, t = microbatch * model.sequence, layout.tensor
     between = Fraction(tokens * model.hidden, t if layout.sequence_parallel else 1)
     kept = model.layers // layout.pipeline * block_activations(model, layout, microbatch)
-    if stage == 0:  # the dropout mask behind the embedding
+    if stage == 0:  # the dropout mask after the embedding
         kept += between
     if stage == layout.pipeline - 1:  # inputs of the last norm and of the projection; logits
         kept += 4 * between + Fraction(layout.logit_bytes * tokens * model.vocabulary, t)
@@ -250,11 +250,11 @@ def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> d
 
 
 def _halves(model: Model, layout: Layout, stage: int) -> int:
-    """Reduce-scatters and all-gathers of [b, T, D] a microbatch; an all-reduce is one of each.
-
-    A block has 2 all-reduces in its forward and 2 in its backward pass. With sequence parallelism
-    they are written as their halves, and 2 all-gathers come on top: inputs that were kept cut are
-    gathered again for the weights' gradients. Embedding and projection are cut by vocabulary.
+    """Return the number of reduce-scatters and all-gathers of [b, T, D] per microbatch. An
+    all-reduce counts as one of each. A block has 2 all-reduces in its forward pass and 2 in its
+    backward pass. With sequence parallelism, these are split into their halves, and there are 2
+    more all-gathers, because sharded inputs are gathered again for the weights' gradients. The
+    embedding and the projection are sharded by vocabulary.
     """
     blocks = model.layers // layout.pipeline
     first, last = stage == 0, stage == layout.pipeline - 1

@@ -1,10 +1,11 @@
-"""The tutorial as a static site: its pages as HTML, explorer, pictures, notebook. No network.
+"""Build the tutorial as a static site: its pages as HTML, the explorer, pictures and the notebook.
+No network.
 
     python results/lab/tutorial/website.py --output site --repository OWNER/NAME
 
-Links between pages stay relative, so the site also opens from a folder. With --repository links
-out of the tutorial lead to GitHub, a badge opens the notebook in Colab, and the notebook fetches
-the tutorial there.
+Links between pages stay relative, so the site also opens from a folder. With --repository, links to
+files outside the tutorial lead to GitHub, a badge opens the notebook in Colab, and the notebook
+fetches the tutorial there.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import checkout
 from markdown_it import MarkdownIt
 
 TUTORIAL = checkout.ROOT / "pipedream_tutorial"
-BRANCH = "gh-pages"  # what the workflow pushes the site to, and Colab reads the notebook from
+BRANCH = (
+    "gh-pages"  # the workflow pushes the site to this branch, and Colab reads the notebook from it
+)
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
