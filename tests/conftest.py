@@ -1,4 +1,4 @@
-"""Shared helpers: run the script as a user does or in warm processes, hide the Hub."""
+"""Shared helpers: run the script as a user does or in warm processes, and hide the Hub."""
 
 import functools
 import gc
@@ -17,16 +17,16 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
-# A shell without job control has what it starts in the background ignore Ctrl-C; nohup, hang-ups.
+# Background processes of a shell without job control ignore Ctrl-C, and nohup ignores hang-ups.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Not what `plan --calibrate` measured here.
+# Ignore the measurements of `plan --calibrate` on this machine.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
-# What clean_environment sets and a test may want away.
+# Variables of clean_environment that a test may want to remove
 HIDDEN_HUB = "HF_HUB_OFFLINE"
 
-# Small enough that importing torch is most of a run.
+# These runs are so small that they mostly import torch.
 SMALL = {
     "model": "gpt2-tiny",
     "dataset": str(small_text()),
@@ -47,7 +47,7 @@ LAUNCHER_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    """Remove the variables that a run which an earlier test started in this process has set."""
+    """Remove the variables that an earlier test's run has set in this process."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -67,7 +67,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 def run_command(
     command: list[str], *, timeout_s: float = 240, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in its own process group, all of which is killed at the time limit."""
+    """Run a command in its own process group. The whole group is killed at the time limit."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -148,7 +148,7 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
     )
 
 
-# Files that take longest, in the order in which they are best begun; all others follow.
+# The slowest files, in the best order to start them. All others follow.
 LONGEST_FIRST = (
     "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py",
@@ -176,7 +176,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the cache and the Hub appear empty, whatever this machine has."""
+    """Make the cache and the Hub appear empty."""
 
     def fetch_folder(repo_id: str, *_: object, **__: object) -> None:
         raise OSError(f"{repo_id} is hidden from unit tests")

@@ -1,4 +1,4 @@
-"""Warm processes: a server that has imported slow packages forks the processes of a job.
+"""Run jobs in warm processes, which a server forks after importing slow packages.
 
     pool = Pool(HEAVY)
     result = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
-# Modules to import before the first job; "name.*" is a package with all that is in it, and
+# Modules to import before the first job. "name.*" means a package with all its modules, and
 # "name:function" is called.
 LIGHT = (
     f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*",
@@ -47,10 +47,10 @@ HEAVY = (
     f"{PACKAGE}.start.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
-GRACE_S = 10.0  # for the others, once one process has failed
+GRACE_S = 10.0  # time for the other processes after one has failed
 FAILED = 70  # exit code of a job's function that raised
-# Below those that Linux gives to connections (ip_local_port_range): a launcher may need seconds
-# before it listens, and in these no connection takes the port meanwhile.
+# These ports are below those that Linux gives to connections (ip_local_port_range). Otherwise a
+# connection could take the port in the seconds before a launcher listens on it.
 PORTS = range(10_000, 29_000)
 
 
@@ -62,7 +62,7 @@ def free_port() -> int:
             with socket.create_server(("127.0.0.1", port)):
                 return port
         except OSError:
-            continue  # somebody does
+            continue  # another process listens on it
 
 
 class Pool:
@@ -83,7 +83,8 @@ class Pool:
         given = pickle.dumps(arguments)
         codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if -signal.SIGSEGV in codes:
-            # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
+            # This happened in one of two runs of the whole suite, inside gloo. None of our code is
+            # native.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
             codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if any(codes):
@@ -161,9 +162,9 @@ def serve(modules: Iterable[str]) -> None:
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork could hang"
     gc.collect()
-    gc.freeze()  # what is imported is not looked at again, nor copied when it would be
+    gc.freeze()  # garbage collection then ignores the imports and does not copy their memory
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints does not get between the answers
+    os.dup2(2, 1)  # so that printed text does not mix with the answers
     for line in sys.stdin:
         answers.write(json.dumps(_fork(json.loads(line))) + "\n")
         answers.flush()
@@ -178,7 +179,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
         if child == 0:
             os.setpgid(0, children[0] if children else 0)
             _work(job, rank, port)
-        with contextlib.suppress(OSError):  # the first of the two events
+        with contextlib.suppress(OSError):  # the first of two events
             os.setpgid(child, children[0] if children else child)
         children.append(child)
     codes: dict[int, int] = {}
@@ -194,7 +195,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
             end = float("inf")
         else:
             time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):  # processes that they have left behind
+    with contextlib.suppress(ProcessLookupError):  # child processes that remain
         os.killpg(children[0], signal.SIGKILL)
     return [codes[child] for child in children]
 
@@ -221,7 +222,7 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
             _call(job["function"], folder, rank)
         code = 0
     except SystemExit as end:
-        if isinstance(end.code, str):  # as Python says it, where it is not caught
+        if isinstance(end.code, str):  # as Python prints it if it is not caught
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -134,7 +134,7 @@ def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_
     assert list(tmp_path.iterdir()) == []
     assert run("--num_gpus", "3", process=rank(0)) == 2
     assert "--num_gpus 3 but the launcher started 2 processes" in capsys.readouterr().err
-    # On several machines the processes of each are counted.
+    # On several machines, the option counts the processes of each machine.
     assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
     assert "= 8 replicas x" in capsys.readouterr().out
 

@@ -41,7 +41,7 @@ def listed(file: str) -> list[Requirement]:
 
 def imported(*patterns: str) -> set[str]:
     """Return the packages that files import, except Python's own and those of the checkout. A
-    module that is not installed stands for itself."""
+    module that is not installed counts as its own package."""
     found = set()
     for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -104,6 +104,6 @@ def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python
 
 def test_the_loop_names_no_strategy():
     text = (ROOT / "distributed_training/train/loop.py").read_text().lower()
-    # But topology.tp, an axis.
+    # This does not mean topology.tp, which is an axis.
     names = [*list_strategies(), "ddp", "zero", "deepspeed", "native"]
     assert [name for name in names if re.search(rf"(?<![.\w]){name}\b", text)] == []

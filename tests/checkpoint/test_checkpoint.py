@@ -207,7 +207,7 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
 
 
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
-    """The file is large enough to be read in pieces."""
+    """Use a file that is large enough to be read in pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
     engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]

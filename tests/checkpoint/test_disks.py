@@ -22,7 +22,7 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Return what each rank saw after two checkpoints and a failed third one."""
+    """Return the observations of each rank after two checkpoints and a failed third one."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(

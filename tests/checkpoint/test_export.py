@@ -237,7 +237,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
 
 
 def test_a_finished_run_is_trained_further(run_dir, tmp_path):
-    """With adapters and a constant rate it equals a run that was longer from the start."""
+    """With adapters and a constant rate, the run equals one that was longer from the start."""
     base = run_dir / "hf"
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
     values |= {"lr_schedule": "constant", "warmup_steps": 0}

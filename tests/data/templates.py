@@ -1,13 +1,13 @@
 """Chat templates in the shapes of published families, in our own words.
 
-TEMPLATES maps a name to (template, Shape). The shape says what each answer begins and ends with as
+TEMPLATES maps a name to (template, Shape). The shape has the text before and after each answer as
 the model sees it. It was derived by hand from the published format, not from the template."""
 
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A template, and the text of an answer as the model sees it when it is asked."""
+    """Template, and the text around an answer as the model sees it when it generates the answer."""
 
     template: str
     before: str  # text that the model writes before the content of an answer

@@ -15,7 +15,7 @@ from tests.support import refused
 
 
 def write(file, *texts):
-    """Write records of text in the format that the name of the file tells."""
+    """Write records of text in the format of the file's suffix."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     if file.suffix == ".json":

@@ -1,4 +1,4 @@
-"""A text cut into pieces gives the same ids as the whole text."""
+"""Test that a text cut into pieces gives the same ids as the whole text."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pie
     text += "x"  # a blank text has no pieces
     text_pieces = list(cut_text(blocks_of(text, sizes)))
     assert "".join(piece.text for piece in text_pieces) == text
-    assert text_pieces == list(cut_text([text]))  # whatever the sizes of the blocks
+    assert text_pieces == list(cut_text([text]))  # for all sizes of blocks
     assert [piece.ends for piece in text_pieces] == [False] * (len(text_pieces) - 1) + [True]
     assert [piece.begins for piece in text_pieces] == [True] + [False] * (len(text_pieces) - 1)
     assert ids_of(tokenizer, text_pieces) == tokenizer.encode_batch([text])[0].tolist()

@@ -1,4 +1,4 @@
-"""Test records in the shapes that people use."""
+"""Test records of all supported shapes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A template that fails gives a one-line error, whatever it does, and the process that renders is
+"""Test that any failure of a template gives a one-line error, and that the rendering process is
 used again."""
 
 import pytest

@@ -85,8 +85,8 @@ QUESTIONS = [
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """Compare with a plain reading: ids outside the loss are no targets, and the end of the samples
-    is kept for validation. Texts come in several pieces, and these in several batches."""
+    """Compare with a simple implementation: ids outside the loss are not targets, and the last
+    samples are kept for validation. Texts have several pieces in several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
@@ -117,7 +117,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
     for block in blocks:
         targets = [i if trained else IGNORE_INDEX for i, trained in block[1:]]
         row = [(i, target) for (i, _), target in zip(block, targets, strict=False)][:seq_len]
-        if any(target != IGNORE_INDEX for _, target in row):  # else the answer is cut off
+        if any(target != IGNORE_INDEX for _, target in row):  # otherwise the answer is cut off
             expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))
             lengths.append(len(row))
 

@@ -1,7 +1,6 @@
-"""Tokenizers without tokenizer.json, slow and fast, against `AutoTokenizer` on the same folder.
-
-They use a real tokenizer.model, vocab.txt or bytes, with tokens added in each of the files that may
-add them."""
+"""Compare slow and fast tokenizers without tokenizer.json with `AutoTokenizer` on the same folder.
+They use a real tokenizer.model, vocab.txt or bytes. Tokens are added in each file that may add
+them."""
 
 import importlib
 import io

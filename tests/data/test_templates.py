@@ -1,4 +1,4 @@
-"""Thirty chat templates against random conversations.
+"""Test thirty chat templates with random conversations.
 
 Texts and ids equal those of transformers. The loss covers exactly the answers, each once, after the
 text that the model sees when it is asked."""

@@ -1,4 +1,5 @@
-"""Tokenizers against transformers: the shipped one, and a model's own with its chat template."""
+"""Compare tokenizers with transformers: the shipped one, and a model's own with its chat
+template."""
 
 import json
 import os
@@ -20,7 +21,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Token
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
-# Like Qwen3's template: each turn between marks, and thoughts only in the last answer
+# Like Qwen3's template, with each turn between marks and reasoning only in the last answer
 TURNS = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
     {{- '<|turn|>' + message.role + '\\n' }}

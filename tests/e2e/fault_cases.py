@@ -1,4 +1,4 @@
-"""The script with a fault on the way, for the fault tests.
+"""Run the script with a fault, for the fault tests.
 
 tests.pool calls these functions on every rank. Each ends with the exit code of the script."""
 
@@ -62,7 +62,7 @@ def without_step(job: dict[str, Any]) -> None:
 
 
 def with_rank_1_stopped(job: dict[str, Any]) -> None:
-    """Stop something on rank 1 in step 5, with short time limits."""
+    """Stop a part of rank 1 in step 5, with short time limits."""
     # On a busy machine, a healthy thread may not report for seconds.
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
     right, calls = native.NativeEngine.train_step, []
@@ -72,7 +72,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
         if len(calls) == 5 and os.environ["RANK"] == "1":
             if job["how"] == "fails":
                 raise RuntimeError("a fault made on purpose")
-            time.sleep(2)  # for a sign of life from here
+            time.sleep(2)  # so that this rank sends a heartbeat
             if job["how"] == "frozen":
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
@@ -83,14 +83,14 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 
 
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Freeze a rank once the model is written and the record says so."""
+    """Freeze a rank after the model has been written and recorded."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
     right = training.train
 
     def train(*arguments: Any) -> int:
         code = right(*arguments)
         if os.environ["RANK"] == str(job["rank"]):
-            time.sleep(2)  # for a sign of life from here
+            time.sleep(2)  # so that this rank sends a heartbeat
             os.kill(os.getpid(), signal.SIGSTOP)
         return code
 
@@ -134,7 +134,7 @@ def with_full_disk(job: dict[str, Any]) -> None:
 
 
 def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
-    """Send Ctrl-C before training, where a library turns it into an error of its own."""
+    """Send Ctrl-C before training, while a library turns it into its own error."""
 
     def build_engine(*_: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
+"""Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
 It answers what huggingface_hub and datasets request to list a data set, to download a file, and to
 upload a model with the token TOKEN. `behavior` selects a fault: it "refuses" every file with 404,
@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(listed if rest or inside else about)
 
     def _send_file(self, content: bytes) -> None:
-        """Send a file, from where an interrupted download continues."""
+        """Send a file from the position at which an interrupted download continues."""
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if first:

@@ -26,8 +26,8 @@ def enter(node: Node) -> None:
 
 
 def with_torchrun(job: dict[str, Any]) -> None:
-    """Run torchrun's agent on the node of this number. It continues alone if the other one does not
-    come back. Its processes run `_unplugged`."""
+    """Run torchrun's agent on the node of this number. It continues alone if the other agent does
+    not return. Its processes run `_unplugged`."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -40,7 +40,9 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
     def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
         found = right(self)
-        self.settings.timeout._last_call = timedelta(seconds=1)  # the first time, for the other
+        self.settings.timeout._last_call = timedelta(
+            seconds=1
+        )  # the first wait for the other agent
         return found
 
     DynamicRendezvousHandler.next_rendezvous = next_rendezvous

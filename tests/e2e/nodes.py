@@ -1,7 +1,6 @@
-"""Nodes as network namespaces, each with an address, a host name and a disk of its own.
-
-Nothing has a name outside the namespaces, so namespaces, links and mounts disappear when the last
-process in them ends."""
+"""Simulate nodes with network namespaces, each with its own address, host name and disk.
+Namespaces, links and mounts have no names outside, so they disappear when the last process in them
+ends."""
 
 import contextlib
 import os
@@ -14,7 +13,7 @@ import pytest
 
 _WAIT = "echo ready; exec cat"
 _SWITCH = f"ip link add switch type bridge; ip link set switch up; {_WAIT}"
-# Its disk, and its own name at loopback as on Debian.
+# Mount the node's disk, and map its name to loopback as on Debian.
 _NODE = f"""
 mount --make-rprivate /
 mount -t tmpfs own "$1"
@@ -45,7 +44,7 @@ class Node:
 
 
 def unplug(switch: int, name: str) -> None:
-    """Pull a node's cable out of the switch."""
+    """Disconnect a node from the switch."""
     _run(*_inside(switch, "--net"), "ip", "link", "set", name, "down")
 
 

@@ -99,8 +99,8 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line on stderr that has `words`, exit code 2, no traceback. A command that the line ends
-    with is on a second line."""
+    """Check that stderr has one line with `words` and no traceback, and that the exit code is 2. A
+    command at the end of the line is on a second line."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == 2, text
     assert "Traceback" not in result.stdout + result.stderr, text
@@ -149,7 +149,7 @@ def processes_with(log: Path) -> list[psutil.Process]:
 def wait_for(
     what: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
 ) -> None:
-    """Wait until `what()` is true. Fail if the process ends or the time runs out before."""
+    """Wait until `what()` is true. Fail if the process ends or the time runs out first."""
     end = time.monotonic() + timeout_s
     while not what():
         ended = process.poll()

@@ -1,5 +1,5 @@
-"""`strategy` "auto": values that are set stay, and a run out of memory restarts with a strategy
-that needs less."""
+"""Test `strategy` "auto": values that are set stay, and a run that runs out of memory restarts with
+a strategy that needs less."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""Every mistake gives one line with what is wrong, why, and what to type instead; exit code 2; and
-no files."""
+"""Test that every mistake gives exit code 2, no files, and one line that says what is wrong, why,
+and what to type instead."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from tests.conftest import SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import assert_refused, launcher_command, run_folders
 from tests.pool import ROOT, SCRIPT
 
-# Name -> (arguments of the script, words of the answer). There is one of each kind here; the tests
-# of the rooms check all other refusals.
+# Name -> (arguments of the script, words of the answer). There is one case of each kind. The tests
+# of each room check all other errors.
 COMMAND_LINES = {
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
     "key without value": ("--set batch_size", ["batch_size", "--set key=value"]),

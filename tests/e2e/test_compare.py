@@ -1,4 +1,5 @@
-"""`compare` as a user types it: stopped, started again, and with a strategy that cannot run."""
+"""Test `compare` as a user types it: stopped, started again, and with a strategy that cannot
+run."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The command `data` shows what a run trains on."""
+"""Test that the command `data` shows the training data of a run."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
 @pytest.mark.parametrize(
     ("template", "code", "words"),
     [
-        # An empty template is used as well: ours does not take its place.
+        # An empty template is also used and not replaced with ours.
         ("", 2, "line 1 cannot be rendered by the chat template"),
         ("{% generation %}a{% endgeneration %}", 0, "samples            0"),  # one token
         ("{% generation %}{% endgeneration %}ab", 0, "left out           1 no answer to train on"),

@@ -1,8 +1,7 @@
-"""The commands of CLUSTER_QUICKSTART.md: a plan, the job that it writes, and the job on two nodes,
-stopped at its time limit, queued again and resumed.
-
-The nodes are network namespaces, and srun and scontrol are stand-ins of a few lines. The agents,
-the processes and the run are real."""
+"""Run the commands of CLUSTER_QUICKSTART.md: make a plan, write its job, and run the job on two
+nodes, where it is stopped at its time limit, queued again and resumed. The nodes are network
+namespaces, and short scripts replace srun and scontrol. The agents, the processes and the run are
+real."""
 
 import os
 import shlex

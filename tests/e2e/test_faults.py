@@ -1,5 +1,6 @@
-"""A rank stops, fails or is killed, or the launcher, the terminal, the reader or the disk
-disappears. The run ends soon, its record says why, and no process remains."""
+"""Test faults: a rank stops, fails or is killed, or the launcher, the terminal, the reader or the
+disk disappears. The run must end soon, its record must have the reason, and no process may
+remain."""
 
 import platform
 import re

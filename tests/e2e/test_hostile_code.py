@@ -1,4 +1,4 @@
-"""Run every command on folders from a stranger that name code. None of the code runs."""
+"""Run every command on untrusted folders that name code, and check that none of the code runs."""
 
 import json
 import shutil
@@ -156,7 +156,7 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
 
 
 def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
-    """This concerns the processes that render templates, judge a DeepSpeed JSON and inspect the
+    """This concerns the processes that render templates, check a DeepSpeed JSON and inspect the
     machine."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")

@@ -1,4 +1,5 @@
-"""The Hub against a stub on loopback that serves, refuses, cuts off, never answers, or is gone."""
+"""Test use of the Hub with a stub on loopback that serves, refuses, cuts off, never answers, or has
+ended."""
 
 import functools
 import io
@@ -82,7 +83,7 @@ def assert_decided(result, **values):
 
 
 def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, tmp_path):
-    """Only rank 0 asks the Hub, so that no two ranks can end up with different data."""
+    """Only rank 0 asks the Hub, so ranks cannot have different data."""
     with serve(wikitext) as hub:
         assert_ok(run(hub.endpoint, {"dataset": "wikitext-2", "max_steps": 2}, start=TRAIN_2))
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]

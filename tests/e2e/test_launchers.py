@@ -1,6 +1,6 @@
-"""One training as documents print it, as on GPUs, under torchrun, and under DeepSpeed's launcher.
-
-All end with exit code 0, leave no process, build nothing, and agree with one process."""
+"""Run the same training as in the documents, as on GPUs, under torchrun, and under DeepSpeed's
+launcher. All must end with exit code 0, leave no process, build nothing, and agree with one
+process."""
 
 import os
 import sys

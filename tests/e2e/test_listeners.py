@@ -1,5 +1,5 @@
-"""No other machine can reach a run on one machine, and a run never executes data that it
-receives."""
+"""Test that no other machine can reach a run on one machine, and that a run never executes received
+data."""
 
 import base64
 import ipaddress

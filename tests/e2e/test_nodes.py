@@ -31,7 +31,8 @@ def run_on(nodes, values, case="on_each_node", **job):
 
 
 def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
-    """It continues by itself from the last checkpoint, with the same global batch."""
+    """The remaining node continues automatically from the last checkpoint, with the same global
+    batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
     said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said

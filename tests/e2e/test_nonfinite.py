@@ -1,4 +1,5 @@
-"""A loss or gradient that is not finite stops the run, or is skipped if `on_nonfinite` says so."""
+"""Test that a loss or gradient that is not finite stops the run, or is skipped if `on_nonfinite`
+requests it."""
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_skip_and_rollback_are_a_run_without_that_batch(strategy, tmp_path):
 
 
 def test_rollback_is_done_once_and_from_a_checkpoint(tmp_path):
-    # Steps are counted as they are done: 5, back to 3, 4, over 5, 6.
+    # The steps run in this order: 5, back to 3, 4, skip 5, 6.
     said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
     assert "after step 5 was skipped" in said
     said = run("dp", tmp_path / "early", steps=[EVERY - 1], on_nonfinite="rollback")

@@ -1,5 +1,5 @@
-"""`parity` as a user types it: layouts that compute the same, and one that loses part of a
-gradient."""
+"""Test `parity` as a user types it, with layouts that compute the same and one that loses a part of
+a gradient."""
 
 import json
 

@@ -1,8 +1,6 @@
-"""The commands that the documents print, and every run.sh, as far as a dry run goes.
-
-Every line runs as printed on warm processes, with --dry-run added if it has none. test_launchers.py
-trains with a run.sh. A dry run is fast, needs no torch, starts and creates nothing, and predicts
-what a run does."""
+"""Test the commands in the documents, and every run.sh, with dry runs. Every line runs as printed
+in warm processes, with --dry-run added if necessary. test_launchers.py trains with a run.sh. A dry
+run is fast, needs no torch, and starts and creates nothing."""
 
 import functools
 import json
@@ -27,7 +25,7 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Files, runs and folders that the reader has or makes, and a mistake that is shown on purpose
+# Files, runs and folders that the reader has or makes, and a mistake that is shown deliberately
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed equals the run that was never stopped, bit for bit."""
+"""Test that a run that is stopped and resumed is bitwise equal to a run that was never stopped."""
 
 import functools
 import json
@@ -153,7 +153,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
-    """With DeepSpeed: the folder of an uninterrupted run, in its state after saving step 10."""
+    """With DeepSpeed, use the folder of an uninterrupted run in its state after saving step 10."""
     whole = uninterrupted("zero2")
     run_dir = tmp_path / "runs" / whole.name
     shutil.copytree(whole, run_dir)

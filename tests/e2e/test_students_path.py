@@ -1,8 +1,6 @@
-"""The commands that a student types from the guide, with a text of her own at a terminal of 80
-columns, and what she reads.
-
-Text, training, Ctrl-C, continuing, report, generation. Every printed line comes from the suite
-itself."""
+"""Run the guide's commands as a student types them, with her own text and a terminal of 80 columns:
+preview, training, Ctrl-C, continuing, report and generation. Every printed line must come from the
+suite itself."""
 
 import fcntl
 import json
@@ -30,7 +28,7 @@ LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Tr
 
 
 class Terminal:
-    """A command at a terminal of 80 columns, as its user sees it."""
+    """Command in a terminal of 80 columns, as its user sees it."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         keyboard, screen = pty.openpty()
@@ -55,7 +53,7 @@ class Terminal:
                 pytest.fail(f"{pattern!r} not shown within {limit_s} s:\n{self.text}")
             try:
                 self.text += os.read(self.keyboard, 65536).decode()
-            except OSError:  # the other end is closed
+            except OSError:  # the process has closed its end
                 return
 
     def end(self) -> int:

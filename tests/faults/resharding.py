@@ -35,7 +35,7 @@ WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
-NUM_STEPS = 6  # it is saved after half of them
+NUM_STEPS = 6  # runs are saved after half of these
 AT_ONCE = 40  # approximate number of pairs per job, which share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
@@ -60,7 +60,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
     "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
 }
-# Only among themselves: under any other strategy their keys would be other work.
+# These are only paired with each other, because their keys are not part of the work of other
+# strategies.
 LOCAL = {
     f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
     for count in (1, 2, 4)
@@ -91,7 +92,7 @@ def draw_ring(seed: int) -> list[Pair]:
 def reshard(
     pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
 ) -> dict[Pair, dict[str, float]]:
-    """Return how far the second half of each pair is from one process that was never stopped: the
+    """Compare the second half of each pair with one process that was never stopped. Return the
     largest relative differences of a loss and of a weight's 2-norm."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)

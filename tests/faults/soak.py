@@ -42,10 +42,10 @@ NUM_STEPS = 40
 SAVED_EVERY = 8
 HANG_S = 40
 FAULTS_A_MISSION = 3
-LIMIT_S = 200.0  # of one start
-RESERVE_S = 110.0  # before the end, from when on no fault begins
-WEEK_S = 7 * 86400.0  # subprocess takes no infinite limit
-TOLERANCE = 1e-4  # of a weight's 2-norm
+LIMIT_S = 200.0  # time limit of one start
+RESERVE_S = 110.0  # no fault begins in this time before the end
+WEEK_S = 7 * 86400.0  # subprocess accepts no infinite limit
+TOLERANCE = 1e-4  # relative to a weight's 2-norm
 TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
 # Strategy -> (processes, CONFIG).
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -70,22 +70,24 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-BUILDING = ("offload", "infinity")  # wait for extensions of DeepSpeed
+BUILDING = ("offload", "infinity")  # strategies that wait for DeepSpeed's extensions
 
 
 @dataclass(frozen=True)
 class Expected:
     """How a run must end after a fault."""
 
-    status: tuple[str, ...]  # of its record; "" where there may be none
-    named: str  # a pattern of the record's error, or of what was said
-    recorded_s: float = 15.0  # from the fault until the record says so
-    ended_s: float = 15.0  # until all processes have ended; a frozen one has 30 s to end by itself
-    removes: bool = False  # the run's folder, so that all its steps are lost
+    status: tuple[str, ...]  # accepted statuses of its record; "" if it may be missing
+    named: str  # pattern of the record's error, or of the output
+    recorded_s: float = 15.0  # time from the fault to its record
+    ended_s: float = (
+        15.0  # time until all processes have ended; a frozen one has 30 s to end by itself
+    )
+    removes: bool = False  # whether the run's folder is removed, so that all its steps are lost
 
 
 KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
-STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # what launchers give it to save in
+STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # times that launchers allow for saving
 FULL = Expected(("failed",), "is full.*--resume auto")
 FAULTS = {
     "killed": KILLED,
@@ -104,10 +106,10 @@ FAULTS = {
     "not finite": Expected(("failed",), r"not finite on ranks? ([\d, ]+, )?{rank}\b"),
     # The record remains if rank 0 writes it while the folder's files are removed.
     "folder removed": Expected(("", "failed"), r"was removed or renamed", removes=True),
-    # After the export, before the record says that the run is finished
+    # After the export, before the record is finished
     "killed after the export": KILLED,
     "frozen after the export": Expected(("failed",), r"(lost|waiting for) rank {rank}\b", 60, 100),
-    # After the record says so
+    # After the record is finished
     "killed at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)"),
     "frozen at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)", 60, 100),
 }
@@ -125,7 +127,7 @@ class Mission:
     num_faults: int
     cores: list[int]
     time_left: Callable[[], float]
-    warm: bool = False  # without launcher, on processes of tests.pool
+    warm: bool = False  # without a launcher, in processes of tests.pool
 
     def run(self) -> dict[str, Any]:
         """Run the mission. Return its row of the record."""
@@ -279,7 +281,7 @@ class Soak:
         self.undisturbed: dict[str, dict[str, Any]] = {}
         self.not_run: dict[str, str] = {}
         self.missions: list[dict[str, Any]] = []
-        self.broken: list[dict[str, Any]] = []  # the soak's own errors
+        self.broken: list[dict[str, Any]] = []  # errors of the soak itself
         self.struck = 0
         self.extensions = warm or not set(BUILDING) & set(strategies)
 
@@ -335,7 +337,7 @@ class Soak:
                 row = self.one(*found, slot)
                 with self.lock:
                     self._keep(row)
-            except Exception:  # one mission less, and it is said
+            except Exception:  # the mission is dropped, and the error is reported
                 with self.lock:
                     self.broken.append({"mission": found, "error": traceback.format_exc()[-2000:]})
             with self.lock:

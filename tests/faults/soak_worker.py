@@ -22,14 +22,14 @@ from distributed_training.checkpoint import saver
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.start import launch
 
-# Parts of it are large enough for infinity's files.
+# Parts of this model are large enough for infinity's files.
 SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
 JOB: dict[str, Any] = json.loads(os.environ["SOAK"])
 FOLDER = Path(JOB["folder"])
 KIND = JOB["kind"]
-# Kind -> (signal, whether the launcher gets it instead of the rank), in a step.
+# Kind -> (signal in a step, whether the launcher receives it instead of the rank)
 SIGNALS = {
     "killed": (signal.SIGKILL, False),
     "launcher killed": (signal.SIGKILL, True),
@@ -75,7 +75,7 @@ def strike_in_step(trainer: Any) -> None:
         shutil.rmtree(trainer.plan.run_dir, ignore_errors=True)
     elif KIND in ENDS and KIND.endswith("at the end"):
         strike_at(trainer.engine, "close")
-    elif KIND == "hangs":  # inside of the step, not before it is said to begin
+    elif KIND == "hangs":  # inside the step, after its start has been reported
 
         def hang(_batch: Any) -> None:
             struck()

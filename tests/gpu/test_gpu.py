@@ -29,7 +29,7 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
     str(index) for index in range(torch.cuda.device_count())
 )
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
-# fp32 without TF32; kernels for GPUs sum in other orders than one another.
+# fp32 without TF32. Kernels for GPUs sum in different orders.
 EAGER = {**BASE, "compile": False, "batch_size": 8}
 
 
@@ -82,7 +82,7 @@ def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
     torch.manual_seed(0)
     tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     found = []
-    for dropout in (0.0, 0.1):  # a model that drops has a mask
+    for dropout in (0.0, 0.1):  # a model with dropout has a mask
         documents = describe_documents(
             positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout
         )
@@ -95,8 +95,8 @@ def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
         torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
 
 
-NUM_REPLAYED = 30  # half-way, after the capture, cases.py evaluates
-# A step as one CUDA graph against the same launched op by op. DeepSpeed's have none.
+NUM_REPLAYED = 30  # cases.py evaluates halfway, after the capture
+# Steps as one CUDA graph, compared with the same steps launched op by op. DeepSpeed has no graphs.
 DROPPING = {"dropout": 0.2}
 REPLAYED = {
     1: {
@@ -209,7 +209,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
         "strategy": "dp", "batch_size": 2048, "max_length": 1024, "epochs": 1, "num_samples": -1,
         "output_dir": tmp_path, "compile": False, "eval_samples": 1, "checkpoint_every": 0,
     }  # fmt: skip
-    result = run_script(values, 1, "--force")  # else it is refused
+    result = run_script(values, 1, "--force")  # otherwise it is refused
     assert result.returncode == 1
     assert "Out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr

@@ -29,8 +29,8 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
 
 def test_published_figures():
     """Compare the exponents with those of the abstracts. At Chinchilla's own budget, the
-    replication finds about the 20 tokens per parameter that it was trained with, and the original
-    fit many more."""
+    replication gives about the 20 tokens per parameter with which it was trained, and the original
+    fit gives many more."""
     for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
         small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
         assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)

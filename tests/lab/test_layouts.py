@@ -46,7 +46,8 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     parts = explain(idle, pipeline, orders, (0, 1))
     expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
     assert parts == pytest.approx(expected)
-    # Stage 1 sets the pace: 1 + 2 x (2 + 4) + 2 long, while stage 0 works for 6 of it.
+    # Stage 1 sets the pace: the step takes 1 + 2 x (2 + 4) + 2, and stage 0 works for 6 of this
+    # time.
     idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
     parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
@@ -57,8 +58,8 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     ("before", "after", "left_over", "peak"),
     [
         ([0, 0], [0, 0], [0, 0], 130),
-        ([10, 10], [10, 40], [10, 10], 120),  # what the run itself leaves is its own
-        ([10, 60], [0, 60], [0, 60], 100),  # and what went away meanwhile counts
+        ([10, 10], [10, 40], [10, 10], 120),  # memory that the run itself leaves counts for the run
+        ([10, 60], [0, 60], [0, 60], 100),  # memory that was freed meanwhile also counts
     ],
 )
 def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak):

@@ -48,7 +48,8 @@ def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
     events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
     events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
     events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
-    # What the process does meanwhile counts for nothing, its steps but for their number.
+    # On a GPU, the activity of the process does not count, and of its steps only their number
+    # counts.
     events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
     events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
     rng.shuffle(events)

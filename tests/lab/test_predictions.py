@@ -13,11 +13,11 @@ def test_published_runs_on_gpus():
     memory = validate.memory_errors(rows)
     assert len(memory) > 80
     assert validate.share_within(memory, 0.05) >= 0.9
-    assert min(memory) > -0.16  # DDP's first buckets, where NCCL's watchdog is slow to let go
+    assert min(memory) > -0.16  # DDP's first buckets, which NCCL's watchdog releases late
     time = [row.time_error for row in rows]
     assert validate.share_within(time, 0.10) >= 0.8
-    assert validate.share_within(time, 0.25) >= 0.95  # the rest waits for slow hosts
-    # One minute of microbenchmarks on four H200s, and not one training run.
+    assert validate.share_within(time, 0.25) >= 0.95  # the others wait for slow hosts
+    # One minute of microbenchmarks on four H200s, without any training run
     calibrated = validate.calibrated_errors()
     assert validate.share_within(calibrated, 0.10) >= 0.8
     assert validate.share_within(calibrated, 0.25) >= 0.94

@@ -1,4 +1,5 @@
-"""Traces of a plan's runs: records of two processes, and what buckets and prefetch change."""
+"""Test traces of a plan's runs: records of two processes, and the effects of buckets and
+prefetch."""
 
 import json
 
@@ -68,11 +69,11 @@ def test_runs_of_two_processes(tmp_path):
     assert list(runs) == ["dp", "small buckets"]
     for name, run in runs.items():
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
-        for rank in run["ranks"]:  # as `overlap` tells of a run
+        for rank in run["ranks"]:  # as `overlap` describes a run
             parts = rank["traced_s"]
             assert min(parts["computing"], parts["communicating"], rank["timed_s"]) > 0, name
         assert run["timeline"]["step_us"] > 0
-    # Gathering for the traces' own sake is not among them.
+    # Collectives that only serve the traces are not included.
     assert runs["dp"]["ranks"][0]["operations"] == {"all-reduce": 1}
     assert runs["small buckets"]["ranks"][0]["operations"]["all-reduce"] > 4
     assert found["steps"]["timed"] == NUM_TIMED
@@ -84,5 +85,5 @@ def test_published_shares_are_the_runs(name):
     plan = json.loads((ROOT / f"results/plans/{name}.json").read_text())
     assert {**record["plan"], "command": plan["command"]} == plan  # commands change with the code
     assert record["shares"] == summarize(record["runs"])
-    measured = list(record["runs"])  # the first of the plan, as far as time allowed
+    measured = list(record["runs"])  # the first runs of the plan, until the time was over
     assert measured == list(record["plan"]["runs"])[: len(measured)]

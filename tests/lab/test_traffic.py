@@ -107,7 +107,7 @@ PP = {"strategy": "pp", "batch_size": 2, "grad_accum_steps": 16}
 HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16, "model": "gpt2-xl"}
 CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
 COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
-QUOTED = [  # folder, what it says, processes, rank, axes, CONFIG with one replica's batch
+QUOTED = [  # folder, quoted text, processes, rank, axes, CONFIG with one replica's batch
     ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
     ("8_tensor_parallel", "it sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
     ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
@@ -130,7 +130,7 @@ def test_worked_examples(folder, said, processes, rank, axes, words):
     values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
     config = build_config(values)
     mesh = draft_plan(config, this_machine(CPU_MACHINE, processes, processes)).mesh
-    # A page's batch_size sequences in each of grad_accum_steps micro-batches are a replica's.
+    # On a page, each replica has grad_accum_steps micro-batches of batch_size sequences.
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
     assert not odd

@@ -1,4 +1,4 @@
-"""Tiny random folders of more than twenty kinds of decoder, as transformers writes them."""
+"""Make tiny random folders of more than twenty kinds of decoder, as transformers writes them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Configs, indexes of weights and adapters from a stranger are refused in one line, at once."""
+"""Test that invalid configs, indexes of weights and adapters are refused at once, in one line."""
 
 import json
 import os

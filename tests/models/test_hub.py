@@ -1,4 +1,4 @@
-"""Decoders computed by transformers' own code in our frame, against transformers itself."""
+"""Compare decoders that run transformers' code in our frame with transformers itself."""
 
 import json
 import weakref
@@ -97,7 +97,7 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
 def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
-    """Nemotron's blocks drop them, and the others have attention of their own."""
+    """Nemotron's blocks drop them, and the others have their own attention."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 

@@ -1,5 +1,5 @@
-"""Traced costs of a block against the formulas for native models, and the strategies that cannot
-split such models."""
+"""Compare the traced costs of a block with the formulas for native models, and test the strategies
+that cannot split such models."""
 
 import dataclasses
 import json

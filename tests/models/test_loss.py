@@ -89,7 +89,7 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
 
 def test_chunks_by_default_cost_little(tmp_path):
     """Models with a small output layer use small chunks. With adapters, no gradient of the output
-    rows is added up."""
+    rows is accumulated."""
 
     def chunk(model, machine=GPU_MACHINE, **values):
         values = {"strategy": "dp", "precision": "bf16", "max_length": 1024, **values}

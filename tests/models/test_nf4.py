@@ -1,4 +1,5 @@
-"""Frozen matrices in NF4: their values, their bytes, and the results of a model that uses them."""
+"""Test frozen matrices in NF4: their values, their bytes, and the results of a model that uses
+them."""
 
 import pytest
 import torch

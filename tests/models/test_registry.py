@@ -1,4 +1,5 @@
-"""Models by name, by the path of a Hugging Face folder, and by the path of a family."""
+"""Test finding models by name, by the path of a Hugging Face folder, and by the path of a
+family."""
 
 import json
 from collections import Counter

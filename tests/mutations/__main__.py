@@ -43,9 +43,9 @@ class Mutation:
     """One change that the tests must notice."""
 
     name: str
-    breaks: str  # in one sentence
-    file: str  # from the repository's root
-    old: str  # is in the file exactly once
+    breaks: str  # description of the fault in one sentence
+    file: str  # path from the repository's root
+    old: str  # text that the file contains exactly once
     new: str
     tests: tuple[str, ...]  # node ids for pytest; in the list, names of sets of them
 

@@ -1,4 +1,5 @@
-"""Test what ranks agree on before the first step, and that a slow rank is waited for."""
+"""Test the values on which ranks agree before the first step, and that ranks wait for a slow
+one."""
 
 import os
 import threading
@@ -19,7 +20,7 @@ VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
 
 def plan_on_two_ranks(tmp_path, **of_rank_1):
-    """Return each rank's plan or error. Threads stand in for ranks, without a process group."""
+    """Return each rank's plan or error. Threads replace ranks, without a process group."""
     store = dist.HashStore()
 
     def plan(rank):

@@ -139,8 +139,8 @@ def test_gradients_are_those_of_rounded_weights_added_up_in_fp32():
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 assert parameter.dtype == parameter.grad.dtype == torch.float32
-                # The embedding is used at both ends, whose terms are added in fp32 here, in bf16
-                # there; a pipeline's stages have one use each.
+                # The embedding is used at both ends. The terms of its gradient are added in fp32 in
+                # one model and in bf16 in the other. In a pipeline, each stage uses it once.
                 used_twice = name == "token_embedding.weight"
                 far = float(expected[name].abs().max()) / 64 if used_twice else 0.0
                 torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=far)

@@ -37,15 +37,15 @@ from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
 from tests.support import save_now, started
 
-# Vocabulary, blocks and width of models that are deep enough to be cut into stages of unequal
-# length, or into two stages for each of four processes, and still small.
+# Vocabulary, blocks and width of small models that are deep enough for stages of unequal length, or
+# for two stages per process on four processes.
 _SHAPES = {
     "four-wide-layers": (2048, 4, 96),
     "six-layers": (2048, 6, 32),
     "eight-layers": (2048, 8, 32),
-    # Two more tokens than the tokenizer's: the embedding's rows are padded.
+    # This is two tokens more than the tokenizer has, so the rows of the embedding are padded.
     "eight-layers-2050": (2050, 8, 32),
-    # Parts of these are large enough for files, under infinity.
+    # Parts of these are large enough for infinity's files.
     "eight-wide-layers-2050": (2050, 8, 120),
 }
 for _name, (_vocabulary, _depth, _width) in _SHAPES.items():
@@ -60,12 +60,14 @@ llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
         intermediate_size=320,
     )
 )  # fmt: skip
-PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
+PROMPT = torch.tensor(
+    [[5, 700, 2047, 9, 9]]
+)  # no number of processes in these tests divides this length
 
 
 def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     """Return the result of `use` for each case on this rank."""
-    # Kernels that give the same sums each time.
+    # Use kernels that give the same sums each time.
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
     found, mine = {}, list[Any]()
     with open_group() as group:
@@ -128,7 +130,7 @@ def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
     logits = engine.logits(PROMPT)
     rounded = 1e-4 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
-    if (past := engine.past()) is not None:  # a text, then token by token
+    if (past := engine.past()) is not None:  # first a text, then single tokens
         cut = PROMPT.shape[1] // 2
         texts = [PROMPT[:, :cut], *PROMPT[:, cut:].split(1, dim=1)]
         pieces = torch.cat([engine.logits(text, past) for text in texts], dim=1)
@@ -196,7 +198,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     run.engine.close()
     run.engine = build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
-    # As on another number of processes, and without learning: nothing may move.
+    # Use another number of processes and a learning rate of 0, so nothing may change.
     run.engine.load(saved, counters)
     run.engine.set_learning_rate(0.0)
     loaded = run.engine.full_state()
@@ -309,6 +311,6 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
             assert layer.weight.grad is not None
             return layer.weight.grad.clone()
 
-        step(torch.zeros(rows, columns))  # in which DDP arranges its buckets
+        step(torch.zeros(rows, columns))  # DDP arranges its buckets in this step
         sys.modules[engine.__module__].apply_compression(module, options)
         return torch.stack([step(gradient) for gradient in gradients])

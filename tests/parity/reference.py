@@ -1,8 +1,7 @@
-"""GPT-2 trained with PyTorch and Hugging Face alone, as the reference for the suite's runs.
-
-Nothing here comes from the suite, whose own parity tests compare it with itself. Tokens, targets,
-order of the samples, AdamW's groups, learning rate, clipping and evaluation are implemented
-independently."""
+"""Train GPT-2 with only PyTorch and Hugging Face, as a reference for the suite's runs. This file
+does not use the suite, because the suite's own parity tests compare it with itself. Tokens,
+targets, order of the samples, AdamW's groups, learning rate, clipping and evaluation are
+implemented independently."""
 
 import copy
 import json
@@ -160,7 +159,9 @@ def train_apart(
             own = records.sum_loss(replica, rows) / num_targets
             loss += own.item()
             optimizer.zero_grad()
-            (own * num_replicas).backward()  # so that their mean is the mean of the whole batch
+            (
+                own * num_replicas
+            ).backward()  # so that the mean over replicas is the mean of the whole batch
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
         found["losses"].append(loss)
         if (step + 1) % local_steps == 0:

@@ -24,12 +24,12 @@ BASE = {
     "learning_rate": 1e-3,
     "precision": "fp32",
 }
-# Six blocks, so that stages can have unequal lengths. With this seed no gradient that Adam
-# divides by lies at the level of rounding, which sums in another order would make visible.
+# Six blocks, so that stages can have unequal lengths. With this seed, Adam divides by no gradient
+# that consists of rounding. Otherwise sums in another order would give different steps.
 DEEP = {**BASE, "model": "six-layers", "seed": 7}
 GLOBAL_BATCH = 8
 NUM_STEPS = 6
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # that of norms is that of losses
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # norms have the tolerance of losses
 
 
 def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:

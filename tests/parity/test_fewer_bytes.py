@@ -1,5 +1,5 @@
-"""Fewer or smaller exchanges, or the same ones at other times: what must equal plain data
-parallelism does; a resumed run continues bit for bit."""
+"""Test fewer, smaller or rescheduled exchanges: they equal plain data parallelism if they should,
+and resumed runs are bitwise equal."""
 
 import torch
 
@@ -33,7 +33,7 @@ def test_one_local_step_and_all_of_top_k_are_data_parallelism():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-# Three steps before: in the middle of a round, after compression has begun to lose something.
+# After three steps, a round is half done, and compression already has errors.
 TO_RESUME = {
     "local": {**LOCAL, "local_steps": 2},
     "diloco": {**DILOCO, "local_steps": 2},
@@ -73,10 +73,11 @@ def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
     for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
         assert_same_bits(found[ours], found[theirs])
     gathered = {ahead: gathered_while(found[ahead]["names"]) for ahead in (0, 1, 2)}
-    for block in range(2, BLOCKS - 2):  # with two blocks before, and two after
+    for block in range(2, BLOCKS - 2):  # with two blocks before and two after
         for ahead in (0, 2):
             assert gathered[ahead]["forward", block] == block - ahead
             assert gathered[ahead]["backward", block] == block + ahead
-        # Forward, FSDP need not: the next one's stream waits for nothing.
+        # In the forward pass, FSDP need not do this, because the next gather's stream waits for
+        # nothing.
         assert gathered[1]["forward", block] == block
         assert gathered[1]["backward", block] == block + 1

@@ -22,7 +22,7 @@ from tests.parity.support import (
     split,
 )
 
-# What one process trains that cases are compared with, by the word before their slash.
+# References that one process trains, by the word before the slash in a case's name
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
 TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # groups of heads with norms
@@ -39,11 +39,11 @@ REFERENCES = {
     "tied": TIED,
     "untied": UNTIED,
     "lora": LORA,
-    # Where processes draw the masks of one: those of inputs that all of them have.
+    # Layouts in which all processes draw the masks of one process, for inputs that all of them have
     "dropped": {**LORA, "lora_dropout": 0.3, "lora_targets": "qkv,mlp_in"},
 }
-# Activation checkpointing and a loss in chunks, of a number that divides no micro-batch, come with
-# a mechanism that another case shows without them.
+# Activation checkpointing and a loss in chunks (of a size that divides no micro-batch) occur with
+# mechanisms that other cases test without them.
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CHUNKED = {"loss_chunk_tokens": 50}
@@ -66,7 +66,8 @@ CASES = {
         "padded/pp2-1f1b-2": {**split(pp=2), **cut(2), "pipeline_cut": "5,1"},
         "padded/pp2-interleaved-4": {**split(pp=2), **cut(4), **INTERLEAVED},
         "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), **ZB_V},
-        # Micro-batches that stages do not divide; five of them are not rounds of two.
+        # Numbers of micro-batches that are not multiples of the number of stages. Five do not form
+        # rounds of two.
         "odd/pp2-interleaved-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **INTERLEAVED},
         "odd/pp2-zb-v-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **ZB_V},
         "ten/pp2-zb-h1-5": {**split(pp=2), **cut(5, global_batch=10), **ZB_H1, **CHUNKED},
@@ -114,10 +115,10 @@ CASES = {
 if has_libaio():  # test_shipped_config.py runs infinity with the buffers of its own JSON
     for name in ("packed", "tied"):
         CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
-if shutil.which("c++") is not None:  # code that Inductor generates is run in these, in fp32
+if shutil.which("c++") is not None:  # these cases run Inductor's generated code, in fp32
     CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **cut(2), **COMPILED}
     CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED, **CHUNKED}
-# How it is called, in these: the kinds of parameters and hooks that a graph meets.
+# These cases test how generated code is called, with each kind of parameters and hooks in a graph.
 TRACED = {
     1: {"packed/whole": {"strategy": "dp", **cut(1), "compile": "whole", **CHUNKED}},
     2: {
@@ -184,7 +185,7 @@ def test_adapters_drop_the_same_wherever_a_process_has_the_same_samples():
         assert_equal_runs(found[name], found["dp"])
 
 
-# zb-v too, where one process holds both copies of the tied embedding.
+# Include zb-v, in which one process holds both copies of the tied embedding.
 TO_RESUME = {
     2: {
         "zb-v": {**split(pp=2), **cut(2), **ZB_V},
@@ -245,7 +246,7 @@ def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
                 if kind == "residual" and (one, other) in alike:
                     assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
                 elif kind == "adapter" and (one, other) in alike:
-                    # One of a block's four matrices is neither within attention nor split by
+                    # Only one of a block's four matrices is neither in attention nor split by
                     # columns.
                     assert len(drawn[one] & drawn[other]) == len(drawn[one]) / 4
                 else:

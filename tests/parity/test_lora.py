@@ -1,5 +1,5 @@
-"""Adapters beside frozen weights against a plain loop, and their export. test_layouts.py tests them
-under every strategy."""
+"""Compare LoRA training with a plain loop, and test the export of adapters. test_layouts.py tests
+them under every strategy."""
 
 import json
 import shutil

@@ -36,7 +36,8 @@ CASES = {
         "gpt2/fsdp": {"strategy": "fsdp", **cut(1), **SELECTIVE},
         "gpt2/zero2": {"strategy": "zero2", **cut(2)},
         "gpt2/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
-        # By tokens, not at all, and (tied/tp2) by samples between the split layers.
+        # Between the split layers, activations are sharded by tokens, not at all, or (tied/tp2) by
+        # samples.
         "gpt2/tp2-by-tokens": {**split(tp=2), **cut(8)},
         "gpt2/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS},
         "deep/pp2-1f1b": {**split(pp=2), **cut(4), **FULL},

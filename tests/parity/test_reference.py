@@ -1,7 +1,6 @@
-"""Runs as typed against a plain loop that shares nothing with the suite (reference.py).
-
-Twenty steps with large weight decay, a learning rate that changes every step, clipping that bites,
-answers of very unequal length, an epoch whose last step is short, and a vocabulary with padding.
+"""Compare runs with a plain loop that shares nothing with the suite (reference.py). The runs have
+twenty steps with large weight decay, a learning rate that changes every step, effective clipping,
+answers of very different lengths, an epoch with a short last step, and a vocabulary with padding.
 """
 
 import functools
@@ -25,7 +24,7 @@ SETTINGS = Settings(
     max_length=32, global_batch_size=8, max_steps=20, seed=3, learning_rate=5e-3, warmup_steps=5,
     weight_decay=2.0, max_grad_norm=2.2, eval_every=4,
 )  # fmt: skip
-NUM_RECORDS = 70  # in 9 steps; the last step has 6
+NUM_RECORDS = 70  # 9 steps per epoch, and the last step has 6
 WORDS = ("red", "green", "blue", "one", "two", "three")
 VOCABULARY = 2050  # two more than the tokenizer's, and padded to 2176
 
@@ -97,7 +96,7 @@ def assert_follows(found, expected, *, far=5e-5):
     assert set(found["state"]) == set(expected["state"]) - {"lm_head.weight"}
     for name, weight in found["state"].items():
         error = (weight - expected["state"][name]).norm() / weight.norm()
-        # The keys' biases have only rounding as gradients, and AdamW turns these into steps.
+        # The gradients of the keys' biases consist of rounding, and AdamW turns these into steps.
         assert error <= (20 * far if name.endswith("c_attn.bias") else far), f"{name}: {error:.1e}"
 
 
@@ -126,8 +125,8 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
 
     expected = reference.train(model, *records, SETTINGS, num_replicas=2, exchange=exchange)
     found = run(folder, tmp_path, strategy="dp", gradient_compression="bf16")
-    # Where a gradient lies between two values of bf16, rounding in another order takes the other;
-    # without any rounding weights are some ten times as far away.
+    # If a gradient lies between two values of bf16, sums in another order may round to the other
+    # value. Without any rounding, weights differ about ten times as much.
     assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
 
 

@@ -8,7 +8,7 @@ from tests.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANC
 from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
 from tests.parity.test_packing import PACKED
 
-# Where state is divided in other ways: ranges of elements, rows, columns, layers.
+# Layouts that shard state in different ways: by ranges of elements, rows, columns or layers
 PAIRS = [
     ("zero2 x 2", "3d-shard-tp x 4"),
     ("3d-tp-pp x 4", "zero3 x 2"),

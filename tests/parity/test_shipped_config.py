@@ -1,4 +1,4 @@
-"""The shipped CONFIG with one word changed: every strategy starts and does the same work."""
+"""Test that every strategy starts and does the same work with the shipped CONFIG."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 
 NUM_STEPS = 2
-# Local SGD computes something else (test_fewer_bytes.py).
+# Local SGD computes different results (test_fewer_bytes.py).
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
 # These numbers would differ on another machine.
 SAME_EVERYWHERE = {"dataset": "embedded", "tokenizer": "embedded", "weights": "random"}

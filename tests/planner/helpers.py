@@ -22,7 +22,8 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
-# What `plan --calibrate` could write of a CPU, all but what its model's own times mean.
+# Possible results of `plan --calibrate` on a CPU, without the values that follow from times in the
+# model
 CPU_CALIBRATION: dict[str, Any] = {
     "matrix_products": [
         {

@@ -19,15 +19,16 @@ def cut(mesh, name, **config):
 @pytest.mark.parametrize(
     ("strategy", "processes", "config", "cut"),
     [
-        # micro-batches of a replica, sequences of each
+        # (micro-batches of a replica, sequences of each)
         ("dp", 4, {"batch_size": 3, "grad_accum_steps": 5}, (5, 3)),
         ("tp", 4, {"batch_size": 4}, (1, 16)),
-        # Without it a quarter of a block's values is not divided over tp: 8 would be 5 sequences.
+        # Without sequence parallelism, tp does not split a quarter of a block's values, so 8
+        # sequences would need the memory of 5.
         ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
-        ("pp", 2, {"batch_size": 1}, (2, 1)),  # there are no 4 sequences
+        ("pp", 2, {"batch_size": 1}, (2, 1)),  # there are fewer than 4 sequences
         ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
         ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6
-        # However it is cut, the first process keeps half of 16 sequences: singly, at the worst.
+        # The first process keeps at least half of 16 sequences, even in micro-batches of one.
         ("pp", 2, {"batch_size": 1, "grad_accum_steps": 8, "pipeline_schedule": "gpipe"}, (16, 1)),
         ("3d", 8, {"batch_size": 4}, (4, 4)),
     ],

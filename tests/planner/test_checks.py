@@ -63,7 +63,7 @@ SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
 
 
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
-    for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
+    for strategy in ("dp", "zero3", "offload"):  # these strategies swap no parameters
         checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
     checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
     checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
@@ -89,7 +89,7 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
 def test_no_more_processes_than_gpus(tmp_path):
     checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
     checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
-    # Those on other machines do not count.
+    # Processes on other machines do not count.
     checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
     with refused("5 processes", "has 4 GPUs", "--num_gpus 4"):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
@@ -142,13 +142,13 @@ def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "machine", "per_parameter"),
     [
-        # What each of 2 processes holds at least, a parameter: state, or the model as it is built.
+        # Least bytes per parameter in each of 2 processes: state, or the model while it is built
         ("fsdp", CPU_MACHINE, 8),
         ("offload", GPU_MACHINE, 4 + 6 + 2),
     ],
 )
 def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter, tmp_path):
-    # A checkpoint's copy is left out first.
+    # The copy for a checkpoint is left out first.
     roomy = estimate_memory(draft(tmp_path, strategy, machine, model="gpt2", checkpoint_every=0))
     needed = 2 * roomy.host_bytes
     assert needed > 2 * per_parameter * SIZES["gpt2"].num_parameters
@@ -229,7 +229,7 @@ def test_extensions_are_compiled_once(tmp_path):
     for name in ("cpu_adam", "pin_memory"):
         (tmp_path / "extensions" / name).mkdir(parents=True)
         (tmp_path / "extensions" / name / f"{name}.so").write_text("")
-    (tmp_path / "extensions" / "async_io").mkdir()  # its build was killed
+    (tmp_path / "extensions" / "async_io").mkdir()  # as after a killed build
     assert checks.unbuilt_extensions(strategy) == ["async_io"]
 
 
@@ -246,7 +246,7 @@ def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     version = sysconfig.get_python_version().replace(".", "")
     cache = tmp_path / ".cache" / "torch_extensions"
-    make_lock(cache / "py27_cpu" / "cpu_adam")  # another Python's is not ours
+    make_lock(cache / "py27_cpu" / "cpu_adam")  # a lock of another Python does not matter
     checks.check_extensions(draft(tmp_path, "offload"))
     folder = cache / f"py{version}_cpu" / "cpu_adam"
     make_lock(folder)

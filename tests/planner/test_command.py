@@ -134,7 +134,7 @@ def test_what_is_typed_is_typed_once(monkeypatch, capsys):
 def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
     layouts = json.loads(capsys.readouterr().out)
-    # Orders are searched for where one asks for them.
+    # Orders are searched for only on request.
     schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     assert {layout["schedule"] for layout in layouts} == schedules
     assert all(list(layout) == FIELDS for layout in layouts)

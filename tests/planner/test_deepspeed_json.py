@@ -14,7 +14,7 @@ from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
-# CONFIG and the batch of the tests below, and what the JSON must hold for them.
+# CONFIG and the batch of the tests below, and the values that the JSON must have
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
 DECIDED = {
@@ -106,7 +106,7 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"optimizer": None}, ("optimizer", "is not a JSON object")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "Remove")),
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "Remove")),
-        # "auto" that nobody decides is named by its place.
+        # The error names the place of an "auto" that has no value.
         ({"timers": {"a": {"b": "auto"}}}, ("not understood at timers.a.b",)),
         (
             {"zero_optimization.offload_optimizer": "auto"},

@@ -67,13 +67,13 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     [
         (8, {"strategy": "tp", **XL},
          ("tp=8 does not divide num_heads=25", ". Use fsdp")),
-        # What fits comes with what else it needs.
+        # A suggested layout comes with the other settings that it needs.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
          ("Use fsdp with num_microbatches=auto",)),
         # Stages and blocks.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2, or")),
-        # A product that is not the number of processes.
+        # The product of the axes is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
          ("pp 2 x dp_shard 3 x tp 2", "12 processes, but the run has 8. Set dp_shard=2, or")),
         (7, {"strategy": "hybrid"}, ("a multiple of 2 processes, but the run has 7. Set pp=7",)),

@@ -38,7 +38,7 @@ def test_a_short_text_is_taken_whole(tmp_path):
 
 
 def test_two_samples_are_enough(tmp_path):
-    plan = plan_for(tmp_path, 32)  # 2 x 64 tokens and one
+    plan = plan_for(tmp_path, 32)  # 2 x 64 + 1 tokens
     assert (plan.config.num_samples, plan.num_steps) == (1, 2)
     assert plan.config.warmup_steps == 1
     assert "the warm-up lasts 1 step instead of 10, because the run has only 2 steps" in plan.notes
@@ -75,9 +75,9 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
         patch.setattr(data, "read_corpus", None)
         found = cut_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    # Others may write to output_dir: tokens are not read from there.
+    # Tokens are not read from output_dir, because others may write to it.
     assert not (tmp_path / "runs" / ".cache").exists()
-    # A machine with a disk of its own has no such cache, and reads its own text.
+    # A machine with its own disk has no such cache and reads its own text.
     shutil.rmtree(token_cache() / plan.cache)
     assert cut_data(plan).cache != plan.cache
 

@@ -100,7 +100,7 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
         ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
         ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
         ({"dp_replicate": 2, "dp_shard": -1}, 3, "a multiple of 2 processes, but the run has 3"),
-        # Of a closed mesh no multiple would do.
+        # A mesh without an open axis accepts no multiple.
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "needs 4 processes, but the run has 8"),
         ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
         ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),

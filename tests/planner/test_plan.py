@@ -101,7 +101,7 @@ machines = st.just(CPU_MACHINE) | st.builds(
 )
 STRATEGIES = st.sampled_from([*UNSPLIT, *UNSPLIT, *UNSPLIT, *SPLIT, "zero", "ZeRO2"])
 AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
-# Of most keys its default and another value, of those that meet others more.
+# Most keys have their default and another value. Keys that interact with others have more.
 OPTIONS = {
     name: st.sampled_from([key.default, OTHER[name], *key.choices])
     for name, key in KEYS.items()
@@ -151,7 +151,7 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
         assert len(text) > 20
         return
     words = plan.config.to_user_words()
-    # A path, a prompt that may be any text, and what the data decide (test_make.py).
+    # These are a path, a prompt of any text, and values that depend on the data (test_make.py).
     kept_auto = {"resume", "generate", "num_samples", "pack"}
     assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False, "whole")
@@ -159,7 +159,7 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_user_words()
     decided = {key for key in words if requested[key] not in ("auto", words[key])}
-    # With model=auto, which is gpt2-tiny without a GPU, and for one's own text as the preset says.
+    # model=auto is gpt2-tiny without a GPU. For the user's own text, the preset decides.
     assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name.startswith(plan.run_dir.name)

@@ -135,7 +135,7 @@ TINY = {"model": "gpt2-tiny"}
 @pytest.mark.parametrize(
     ("machine", "values", "said"),
     [
-        # What is asked for by name is never replaced.
+        # A value that the user names is never replaced.
         (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
          ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
         (CPU_MACHINE, {}, ("published weights of gpt2 are", "hf download", "weights to random")),

@@ -28,7 +28,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
         ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
         ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
-        # An overflow would stay in the error that is kept.
+        # An overflow would stay in the stored error.
         ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
         ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set on_nonfinite to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
@@ -56,7 +56,7 @@ def test_what_goes_with_buckets_and_prefetch():
     plan_of("dp", H200.machine, **words)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
         plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
-    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # as any other option, of no effect
+    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # has no effect, like any other option
     three, one, none = (
         estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)
@@ -73,8 +73,8 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
 
 
 def test_state_bytes():
-    """Count optimizer state (Adam has 8 bytes per parameter) and the copy for a checkpoint (4).
-    If no two replicas are equal, each adds its weights, its Adam moments and the mean."""
+    """Count optimizer state (Adam has 8 bytes per parameter) and the copy for a checkpoint (4). If
+    replicas differ, each adds its weights, its Adam moments and the mean."""
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),

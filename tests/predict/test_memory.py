@@ -28,8 +28,9 @@ def peak(tmp_path, num_processes=1, **config):
 
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
-    """At the loss: fp32 weights, Adam moments, rounded weights, 12 blocks, logits.
-    In chunks: gradients of hidden states and output rows, and the logits of one chunk."""
+    """At the loss, memory holds fp32 weights, Adam moments, rounded weights, 12 blocks and logits.
+    With chunks, it holds the gradients of hidden states and output rows, and the logits of one
+    chunk."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
     parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
@@ -37,7 +38,7 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
     assert parts["parameters"] == pytest.approx(4 * padded)
     assert parts["optimizer"] == pytest.approx(8 * padded)
     assert parts["copies"] == pytest.approx(2 * padded)
-    assert parts["gradients"] == 0  # they come while activations go
+    assert parts["gradients"] == 0  # they are added while activations are freed
     # x, its norm, q k v, attention, the sum, its norm, and twice the MLP's hidden units
     block = TOKENS * (2 * D * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) + 4 * H + 16)
     ends = 3 * TOKENS * 2 * D + 2 * VOCABULARY * D
@@ -46,8 +47,8 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 
 
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
-    """Blocks 0 and 11, the embeddings, the final norm and the tied copy are on the first stage's
-    rank."""
+    """The first stage's rank has blocks 0 and 11, the embeddings, the final norm and the tied
+    copy."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
@@ -83,7 +84,7 @@ def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, w
 
 
 def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
-    """1F1B keeps p, p - 1, ... micro-batches; GPipe all of them."""
+    """1F1B keeps p, p - 1, ... micro-batches, and GPipe keeps all of them."""
     words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
     few, many = (
         [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_place]
@@ -121,10 +122,10 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
 
 
 def test_recomputing_rounds_weights_again(tmp_path):
-    """Tensors that torch 2.13's compiled block saved: with selective checkpointing its input,
-    q k v, attention, its product and the MLP's hidden units; rounded weights only without. The
-    peak is in the last block's backward pass, which has recomputed all of the block, and holds the
-    gradient of the MLP's hidden units."""
+    """The numbers count the tensors that torch 2.13's compiled block saved. With selective
+    checkpointing, these are its input, q k v, attention, its product and the MLP's hidden units.
+    Only without it are rounded weights also saved. The peak is in the last block's backward pass,
+    which has recomputed the whole block and holds the gradient of the MLP's hidden units."""
     none, some, full = (
         peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
         for mode in ("none", "selective", "full")
@@ -160,7 +161,7 @@ def state(strategy, precision="bf16", **axes):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_papers_example(stage, gigabytes):
-    """Figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
+    """Compare with figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
     total = sum(state(strategy, dp_shard=64)) * 7.5
@@ -171,7 +172,7 @@ def test_zero_papers_example(stage, gigabytes):
     ("name", "precision", "parts"),
     [
         ("dp", "bf16", (4, 4, 8, 0, 0)),
-        ("tp", "bf16", (4, 4, 8, 0, 0)),  # of the part that a process has
+        ("tp", "bf16", (4, 4, 8, 0, 0)),  # for the part of the parameters that a process has
         ("fsdp", "bf16", (1, 1, 2, 0, 0)),
         ("zero1", "bf16", (2, 2, 3, 0, 0)),
         ("zero1", "fp32", (4, 4, 3, 0, 0)),
@@ -193,7 +194,7 @@ def test_a_base_in_4_bits_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
     assert whole["parameters"] - four["parameters"] == pytest.approx((2 - 9 / 16) * values)
     words |= {"batch_size": 1, "max_length": 16}
     four, whole = (peak(tmp_path, **words, base_dtype=d).fullest for d in ("nf4", "auto"))
-    matrix = 2 * 4 * D**2  # in use
+    matrix = 2 * 4 * D**2  # the matrix that is currently gathered
     assert four["activations"] - whole["activations"] == pytest.approx(matrix, rel=0.1)
 
 
@@ -214,5 +215,5 @@ def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
-    """strategies/10_3d_parallel: 12 / S + 6 bytes per parameter in bf16."""
+    """strategies/10_3d_parallel has 12 / S + 6 bytes per parameter in bf16."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*parts, 0, 0))

@@ -55,7 +55,7 @@ def test_a_cpu_that_was_not_measured_has_a_wide_range(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "gemm", "memory", "link"),
-    [  # TFLOP/s and GB/s that others reached: see constants.json
+    [  # TFLOP/s and GB/s that others measured: see constants.json
         ("A100", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
         ("a100-pcie", 245, 1750, 31.5), ("V100-PCIe", 95, 800, 15.75), ("B200", 1745, 4000, 900),
     ],
@@ -75,7 +75,7 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
         words = {"checked": False, "strategy": name, "model": "gpt2-xl-20-heads", "batch_size": 4}
-        with contextlib.suppress(UserError):  # not every number of processes has a layout
+        with contextlib.suppress(UserError):  # some numbers of processes have no layout
             state = estimate_state(plan_for(tmp_path, machine, count, **words))
             found.append(sum(state.values()))
     assert len(found) > 2

@@ -27,7 +27,7 @@ from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
 
-# Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
+# Durations in ms of six gpt2-medium blocks and the loss on an H200, for 32 x 1024 tokens
 BLOCK, LOSS, MESSAGE = (1.71, 2.73, 1.09), (7.34, 11.0, 0.0), 0.6
 MEDIUM = (2, 4, 4, 4, 3, 3, 3, 1)
 
@@ -64,7 +64,7 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
         assert sorted(found[rank]) == sorted(known[rank])
         kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
         assert held(found[rank], blocks) <= max(held(known[rank], blocks), kept)
-    # What is not there yet would end the simulation. The loss's backward pass follows at once.
+    # A missing input would end the simulation. The loss's backward pass follows at once.
     assert length(found, seconds) <= length(known, seconds)
     last = len(blocks) - 1
     for number in range(m):
@@ -150,8 +150,8 @@ NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
 
 
 def run_blocking(found, ranks):
-    """Run processes whose messages block both ends until both have reached them. Return how many
-    messages completed."""
+    """Run processes whose messages block both ends until both have reached them. Return the number
+    of completed messages."""
     left = {
         rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
         for rank, actions in found.items()
@@ -208,9 +208,9 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     assert found != before
     edges = sum(a != b for a, b in itertools.pairwise(ranks))
     assert run_blocking(found, ranks) == 2 * edges * plan.batch.num_microbatches
-    # A receive is posted while what it receives is being made, or the process has nothing to do.
+    # A receive is posted while its message is being produced, or when the process is idle.
     for rank, actions in found.items():
-        done = 0.0  # when what comes before ends
+        done = 0.0  # end of the previous operation
         for action in actions:
             kind, stage = action.computation_type, action.stage_index
             if kind in private._OPERATIONS:

@@ -121,8 +121,7 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
-    """The first process to write does not matter, nor does rank 0, which writes its record
-    meanwhile."""
+    """It does not matter which process writes first, or that rank 0 writes its record meanwhile."""
 
     def state():
         found = load_record(tmp_path)

@@ -78,7 +78,7 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
         folder = Path(found[name])
         assert folder.is_relative_to(tmp_path / "own")
         assert {path.stat().st_mode & 0o777 for path in (folder, tmp_path / "own")} == {0o700}
-    # Without a cache folder of our own it is the user's in the folder for temporary files.
+    # Without our own cache folder, the user's folder in the folder for temporary files is used.
     found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path))
     folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)

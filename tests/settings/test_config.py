@@ -141,7 +141,7 @@ def test_names_that_are_none_or_two_are_refused(config, words):
         build_config(config)
 
 
-# What is not accepted, and the rule that the refusal gives.
+# Values that are not accepted, and the rule in the error.
 BAD = {
     "batch_size": (["4", 4.5, None, True, 0, 2**31 + 1], 'a whole number >= 1 or "auto"'),
     "num_samples": ([0, -2], "a whole number >= 1 or -1"),

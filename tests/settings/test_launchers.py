@@ -103,7 +103,10 @@ def test_a_launcher_tells_the_rank(launcher, environment, capsys):
     "environment_of_one",
     [
         {},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # sbatch: one process, no step of srun's
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "2",
+        },  # sbatch starts one process, which is not a step of srun
         {**SRUN, "SLURM_PTY_PORT": "1234"},  # a shell
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},

@@ -17,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Install a stand-in for nvidia-smi, whose output and exit code a test chooses."""
+    """Replace nvidia-smi with a program whose output and exit code a test chooses."""
 
     def install(answer=ROWS, code=0):
         (tmp_path / "answer").write_text(answer)
@@ -43,7 +43,7 @@ def test_the_weakest_gpu_counts(nvidia_smi):
     [
         (" 0 , 2 ", [143771, 15360]),
         ("GPU-cccc,0", [15360, 143771]),
-        ("0,9,1", [143771]),  # as CUDA does: nothing from the first unknown one on
+        ("0,9,1", [143771]),  # as in CUDA: nothing after the first unknown entry
         ("", []),
         ("-1", []),
     ],
@@ -82,7 +82,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
 @pytest.mark.parametrize(
     ("groups", "files", "ram", "cpus"),
     [
-        # Version 2: the limit of a job is on a group above this process's.
+        # In version 2, the limit of a job is on a parent group of this process.
         (
             "0::/job/step",
             {
@@ -93,7 +93,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
             },
             450, 2,
         ),
-        # Version 1, in a container: its paths are the host's, its own limits are at the root.
+        # In version 1, a container's paths are the host's, and its own limits are at the root.
         (
             "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
             {

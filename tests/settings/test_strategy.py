@@ -24,7 +24,8 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         strategy = named_strategy(name)
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
         if strategy.engine != "native":
-            # fp16 skips the same steps under every strategy: a scale that halves at each overflow.
+            # fp16 skips the same steps under every strategy, because the scale halves at each
+            # overflow.
             fp16 = strategy.document["fp16"]
             assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
             assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)
@@ -105,7 +106,7 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
-        # An engine has the axes that it has.
+        # An engine accepts only its own axes.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
         ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("needs 'deepspeed', not 'm",)),
         ({"name": "own", "deepspeed": {}, "engine": "native"}, ("needs 'mesh', not 'deepspeed'",)),

@@ -74,7 +74,7 @@ KILLED = {1: -signal.SIGKILL}
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
     """Return a function that calls spawn() with ranks that touch the record and then end as the
-    test says."""
+    test requests."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):
@@ -96,7 +96,7 @@ def spawn(tmp_path, monkeypatch):
 def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
     for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
-    started(tmp_path).update(status="interrupted")  # another attempt's does not count
+    started(tmp_path).update(status="interrupted")  # the record of another attempt does not count
     assert spawn({0: 2}, recorded=False) == 2
 
 

@@ -32,7 +32,7 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture(params=["new", "forked"])
 def ranks(request, tmp_path, monkeypatch):
-    """Return a function that runs two ranks with the code `text` and returns how they ended."""
+    """Return a function that runs two ranks with the code `text` and returns their exit codes."""
 
     def call(text):
         script = tmp_path / "script.py"
@@ -153,7 +153,7 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
 
 
 def test_another_process_answers_meanwhile(capfd):
-    answer = compute_in_fork(lambda: "x" * 100_000)  # more than a pipe holds
+    answer = compute_in_fork(lambda: "x" * 100_000)  # more than fits into a pipe
     assert answer() == "x" * 100_000
     with pytest.raises(RunError, match="killed by SIGKILL; the usual cause is that memory ran out"):
         compute_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))()

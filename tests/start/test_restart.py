@@ -108,7 +108,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     assert plan.work == saved.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
-    assert config.hang_timeout_s != 50  # no work
+    assert config.hang_timeout_s != 50  # the key is not part of the work
     assert config.checkpoint_every == "signal"
     assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")
     assert "seed=7" in notes[0]

@@ -18,14 +18,14 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
         lasting = LastingStream(stream)
         lasting.write("first\n")
-        lasting.write("x" * 100_000 + "\n")  # more than a pipe holds
+        lasting.write("x" * 100_000 + "\n")  # more than fits into a pipe
         held = b""
         while len(held) < 60_000:
             held += os.read(reader, 2**20)
         assert held.startswith(b"first\nxxx")
         lasting.write("it reads again\n")
         assert os.read(reader, 2**20).endswith(b"it reads again\n")
-        lasting.write("a line")  # as print does: then its end
+        lasting.write("a line")  # like print, which writes the line end separately
         stream.write("of another process\n")
         stream.flush()
         lasting.write("\n")

@@ -41,7 +41,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
 
 def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # tokens of a loss
+    long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # loss of many tokens
     for count, values, divide, chunk in (
         (2, {"strategy": "dp", **long}, True, True),
         (1, {"strategy": "dp"}, False, False),
@@ -75,7 +75,12 @@ PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
 @pytest.mark.parametrize(
     ("planned", "seen", "device", "variable"),
     [
-        (8, 8, torch.device("cuda", 4), ("TORCH_CUDA_ARCH_LIST", "9.0")),  # this machine's own
+        (
+            8,
+            8,
+            torch.device("cuda", 4),
+            ("TORCH_CUDA_ARCH_LIST", "9.0"),
+        ),  # architecture of this machine's GPU
         (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
         (5, 4, ("5 processes", "4 GPUs", "Start 4", "--gpus-per-node, not --gpus-per-task"), ()),
         (5, 0, ("torch", "cannot use this machine's GPU"), ()),

@@ -1,4 +1,4 @@
-"""Test what processes know about each other, and when they give up."""
+"""Test how processes detect lost and hanging processes, and when they end."""
 
 import platform
 import re
@@ -27,7 +27,7 @@ def watch():
         ("torch/_ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed/comm/torch", True),
         ("deepspeed/runtime/swap_tensor/async_swapper", False),
-        # The wrapper of all of DeepSpeed's functions does not tell whether they wait.
+        # The wrapper of DeepSpeed's functions does not show whether they wait.
         ("deepspeed/runtime/zero/partition_parameters > deepspeed/utils/nvtx", True),
         ("deepspeed/ops/adam/cpu_adam > deepspeed/utils/nvtx", False),
         ("user/script", False),
@@ -113,8 +113,8 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     ("heard_s", "answered_s", "reason"),
     [
         (LOST_S + 1, 2, "lost rank 0 in starting: it has shown no sign of life for 30 s and is"),
-        # The last heartbeat was read twice before the cable was pulled. The launcher here is cut
-        # off too, and has to end.
+        # The last heartbeat was read twice before the node was disconnected. Its launcher is also
+        # cut off and must end.
         (LOST_S + 1, LOST_S - 1, ""),
         (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it has shown no sign of life"),
     ],

@@ -52,7 +52,8 @@ def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_
 
 
 def test_rates_are_those_that_the_measured_times_mean():
-    """Matrix multiplications at 10 TFLOP/s in whole tiles, links of 100 GB/s, a slow host."""
+    """The rates are matrix multiplications at 10 TFLOP/s in whole tiles, links of 100 GB/s, and a
+    slow host."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
     seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}

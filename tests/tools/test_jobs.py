@@ -1,4 +1,4 @@
-"""The commands and jobs that `plan` writes make the plans that it ranked."""
+"""Test that the commands and jobs that `plan` writes make the ranked plans."""
 
 import dataclasses
 import random
@@ -22,7 +22,8 @@ from tests.pool import SCRIPT
 from tests.support import small_text
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
-# What differs between two plans of one layout: names made from the time, and who asked.
+# Differences between two plans of one layout: names that contain the time, and the source of
+# settings
 OTHERWISE = {
     "run_dir", "offload_dir", "requested", "notes", "command", "prediction", "output_dir",
 }  # fmt: skip
@@ -144,7 +145,7 @@ def test_printed_commands_make_the_plans_that_were_ranked(call, capsys, tmp_path
 
 
 def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
-    """It runs in the script's folder, wherever it was planned."""
+    """The job runs in the script's folder, wherever the plan was made."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("text")
     (tmp_path / "own.json").write_text('{"validation_dataset": "mine.txt", "output_dir": "out"}')

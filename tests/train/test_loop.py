@@ -130,7 +130,7 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
 def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
     every, steps, monkeypatch
 ):
-    """If the record came later, a kill between the two would lose those steps for good."""
+    """If the record came later, a kill between the two would lose those steps permanently."""
     monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
@@ -204,7 +204,7 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     [
         ([5, 4, 3, 2, 1, 0, 0], 0, 12),
         ([5, 4, 3, 2, 1, 0, 0], 1, 12),
-        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # equal is not lower
+        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss is not lower
         ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
         ([5, 4, math.nan, math.nan, 1, 1, 1], 2, 6),
         ([5, 6, 7, 8, 9, 9, 9], 12, 12),
@@ -287,7 +287,7 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
     trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
-    trainer.data.train.num_targets[:] = 1  # of two tokens
+    trainer.data.train.num_targets[:] = 1  # each target stands for two tokens
     trainer.record = SimpleNamespace(update=lambda **_: None)
     monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
     trainer.run()

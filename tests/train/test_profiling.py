@@ -1,4 +1,4 @@
-"""The choice of traced steps: never the first, none while a graph is captured, and as many as
+"""Test the choice of traced steps: never the first, none while a graph is captured, and as many as
 requested if the run has them."""
 
 from types import SimpleNamespace
