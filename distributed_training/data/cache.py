@@ -240,7 +240,7 @@ def _tokenize_split(
                         counts.notes[SPECIAL] += num_special > at_ends
                 if mask is None:
                     mask = np.ones(len(row), bool)
-                if piece.eos and piece.ends and row[-1:] != [tokenizer.eos_id]:
+                if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:
                     row = np.append(row, tokenizer.eos_id)
                     mask = np.append(mask, True)
                 rows.append(row)

@@ -36,6 +36,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     ends_cut = longest_prompt = 0
     left_out = dict(counts["left_out"])
     notes = {note: count for note, count in counts["notes"].items() if count}
+    if meta["form"] != RUNNING and (num_short := int((lengths < 2).sum())):
+        left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split and len(lengths):
         targets = count_targets(split["loss_mask"], starts, seen)
         firsts = split["starts"][:-1][lengths > 1]

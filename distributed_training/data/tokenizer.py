@@ -185,7 +185,7 @@ class Tokenizer:
         transformers_logging.disable_default_handler()
         transformers_logging.add_handler(warnings)
         try:
-            return AutoTokenizer.from_pretrained(
+            loaded = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
         except BaseException as error:  # transformers raises anything for a damaged file.
@@ -205,6 +205,11 @@ class Tokenizer:
             transformers_logging.remove_handler(warnings)
             transformers_logging.enable_default_handler()
             transformers_logging.set_verbosity_error()
+        if setting := _random_setting(loaded):
+            what = f"tokenizer {self.folder} gives other ids each time"
+            why = f"{setting[0]} drops merges or samples pieces at random, also in transformers"
+            raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
+        return loaded
 
     def _load_gpt2(self) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -598,6 +603,18 @@ def _pass_on_interrupts(error: BaseException) -> None:
     BaseException too, but is not raised here."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
+
+
+def _random_setting(loaded: Any) -> tuple[str, str] | None:
+    """Return the setting that makes the ids of a tokenizer random and the file that it is in, or
+    None."""
+    backend = getattr(loaded, "backend_tokenizer", None)
+    dropout = getattr(backend.model, "dropout", None) if backend is not None else None
+    if dropout and dropout < 1:  # 0: all merges, 1: no merges
+        return f"dropout={dropout:.3g}", "tokenizer.json"
+    if (getattr(loaded, "sp_model_kwargs", None) or {}).get("enable_sampling"):
+        return "enable_sampling", SETTINGS.name
+    return None
 
 
 def _growth(part: dict[str, Any]) -> int:

@@ -64,7 +64,8 @@ WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() i
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 # Approximate seconds to start and to end a run (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
-EXTENSION_S = 60.0  # seconds to compile an extension of DeepSpeed on two cores
+# Seconds to compile an extension of DeepSpeed on two cores of a Xeon (90 and 332 CPU seconds)
+EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
 OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # time that an interrupted run has to end
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
@@ -171,7 +172,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
                 steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
             step_s = (plan.prediction or {}).get("step_time_s")
             run_seconds.append(run_s + steps * step_s if steps and step_s else None)
-        return json.dumps([*run_seconds, EXTENSION_S * len(extensions)])
+        return json.dumps([*run_seconds, sum(EXTENSION_S[name] for name in extensions)])
 
     seconds = json.loads(compute_in_fork(predict)())
     return None if None in seconds else sum(seconds)

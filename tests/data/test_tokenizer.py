@@ -15,9 +15,12 @@ from tokenizers import Tokenizer as Builder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from distributed_training.data.cache import tokenize
 from distributed_training.data.corpus import read_corpus, read_prose
 from distributed_training.data.pieces import Piece
+from distributed_training.data.report import read_samples, summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
+from distributed_training.settings.config import build_config
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
@@ -242,6 +245,44 @@ def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
     with refused(f"tokenizer {tmp_path} ", words):
         assert Tokenizer(tmp_path).facts
+
+
+def test_random_ids_are_refused(folder, tmp_path):
+    """BPE dropout is a setting of training. transformers drops merges whenever it is in the file,
+    so that no two calls give the same ids."""
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    text = read_prose()[0][:200]
+    for dropout in (None, 0.0, 0.1, 1.0):
+        document["model"]["dropout"] = dropout
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        if dropout == 0.1:
+            assert len({tuple(theirs(text).input_ids) for _ in range(5)}) > 1
+            with refused("gives other ids each time", "Remove dropout=0.1 from tokenizer.json"):
+                assert Tokenizer(tmp_path).facts
+        else:
+            ids = Tokenizer(tmp_path).encode_batch([text], special=True)[0]
+            assert ids.tolist() == theirs(text).input_ids
+
+
+def test_texts_without_a_token_are_counted(tmp_path):
+    """A vocabulary without a token for unknown letters gives no ids for a text of such letters."""
+    built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
+    built.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert AutoTokenizer.from_pretrained(tmp_path)("zz").input_ids == []
+    (tmp_path / "rows").mkdir()
+    texts = ["ab", "zz", "a", "|", *["b"] * 40]
+    corpus = jsonl(tmp_path / "rows", [{"text": text} for text in texts])
+    config = build_config({"dataset": "made", "pack": False})
+    folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
+    counts = summarize(folder, config)
+    assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
+    assert counts["left_out"] == {"fewer than two tokens": 2}
+    ids = [row.tolist() for row, _ in read_samples(folder, config, 2)]
+    assert ids == [[1, 2, 0], [1, 0]]
 
 
 def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
