@@ -28,15 +28,13 @@ def make_plan(
     request: Request,
     cluster: Cluster,
     read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
-    *,
-    below_bytes: int | None = None,
 ) -> Plan:
     """Decide and check everything about a run. Downloads follow the checks of this machine. `read`
-    returns the run's samples, or None if they are not needed. "auto" chooses a layout that is
-    predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
+    returns the run's samples, or None if they are not needed. Raises UserError at the first
+    obstacle."""
     notes: list[str] = []
     request = take_over(request, cluster.num_processes, notes)
-    draft = draft_plan(request, cluster, notes, below_bytes)
+    draft = draft_plan(request, cluster, notes)
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)
     known = {path.name for path in token_cache().glob("*")}
@@ -67,12 +65,7 @@ def make_plan(
     )
 
 
-def draft_plan(
-    request: Request,
-    cluster: Cluster,
-    notes: list[str] | None = None,
-    below_bytes: int | None = None,
-) -> Draft:
+def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:
     """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
     The only check is that the layout exists."""
     notes = [] if notes is None else notes
@@ -80,7 +73,7 @@ def draft_plan(
     decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
     find_model(decided.model)  # raises now, and not for each layout that "auto" tries
     if AUTO in (decided.strategy, decided.batch_size):
-        decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
+        decided, strategy = choose_spread(decided, cluster, strategy, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
     return replace(lay_out(decided, cluster, strategy, notes=notes), requested=request)

@@ -3,7 +3,6 @@ import."""
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -192,15 +191,14 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(
-    build: Callable[[str], Request], cluster: Cluster, below_bytes: int | None = None
-) -> Prediction | None:
-    """Return the simplest of the fastest layouts that fit and need less GPU memory than
-    `below_bytes`, or None. `build` is described in `rank_layouts`."""
-    ranked = rank_layouts(build, cluster)
+def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction | None:
+    """Return the simplest of the fastest layouts that fit, or None. `build` is described in
+    `rank_layouts`."""
     # The checks of the run report a lack of host memory.
     choices = [
-        choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice, below_bytes)
+        choice
+        for choice in rank_layouts(build, cluster)
+        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < cluster.below_bytes
     ]
     return first_choice(choices) if choices else None
 
@@ -237,23 +235,15 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     return [(", ".join(labels), choice) for labels, choice in labeled.values()]
 
 
-def _is_below(choice: Prediction, below_bytes: int | None) -> bool:
-    return choice.memory.needed_bytes < (below_bytes or sys.maxsize)
-
-
 def choose_spread(
-    config: Request,
-    cluster: Cluster,
-    strategy: Strategy | None,
-    notes: list[str],
-    below_bytes: int | None = None,
+    config: Request, cluster: Cluster, strategy: Strategy | None, notes: list[str]
 ) -> tuple[Request, Strategy]:
     """Choose the strategy and the batch size that are predicted to be fastest, if they are "auto".
     `strategy` is None if it is "auto"."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
-        best = best_layout(build, cluster, below_bytes)
+        best = best_layout(build, cluster)
         if best is None:
             # Raise the most specific error. If there is none, the memory does not suffice.
             plainest = "dp"
@@ -280,7 +270,8 @@ def choose_spread(
             with contextlib.suppress(UserError):
                 sized = config.model_copy(update={"batch_size": size})
                 prediction = predict(lay_out(sized, cluster, strategy), cluster.rates)
-                if prediction.room == "yes" and _is_below(prediction, below_bytes):
+                is_below = prediction.memory.needed_bytes < cluster.below_bytes
+                if prediction.room == "yes" and is_below:
                     speeds[size] = prediction.tokens_per_s or size
         enough = NEAR_BEST * max(speeds.values(), default=0.0)
         size = next((size for size, speed in speeds.items() if speed >= enough), 1)

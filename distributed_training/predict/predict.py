@@ -1,5 +1,6 @@
 """Predict the memory and time of a plan on a cluster. No torch import."""
 
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Cluster:
     rates: Rates | None  # None for an unknown GPU
     name: str
     is_here: bool  # whether this machine is one of the nodes
+    # Layouts that "auto" chooses must need less GPU memory than this
+    below_bytes: float = math.inf
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:

@@ -146,8 +146,8 @@ def _plan_before_forks(
 def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
     """Plan again below the memory that the failed layout was predicted to need."""
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
-    below_bytes = estimate_memory(failed).needed_bytes
-    plan = make_plan(config, cluster, read_data, below_bytes=below_bytes)
+    cluster = replace(cluster, below_bytes=estimate_memory(failed).needed_bytes)
+    plan = make_plan(config, cluster, read_data)
     plan = run_dir.reserve_run_dir(plan)
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)

@@ -1,6 +1,7 @@
 """Build plans and layouts from a few CONFIG values."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def plan_for(
     *,
     here: int | None = None,
     checked: bool = True,
-    below_bytes: int | None = None,
+    below_bytes: float = math.inf,
     **config: Any,
 ) -> Plan:
     """Return a plan of gpt2-tiny or, unless `checked`, a draft. `here`: number of processes on this
@@ -84,4 +85,4 @@ def plan_for(
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
     cluster = this_machine(machine, num_processes, here or num_processes)
-    return make(merged(values), cluster, below_bytes=below_bytes)
+    return make(merged(values), dataclasses.replace(cluster, below_bytes=below_bytes))
