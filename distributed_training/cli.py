@@ -31,7 +31,7 @@ from distributed_training.settings.keys import (
 )
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
-from distributed_training.settings.request import build_config
+from distributed_training.settings.request import build_config, typed_values
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
@@ -135,9 +135,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
             hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
             fix = foreign_key(word) or (f"did you mean --{hint}?" if hint else fix)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
-    pairs = (text.partition("=") for text in overrides or ())
-    models = [value for key, _, value in pairs if key.strip() in MODEL_NAMES]
-    name_families([*models, getattr(arguments, "model", None)])
+    model = typed_values(overrides or ()).get("model")
+    name_families([model, getattr(arguments, "model", None)])
     if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
         what = "--num_gpus and --cluster both give the number of GPUs"
         raise UserError(what, fix="leave out --num_gpus")

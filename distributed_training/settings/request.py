@@ -93,3 +93,19 @@ def defaults_for(config: Request, name: str) -> dict[str, Any]:
     used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
     other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
     return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
+
+
+def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with each alias replaced by the name of its key."""
+    names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
+    return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
+
+
+def typed_values(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the values of `key=value` texts by the names of their keys."""
+    return by_name(dict(text.partition("=")[::2] for text in overrides))
+
+
+def texts(values: Mapping[str, Any]) -> list[str]:
+    """Return the values as `key=value` texts for the command line."""
+    return [f"{key}={value}" for key, value in values.items()]

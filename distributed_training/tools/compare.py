@@ -50,6 +50,7 @@ from distributed_training.settings.files import (
 )
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.request import by_name, texts, typed_values
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
@@ -196,7 +197,7 @@ def plan_runs(
         plan = RunPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
     layouts = [always | by_name(plan.common) | by_name(values) for values in plan.runs]
-    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
+    typed = typed_values(arguments.overrides)
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
@@ -248,17 +249,6 @@ def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int
         mesh = fill_mesh(candidate, num_processes)
         return droppable_keys(config, dataclasses.replace(candidate, mesh=mesh))
     return set()
-
-
-def by_name(values: Values) -> Values:
-    """Return the values with each alias replaced by the name of its key."""
-    names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
-    return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
-
-
-def texts(values: Values) -> list[str]:
-    """Return the values as `key=value` texts for the command line."""
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 def plan_run(

@@ -15,12 +15,12 @@ from distributed_training.planner.data import find_sources, fit_to_data, peek_da
 from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import settings_of
 from distributed_training.predict.predict import Prediction
-from distributed_training.settings.config import AUTO, KEYS, PATHS, Request
+from distributed_training.settings.config import AUTO, PATHS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.keys import by_key, read_keys
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import named_strategy, strategy_options
+from distributed_training.settings.request import typed_values
+from distributed_training.settings.strategies import named_strategy
 
 AROUND_STEPS_S = 900  # seconds of a job for starting, compiling, evaluating and saving
 SPARE = 1.25  # factor on the predicted RAM and time
@@ -42,9 +42,6 @@ def options_of(
     layout and every key that the planner decided. `elsewhere` makes relative paths absolute, for a
     command that runs in another folder."""
     strategy = plan.strategy.name
-    texts = [text.split("=", 1) for text in arguments.overrides]
-    keys = KEYS | read_keys(strategy_options(strategy))
-    typed = by_key(((name.strip(), value) for name, value in texts), keys, "the command line")
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
         base = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
@@ -54,7 +51,9 @@ def options_of(
         for name, value in base.to_user_words().items()
         if requested[name] != value and name not in _OF_LAYOUT
     }
-    values = typed | {"strategy": strategy} | decided | settings_of(plan)
+    values = (
+        typed_values(arguments.overrides) | {"strategy": strategy} | decided | settings_of(plan)
+    )
     preset = arguments.preset
     if elsewhere:
         values |= _absolute_paths(plan)

@@ -31,10 +31,11 @@ from distributed_training.predict.predict import (
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
-from distributed_training.settings.config import AUTO, KEYS, Request
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, plural, require_writable, shown
 from distributed_training.settings.machine import GIB, detect_machine
+from distributed_training.settings.request import texts, typed_values
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.dry_run import launch_command
 from distributed_training.start.launch import requested_processes
@@ -96,7 +97,7 @@ def run(
     strategy = named_strategy(requested)
     config = choose_model(requested, cluster.machine, cluster.num_processes, strategy, [])
     find_model(config.model)  # raises a specific message for an unknown model
-    only = _typed(arguments).get("strategy", AUTO)
+    only = typed_values(arguments.overrides).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
@@ -186,23 +187,9 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     return UserError(what, why, fix)
 
 
-def _typed(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the keys on the command line, with each alias replaced by the name of its key."""
-    names = {name: key.name for key in KEYS.values() for name in (key.name, *key.aliases)}
-    texts = (text.partition("=") for text in arguments.overrides)
-    return {names.get(name.strip(), name.strip()): value for name, _, value in texts}
-
-
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
-    """Replace typed values, including values typed under an alias."""
-    names = {name for key in values for name in (key, *KEYS[key].aliases)}
-    other_overrides = [
-        text for text in arguments.overrides if text.partition("=")[0].strip() not in names
-    ]
-    arguments.overrides[:] = [
-        *other_overrides,
-        *(f"{key}={value}" for key, value in values.items()),
-    ]
+    """Replace typed values."""
+    arguments.overrides[:] = texts(typed_values(arguments.overrides) | values)
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
@@ -236,7 +223,7 @@ def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
-    if "max_steps" in _typed(arguments):
+    if "max_steps" in typed_values(arguments.overrides):
         raise UserError("--tokens and --max_steps set the same thing", fix="leave out one of them")
     sequences_per_step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
     max_steps = math.ceil(tokens / (sequences_per_step * config.max_length))

@@ -28,9 +28,9 @@ from distributed_training.records.tables import differing
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
+from distributed_training.settings.request import texts
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
-from distributed_training.tools.compare import texts
 from distributed_training.tools.parity.apart import OneByOne
 from distributed_training.tools.parity.trials import (
     AGAIN,
