@@ -85,9 +85,8 @@ def lay_out(
     offload_dir = None
     if strategy.swaps_to_disk:
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
-        offload_dir = (
-            parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
-        )  # a name that no other run uses
+        # A name that no other run uses
+        offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
     draft = Draft(

@@ -96,27 +96,22 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
         values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
         notes.append(f"as in the run: {values}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
-    if config.is_set(
-        "dataset"
-    ):  # these values depend on the earlier dataset, so request them again
-        of_data: dict[str, Any] = {
-            name: asked_before[name] for name in ("num_samples", "pack") if name in taken
-        }
-        if (
-            decided["num_samples"] == -1
-        ):  # the run used all samples, by request or because it had no GPU
-            of_data.pop("num_samples", None)
-        taken |= of_data
+    # These values depend on the earlier dataset, so request them again. If the run used all
+    # samples, by request or because it had no GPU, it still does.
+    if config.is_set("dataset"):
+        of_data = {"pack"} if decided["num_samples"] == -1 else {"num_samples", "pack"}
+        taken |= {name: asked_before[name] for name in of_data.intersection(taken)}
     if "strategy" in taken:
         taken |= defaults_for(config, before.strategy.name)
     if taken.get("strategy", config.strategy) == before.strategy.name:
         kept = {name: decided[name] for name in before.strategy.work_options if name in open_keys}
         taken["engine_options"] = config.engine_options | kept
     batch = ("batch_size", "grad_accum_steps")
-    if config.is_set(*batch):
-        return with_values(config, **taken)
-    taken |= {name: decided[name] for name in batch}
-    return share_batch(with_values(config, **taken), before, num_processes, notes)
+    has_batch = config.is_set(*batch)
+    if not has_batch:
+        taken |= {name: decided[name] for name in batch}
+    config = with_values(config, **taken)
+    return config if has_batch else share_batch(config, before, num_processes, notes)
 
 
 def share_batch(config: Request, before: Plan, num_processes: int, notes: list[str]) -> Request:
