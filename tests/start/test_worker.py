@@ -82,7 +82,12 @@ PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
             ("TORCH_CUDA_ARCH_LIST", "9.0"),
         ),  # architecture of this machine's GPU
         (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
-        (5, 4, ("5 processes", "4 GPUs", "Start 4", "--gpus-per-node, not --gpus-per-task"), ()),
+        (
+            5,
+            4,
+            ("5 processes", "only 4 GPUs", "Start 4", "--gpus-per-node instead of --gpus-per-task"),
+            (),
+        ),
         (5, 0, ("torch", "cannot use this machine's GPU"), ()),
     ],
 )
