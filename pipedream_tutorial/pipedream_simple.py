@@ -533,7 +533,6 @@ if __name__ == "__main__":
     if Path(__file__).with_name("pipedream").is_dir():
         from pipedream.__main__ import run_script
 
-        run_script(
-            main, CONFIG
-        )  # reads the options, and runs those that this file does not support
+        # This reads the options, and runs those that this file does not support.
+        run_script(main, CONFIG)
     main(read_arguments(sys.argv[1:]))

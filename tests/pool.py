@@ -171,7 +171,7 @@ def serve(modules: Iterable[str]) -> None:
 
 
 def _fork(job: dict[str, Any]) -> list[int]:
-    """Run a job's processes in a group of their own and return their exit codes by rank."""
+    """Run a job's processes in a separate process group and return their exit codes by rank."""
     port = free_port() if job["launched"] else 0
     children: list[int] = []
     for rank in range(job["num_processes"]):

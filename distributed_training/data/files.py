@@ -30,7 +30,7 @@ _ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that tells the kind of a file: .jsonl for a.jsonl.gz."""
+    """Return the suffix that determines the kind of a file, such as .jsonl for a.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
@@ -90,7 +90,7 @@ def _first_hole(file: IO[bytes]) -> int:
     descriptor = file.fileno()
     try:
         return os.lseek(descriptor, 0, os.SEEK_HOLE)
-    except OSError:  # the file is empty, or the file system does not tell
+    except OSError:  # the file is empty, or the file system does not report its holes
         return os.fstat(descriptor).st_size
     finally:
         os.lseek(descriptor, 0, os.SEEK_SET)

@@ -245,7 +245,7 @@ class Tokenizer:
         if not self._loaded.is_fast or overrides_encoding:
             return None
         library = self._loaded.backend_tokenizer
-        # transformers resets these settings at each call, whatever the file says.
+        # transformers resets these settings at each call and ignores the file's values.
         library.no_padding()
         library.no_truncation()
         library.encode_special_tokens = self._loaded.split_special_tokens
@@ -355,8 +355,8 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids that every text begins with, such as bos; ids that every text ends with). Raises
-        UserError if there are too many, or if one is not in the vocabulary."""
+        """Ids at the beginning of every text, such as bos, and ids at the end. Raises UserError if
+        there are too many, or if one is not in the vocabulary."""
         bare = np.array(self._encode(["a"], special=False)[0])
         full = np.array(self._encode(["a"], special=True)[0])
         if full.max(initial=0) >= self.num_tokens:
@@ -599,8 +599,8 @@ class Tokenizer:
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
-    """Raise `error` if it is Ctrl-C, an exit or a UserError. A panic in the Rust library is a
-    BaseException too, but is not raised here."""
+    """Raise `error` if it is Ctrl-C, an exit or a UserError. A panic in the Rust library is also a
+    BaseException, but is not raised here."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
 

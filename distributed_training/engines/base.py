@@ -47,7 +47,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Run the forward and backward passes of *all* micro-batches and one optimizer update.
-        Return the results. The gradient is that of (sum of token losses of the global batch) /
+        Return the results. The gradient is computed for (sum of token losses of the global batch) /
         `batch.num_targets`."""
 
     @abc.abstractmethod

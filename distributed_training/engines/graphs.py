@@ -98,7 +98,7 @@ class StepGraph:
         torch.cuda.synchronize(self.device)
         compute = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()
-        # Communication streams have memory segments of their own.
+        # Communication streams have their own memory segments.
         communication = sum(s["total_size"] for s in segments if s["stream"] != compute)
         tensors = torch.cuda.max_memory_allocated(self.device)
         tensors -= torch.cuda.memory_allocated(self.device)

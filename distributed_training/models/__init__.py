@@ -178,8 +178,8 @@ class ModelSize:
         return per_process, shared
 
     def num_learning(self, rank: int, targets: str | None) -> int:
-        """Return the number of trained parameters: those of adapters of rank `rank`, or all
-        parameters if `rank` is 0."""
+        """Return the number of trained parameters: the parameters of adapters of rank `rank`, or
+        all parameters if `rank` is 0."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]

@@ -122,7 +122,7 @@ def _attend_in_documents(
 def _repeat_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k and v with each head repeated, so that their number of heads equals that of q."""
+    """Return k and v with each head repeated, so that they have as many heads as q."""
     times = q.shape[1] // k.shape[1]
     k = k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
     v = v[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)

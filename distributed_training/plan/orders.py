@@ -20,8 +20,8 @@ Order = tuple[Operation, ...]  # operations of one process
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
-    """Return the order of each pipeline rank: that of the schedule, or the one stored in the
-    plan."""
+    """Return the order of each pipeline rank, either the schedule's order or the order stored in
+    the plan."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
     assert not plan.schedule.searched, "lay_out searches"

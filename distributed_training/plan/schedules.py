@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 # A pending receive occupies this many SMs. With NCCL's default, matrix multiplications that fill a
-# GPU take up to 1.8 times as long beside it (results/channels.json).
+# GPU take up to 1.8 times as long during a receive (results/channels.json).
 P2P_CHANNELS = 4
 
 

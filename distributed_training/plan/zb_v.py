@@ -138,7 +138,7 @@ class _Filling:
                 self.run_weights(process)
 
     def _goes_down(self, rank: int, m: int) -> bool:
-        """Return whether the process's next gradient is that of its first stage."""
+        """Return whether the process's next gradient belongs to its first stage."""
         process = self.processes[rank]
         if process.done("I") == process.done("i"):
             return False

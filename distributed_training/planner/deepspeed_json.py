@@ -56,9 +56,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     if not _same(written, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
         raise UserError(what, fix='write "auto" in the JSON')
-    for name, value in document.pop("optimizer")[
-        "params"
-    ].items():  # these values are the same for every engine
+    # These values are the same for every engine.
+    for name, value in document.pop("optimizer")["params"].items():
         if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
             continue
         what = (

@@ -89,8 +89,8 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for a typed key that has no effect with the layout or beside the engine's
-    other `options`. Note others that have no effect."""
+    """Raise UserError for a typed key that has no effect with the layout or with the engine's other
+    `options`. Add a note for other keys without an effect."""
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
         if need.is_strict or request.set_by[key] == "command line":

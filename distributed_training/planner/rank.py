@@ -25,7 +25,7 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 
-# Difference in time below which the simpler layout is chosen: about the error of predictions.
+# Difference in time below which the simpler layout is chosen. It is about the error of predictions.
 ALIKE = 0.03
 ALIKE_ON_CPU = 0.2
 ALIKE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
@@ -150,7 +150,7 @@ def layout_name(plan: Draft) -> str:
 
 def as_chosen(config: Request, name: str) -> Request:
     """Return CONFIG under a strategy that "auto" may choose. Keys that are set stay, even if the
-    strategy does not accept them. Raises UserError for an engine with options of its own."""
+    strategy does not accept them. Raises UserError for an engine that adds its own options."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
     defaults = {"engine_options": {}, **defaults_for(config, name)}

@@ -1,7 +1,7 @@
 """Define the costs of a mechanism, and the values from which they are computed: sizes of tensors,
-and seconds of elementary operations. No torch import. The size of an exchange is that of the whole
-tensor for all-reduce, all-gather and reduce-scatter. `sent_bytes` converts them to the bytes that a
-process sends."""
+and seconds of elementary operations. No torch import. For all-reduce, all-gather and
+reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes` converts them
+to the bytes that a process sends."""
 
 import itertools
 import math
@@ -57,7 +57,9 @@ class Place:
         self.micro_batches = plan.batch.num_microbatches
         # Times per step that FSDP and ZeRO exchange a block: in a pipeline once, after its phase
         self.rounds = 1 if self.pp > 1 else self.micro_batches
-        self.frozen = config.lora_rank > 0  # the model's own weights, beside adapters
+        self.frozen = (
+            config.lora_rank > 0
+        )  # whether the model's own weights are frozen, with adapters
         self.trained = 0 if self.frozen else 1  # share of the model's own weights
         # Whether DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
@@ -163,12 +165,13 @@ class Mechanism:
     # "gradients" and "optimizer" on the device, or offloaded to "host" or "disk"
     state: Callable[[Place], Parts] = lambda _: {}
     frozen: Callable[[Place], Parts] = lambda _: {}
-    # Bytes beside the given state at a moment, and the share of all gradients that exists then
+    # Bytes in addition to the given state at a moment, and the share of all gradients that exists
+    # then
     held: Callable[[Place, Moment, Parts], Parts] = lambda _, moment, state: {}
     gradients: Callable[[Place, Moment], float] = lambda _, moment: 0
     # Bytes of buckets that fill after the backward pass of the loss has freed the logits
     buckets: Callable[[Place], float] = lambda _: 0
-    # Bytes that a block keeps of a micro-batch, and that its backward pass needs beside them
+    # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
     kept: Callable[[Place], float] = lambda _: 0
     backward: Callable[[Place], float] = lambda _: 0
     on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM besides offloaded state

@@ -28,7 +28,7 @@ class UserError(ValueError):
 
     @property
     def printed(self) -> str:
-        """The message for a terminal, with the command on a line of its own."""
+        """Message for a terminal, with the command on a separate line."""
         message = f"error: {self}"
         if not self.command:
             return message

@@ -46,7 +46,7 @@ class Options(BaseModel):
         """Raise UserError if these options do not work with the compute dtype or the model."""
 
     def idle(self) -> dict[str, str]:
-        """Return the options that have no effect beside the values of the others, each with the
+        """Return the options that have no effect with the values of the others, each with the
         reason."""
         return {}
 
@@ -193,8 +193,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: Number) -> Callable[[str], Number]:
-    """Return an option's `type`, which accepts numbers of the type of `least` that are not
-    smaller."""
+    """Return an option's `type` that accepts numbers of at least `least`, of the same type."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):

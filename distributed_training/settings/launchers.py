@@ -105,7 +105,7 @@ def find_uncounted(environment: Mapping[str, str]) -> str:
     ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
     is_counted = any(source.world_size in environment for source in SOURCES)
     for name in (*ranks, *_UNCOUNTED):
-        # A launcher that says that there is one process may also give its rank in other variables.
+        # A launcher that starts one process may also set its rank in other variables.
         if name in environment and not (is_counted and environment[name] == "0"):
             return name
     return ""

@@ -87,8 +87,8 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
 
 
 def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return a strategy's defaults for the keys that CONFIG leaves open, and `set_by`, which says
-    who set which key."""
+    """Return a strategy's defaults for the keys that CONFIG leaves open, and `set_by`, the source
+    of each key's value."""
     defaults = strategy_defaults(name).items()
     used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
     other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}

@@ -231,7 +231,8 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 def prepare_environment(processes_here: int) -> None:
     """Set the environment variables that libraries read, for this process and its children."""
-    # Extensions are built with ninja. It is beside this Python, which may not be activated.
+    # Extensions are built with ninja. It is in the folder of this Python, whose environment may not
+    # be activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):

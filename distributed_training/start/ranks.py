@@ -133,7 +133,7 @@ class Ended:
     """Exit codes of the ranks."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
-    codes: dict[int, int]  # return codes, as Popen's, of ranks that ended before they were told to
+    codes: dict[int, int]  # return codes, as in Popen, of ranks that ended on their own
 
     @property
     def exit_code(self) -> int:

@@ -243,8 +243,8 @@ def find_wrong_interface(present: Sequence[str]) -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL connect the ranks of one machine over loopback, whatever the environment
-    says."""
+    """Let gloo and NCCL connect the ranks of one machine over loopback, and override the
+    environment."""
     if name := _interface(LOOPBACK):
         os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
 

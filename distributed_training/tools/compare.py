@@ -68,7 +68,7 @@ START_S = {"cpu": 8.0, "cuda": 15.0}
 # Seconds to compile an extension of DeepSpeed on two cores of a Xeon (90 and 332 CPU seconds)
 EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
 OTHER_OUT = "name another folder with --out"
-PATIENCE_S = 30.0  # time that an interrupted run has to end
+PATIENCE_S = 30.0  # time in which an interrupted run must end
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" texts to CONFIG
 Values = dict[str, Any]
@@ -211,7 +211,7 @@ def plan_runs(
     idle = [idle_keys(values, build, machine, processes) & shared_keys for values in layouts]
     idle_everywhere = functools.reduce(set.intersection, idle)
     for values, idle_here in zip(layouts, idle, strict=True):
-        # A key that has no effect under one strategy is meant for the others, if it has one there.
+        # A key without an effect under one strategy may have an effect under the others.
         for key in idle_here - idle_everywhere:
             del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
@@ -350,7 +350,7 @@ def train(run: Run, out: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
         log.seek(start_of_run)
-        # The command of an error is on a line of its own.
+        # The command of an error is on a separate line.
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Prefer the line that says why a run did not start to the last line.

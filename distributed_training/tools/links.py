@@ -1,6 +1,6 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
-A size is that of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is size /
+Sizes are those of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
 seconds. The bus bandwidth is the bytes that a process sends in a ring / seconds. The fit, latency +
 sent bytes / bandwidth, minimizes relative errors, so small messages count as much as large ones."""
 

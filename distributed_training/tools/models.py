@@ -88,7 +88,7 @@ def _published(name: str) -> ModelSpec | None:
 
 def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
     """Return the folder of the tokenizer: `folder` itself, the base's folder if `folder` has
-    adapters without a tokenizer, or that of the published model `spec`."""
+    adapters without a tokenizer, or the folder of the published model `spec`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
             config = build_config({}, overrides=[f"model={spec.hub_id}"])

@@ -26,7 +26,7 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     config = plan.config
     num_left = (plan.num_steps or 0) - last_step
     warm_up = MAX_WARMUP_STEPS
-    if config.cuda_graphs:  # The profiler needs a warm-up step of its own after the capture.
+    if config.cuda_graphs:  # The profiler needs its own warm-up step after the capture.
         warm_up = NUM_EAGER_STEPS + 2
         if num_left < warm_up + config.profile:
             num_left = min(num_left, NUM_EAGER_STEPS)

@@ -1,4 +1,5 @@
-"""Each loss is divided by m already, so the sum is the mean; it was divided by m once more."""
+"""Solution: each loss is already divided by m, so the sum is the mean. It was divided by m
+again."""
 
 import torch
 from torch.nn.functional import cross_entropy

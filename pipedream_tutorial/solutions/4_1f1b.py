@@ -1,4 +1,4 @@
-"""p - r forwards to fill the pipeline, then one backward before each remaining forward."""
+"""Solution: p - r forwards fill the pipeline, then one backward precedes each remaining forward."""
 
 
 def order_of_1f1b(p, m, r):

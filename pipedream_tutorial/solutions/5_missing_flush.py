@@ -1,7 +1,6 @@
-"""A batch's forwards come after the last backward of the batch before it, on every stage.
-
-In one long 1F1B, stage 0 runs the first forwards of a batch while the last gradients of the one
-before are still on their way.
+"""Solution: on every stage, a batch's forwards follow the last backward of the previous batch. In
+one long 1F1B, stage 0 runs the first forwards of a batch before the last gradients of the previous
+batch have arrived.
 """
 
 from pipedream.schedules.ops import repeat

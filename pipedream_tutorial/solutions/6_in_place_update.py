@@ -1,7 +1,6 @@
-"""A new version has to be new memory: the old one belongs to microbatches that are in flight.
-
-The dict that was returned was new, but its tensors were the old ones, written over. autograd did
-not notice, since .data is hidden from it.
+"""Solution: a new version needs new memory, because microbatches in flight use the old version. The
+returned dict was new, but its tensors were the overwritten old ones. autograd did not detect this,
+because it does not track .data.
 """
 
 

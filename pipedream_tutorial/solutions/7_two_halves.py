@@ -1,6 +1,5 @@
-"""Both halves start from dZ, the gradient of Z = X W. I has it anyway, so it keeps it for W.
-
-That is what a W that is put off costs: X and dZ stay in memory until it has run.
+"""Solution: both halves start from dZ, the gradient of Z = X W. I computes dZ and keeps it for W.
+This is the cost of a delayed W: X and dZ stay in memory until it has run.
 """
 
 

@@ -1,4 +1,4 @@
-"""Rank r holds p - r microbatches under 1F1B, so it may put its W off by r of them."""
+"""Solution: rank r holds p - r microbatches under 1F1B, so it may delay its W by r microbatches."""
 
 
 def zero_bubble_order(p, m, r):

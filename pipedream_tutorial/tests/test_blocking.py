@@ -65,10 +65,8 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
     # The order of operations is valid, because no result is needed before it can exist.
     assert simulate(s, build_costs(s)).makespan > 0
     blocked = "rank 0 is at SEND 0F0 to rank 1; "
-    for buffered in (
-        False,
-        True,
-    ):  # a buffered sender continues, although its message is not received
+    # A buffered sender continues, although its message is not received.
+    for buffered in (False, True):
         with pytest.raises(DeadlockError) as caught:
             run_blocking(blocking_programs(s), buffered=buffered)
         said = f"deadlock: {'' if buffered else blocked}rank 1 is at RECV 0F1 from rank 0"

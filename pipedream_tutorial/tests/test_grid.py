@@ -26,9 +26,8 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     for line in text.splitlines():
         if line.startswith("rank"):
             lines[int(line[5])] += line[7:].ljust(columns - 8)
-    rate = (
-        2 * shown.schedule.stages_per_rank
-    )  # columns per unit: two letters for the shortest operation
+    # Columns per unit: two letters for the shortest operation
+    rate = 2 * shown.schedule.stages_per_rank
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
     for event in shown.events:
         first = shown.schedule.stages()[event.rank][0]

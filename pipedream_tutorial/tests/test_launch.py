@@ -76,9 +76,8 @@ def test_a_killed_stage_ends_the_others_and_is_named():
     assert last_line(errors).startswith(
         f"error: stage 2 of 3 (process {victim}) was killed by SIGKILL"
     )
-    assert len(errors.strip().splitlines()) <= 10, (
-        errors
-    )  # the error is not hidden among other lines
+    # The error is not hidden among other lines.
+    assert len(errors.strip().splitlines()) <= 10, errors
 
 
 @pytest.mark.timeout(90)

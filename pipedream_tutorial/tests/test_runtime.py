@@ -52,9 +52,8 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
         (c["schedule"], c["num_microbatches"]): c["measured"]["peak_versions"] for c in cases
     }
     assert found.keys() == versions.keys() == set(product(SCHEDULES, MICROBATCHES))
-    torch.set_num_threads(
-        1
-    )  # as in the processes, because other numbers of threads may sum in another order
+    # The processes also use one thread. Other numbers of threads may sum in another order.
+    torch.set_num_threads(1)
     for (name, m), stages in found.items():
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
         schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])

@@ -105,9 +105,8 @@ def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
     ids = (moved / "train-ids.bin").read_bytes()
     (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
     assert not cache.is_whole(moved)
-    (moved / "sha256").write_bytes(
-        cache._checksum(moved)
-    )  # as if another user had replaced the tokens
+    # This imitates another user who has replaced the tokens.
+    (moved / "sha256").write_bytes(cache._checksum(moved))
     assert cache.is_whole(moved)
     assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint
 

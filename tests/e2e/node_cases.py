@@ -40,9 +40,8 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
     def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
         found = right(self)
-        self.settings.timeout._last_call = timedelta(
-            seconds=1
-        )  # the first wait for the other agent
+        # The first wait for the other agent
+        self.settings.timeout._last_call = timedelta(seconds=1)
         return found
 
     DynamicRendezvousHandler.next_rendezvous = next_rendezvous

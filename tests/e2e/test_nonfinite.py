@@ -12,7 +12,7 @@ NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
 
 
 def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, **changes):
-    """Run with bad gradients at `steps` and return what its processes print, or "" if the run
+    """Run with bad gradients at `steps` and return the output of its processes, or "" if the run
     finishes."""
     values = {**SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "checkpoint_every": EVERY}
     values |= {**NATIVE.get(strategy, {}), "output_dir": output_dir, **changes}

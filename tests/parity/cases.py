@@ -60,9 +60,8 @@ llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
         intermediate_size=320,
     )
 )  # fmt: skip
-PROMPT = torch.tensor(
-    [[5, 700, 2047, 9, 9]]
-)  # no number of processes in these tests divides this length
+# No number of processes in these tests divides this length.
+PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])
 
 
 def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:

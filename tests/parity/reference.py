@@ -159,9 +159,8 @@ def train_apart(
             own = records.sum_loss(replica, rows) / num_targets
             loss += own.item()
             optimizer.zero_grad()
-            (
-                own * num_replicas
-            ).backward()  # so that the mean over replicas is the mean of the whole batch
+            # The mean over replicas is then the mean of the whole batch.
+            (own * num_replicas).backward()
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
         found["losses"].append(loss)
         if (step + 1) % local_steps == 0:

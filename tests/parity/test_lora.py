@@ -146,7 +146,7 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
 
 
 def made_by_peft(folder, **options):
-    """Return adapters trained by PEFT beside a tiny Llama, and the folders of both."""
+    """Return adapters that PEFT trained for a tiny Llama, and the folders of both."""
     library = pytest.importorskip("peft")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

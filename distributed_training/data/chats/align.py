@@ -31,7 +31,7 @@ class Rendered(NamedTuple):
 class _Answer(NamedTuple):
     text: str  # the conversation up to this answer, as the model sees it when it answers
     start: int  # first character of the answer
-    end: int  # one after the answer and the token that ends it, whatever follows
+    end: int  # index after the answer and the token that ends it
     is_prefix: bool  # whether the template itself renders this text for the conversation so far
 
 
@@ -45,11 +45,10 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    One sample holds all answers that the template renders as it does when the model is asked for
-    them. Any other answer gets a sample of its own. `skip` contains the indices of messages that
-    are not in the loss. `marked` contains the spans between the template's own generation marks, if
-    it has any. `marks` matches special tokens. Raises AlignmentError if an answer cannot be
-    found."""
+    One sample contains all answers that the template renders as it would for generation. Every
+    other answer gets its own sample. `skip` contains the indices of messages that are not in the
+    loss. `marked` contains the spans between the template's own generation marks, if it has any.
+    `marks` matches special tokens. Raises AlignmentError if an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:

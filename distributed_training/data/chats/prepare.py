@@ -35,9 +35,8 @@ class Counts:
 
     records: int = 0  # records read; for running text, texts or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
-    notes: Counter[str] = field(
-        default_factory=Counter
-    )  # number of records or messages by the text of a note
+    # Number of records or messages by the text of a note
+    notes: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as a dictionary for JSON."""

@@ -36,7 +36,7 @@ _ROLES = {
 # Keys that mark whether a message is in the loss: one of OpenAI's, two of axolotl's, two of verl's
 # and one of ms-swift's
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
-# Keys beside content that hold what an answer generates
+# Keys besides content whose values an answer generates
 _OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
 Notes = Counter[str]  # number of records or messages by the text of a note
@@ -65,7 +65,8 @@ class Shape:
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
-        # A text beside an answer is usually a copy of the record, rendered for another model.
+        # If a record has a text and an answer, the text is usually a copy of the record that was
+        # rendered for another model.
         answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
         self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
         if TEXT in keys and not self.has_copy:
@@ -202,8 +203,8 @@ class Shape:
 
 
 def _message(raw: Any, where: str, notes: Notes) -> Message:
-    """Return a message with the keys role and content, whatever their names in the dataset are. All
-    other keys stay. Raises UserError for content that is not text."""
+    """Return a message with the keys role and content, which may have other names in the dataset.
+    All other keys stay. Raises UserError for content that is not text."""
 
     def refuse(key: str) -> NoReturn:
         raise UserError(f'{where} has no "{key}" string', fix=f"write {_EXAMPLES[MESSAGES]}")

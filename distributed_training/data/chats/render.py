@@ -75,7 +75,7 @@ class Renderer:
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
-                if len(batch) > 1:  # The child still has to answer for the others.
+                if len(batch) > 1:  # The child must still answer for the others.
                     self.close()
                 what = f"{where} cannot be rendered by the chat template"
                 raise UserError(what, answer, "change the row or the chat template")
@@ -83,7 +83,7 @@ class Renderer:
         return samples
 
     def ask(self, messages: list[Message]) -> str:
-        """Return the text of a conversation up to where the answer to its last message begins.
+        """Return the text of a conversation up to the start of the answer to its last message.
         Raises UserError if the template does not render it."""
         (answer,) = self._ask([Conversation(messages)], question=True)
         if isinstance(answer, str):

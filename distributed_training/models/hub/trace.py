@@ -75,7 +75,7 @@ class UnusedParameterError(Exception):
 
 
 class _StopError(Exception):
-    """Ends a pass when it has told what was asked."""
+    """Exception that ends a pass when the requested value is known."""
 
 
 def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:

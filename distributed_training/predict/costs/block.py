@@ -81,9 +81,8 @@ def _attention(at: Timing) -> Cost:
     elif packing is not None:
         rate /= fitted.kernel
     traced = at.size.traced
-    seen = (
-        1 if traced is None or traced.fused else 2
-    )  # 2 for the whole square of scores, 1 for the causal half
+    # 2 for the whole square of scores, 1 for the causal half
+    seen = 1 if traced is None or traced.fused else 2
     seconds = 2 * seen * at.tokens * length * at.size.attention_width / at.tp / rate
     if packing is not None and not masked:
         tiles = math.ceil(at.config.max_length / fitted.tile) * packing.max_documents
@@ -155,7 +154,7 @@ def _moved(at: Place) -> float:
 BLOCK = Mechanism(
     used=lambda plan: True, gradients=gradients, backward=backward, block=block, moved=_moved
 )
-# Without hooks of its own, an engine visits each tensor once per step if there are several ranks.
+# An engine without hooks visits each tensor once per step if there are several ranks.
 TENSORS = Mechanism(
     used=lambda plan: not plan.strategy.traits.hooks_between_blocks,
     hooks=lambda at, rates: (at.plan.num_processes > 1, 0.0),

@@ -102,7 +102,7 @@ def hooks(at: Place, rates: Rates) -> tuple[float, float]:
 
 
 def off_device(at: Place, learning: float) -> dict[str, float]:
-    """Return the seconds that each node's file access takes, or the optimizer step on the host."""
+    """Return the seconds of each node's file access, or of the optimizer step on the host."""
     here = at.plan.processes_here
     share = learning / at.shards
     if at.strategy.swaps_to_disk:

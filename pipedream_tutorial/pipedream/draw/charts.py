@@ -193,9 +193,8 @@ def memory_vs_bubble(work: Work) -> Figure:
             activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
             text = f"{row.title} ({number(activations)} + {number(copies)})"
             places[row.steady_idle, activations + weights * copies].append(text)
-    front: list[
-        tuple[Fraction, Fraction]
-    ] = []  # points that no other point beats or equals in both values
+    # Points that no other point beats or equals in both values
+    front: list[tuple[Fraction, Fraction]] = []
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))

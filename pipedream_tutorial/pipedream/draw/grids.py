@@ -156,7 +156,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
-    """Set a tick for every rank, and whole numbers as times."""
+    """Set a tick for every rank, and whole numbers for the times."""
     ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)

@@ -234,9 +234,8 @@ class PlanRun(NamedTuple):
 
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage: most microbatches on each of its workers
-    period_s: (
-        Fraction | None
-    )  # between microbatches in the steady state; None: the run is too short
+    # Seconds between microbatches in the steady state; None if the run is too short
+    period_s: Fraction | None
     utilization: Fraction  # share of compute in all workers' time, including fill and drain
 
 

@@ -55,11 +55,8 @@ def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # not text, not JSON, or nested too deeply
+    # Not text, not JSON, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
     layers = content.pop("layers", None) if isinstance(content, dict) else None

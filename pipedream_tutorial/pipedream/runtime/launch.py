@@ -65,12 +65,10 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     import torch.multiprocessing as mp
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # forks inherit these handlers and end on both signals
-    logging.getLogger(mp.spawn.__module__).setLevel(
-        logging.ERROR
-    )  # without a line per process that it ends
+        # Forks inherit these handlers and end on both signals.
+        signal.signal(number, signal.SIG_DFL)
+    # Otherwise it logs a line for each process that it ends.
+    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)
     # Fork, and so reuse the imports, if that is safe.
     method = "fork" if sys.platform == "linux" else "spawn"
     gc.freeze()  # imports are shared; garbage collection would copy them

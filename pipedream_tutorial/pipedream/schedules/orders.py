@@ -36,9 +36,8 @@ def zb_v_fixed(p: int, m: int) -> Orders:
     words = []
     for r in range(p):
         word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-        word += "FIWfiw" * (
-            count - (2 * p - 1 - r)
-        )  # until all microbatches have passed the way down
+        # This part lasts until all microbatches have passed the way down.
+        word += "FIWfiw" * (count - (2 * p - 1 - r))
         word += "IWfiw" * (p - 1 - r)
         words.append(word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r)
     return [[op for op in order if op[2] < m] for order in simple.from_words(words)]
@@ -214,9 +213,8 @@ def schedule_for_training(
     if policy == "flush":
         return repeat(batch, num_batches), POLICIES[policy]
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
-    weight_use(
-        whole, POLICIES[policy], num_microbatches
-    )  # raises an error for versions that do not exist in time
+    # This raises an error for versions that do not exist in time.
+    weight_use(whole, POLICIES[policy], num_microbatches)
     return whole, POLICIES[policy]
 
 

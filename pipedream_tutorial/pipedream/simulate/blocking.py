@@ -69,9 +69,8 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     `buffered` sends are copied and never wait. Raises DeadlockError with the current action of
     every rank in the circle."""
     left = [deque(program) for program in programs]
-    posted: list[list[Action]] = [
-        [] for _ in programs
-    ]  # actions of each rank's step that have not ended
+    # Actions of each rank's step that have not ended
+    posted: list[list[Action]] = [[] for _ in programs]
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []
     going = True
@@ -89,9 +88,8 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
         for rank, actions in enumerate(posted):
             for action in [action for action in actions if action.kind == "RECV"]:
                 channel = sent[action.peer, rank]
-                if (
-                    not channel or channel[0] != action.op
-                ):  # only the oldest message of a channel can be received
+                # Only the oldest message of a channel can be received.
+                if not channel or channel[0] != action.op:
                     continue
                 going = True
                 channel.popleft()

@@ -174,9 +174,8 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
             limits_tried[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
     every = list(limits_tried)
     few = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
-    return every[
-        :: 1 + len(every) // few
-    ]  # a few, evenly spaced, if there are many or sizes are large
+    # If there are many limits or sizes are large, return a few, evenly spaced.
+    return every[:: 1 + len(every) // few]
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:

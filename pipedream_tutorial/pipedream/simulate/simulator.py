@@ -234,9 +234,8 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     """Return the length of a tick, and the rules of each rank."""
     kinds = []
     for order in schedule.orders:
-        some = dict(
-            zip(map(itemgetter(0, 1), order), order, strict=True)
-        ).values()  # including pairs
+        # One item of each kind, including pairs
+        some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()
         kinds.append({_kind(item): item for item in some})
     n = schedule.num_stages
     lasts = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}

@@ -115,9 +115,8 @@ class StageTrainer:
         self.num_backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
         self.gradients: Gradients = ()  # sum over the microbatches since the last update
-        self.losses: dict[
-            int, Tensor
-        ] = {}  # on the last stage, by microbatch: mean loss, not scaled
+        # On the last stage, by microbatch: mean loss, not scaled
+        self.losses: dict[int, Tensor] = {}
 
     @property
     def weights(self) -> Weights:

@@ -74,9 +74,8 @@ def draw_animation(animation: Animation, path: Path) -> None:
     figures, durations = zip(*animation.frames(), strict=True)
     images = [_as_image(figure) for figure in figures]
     width, height = images[0].size
-    sheet = Image.new(
-        "RGB", (width, 3 * height)
-    )  # the first, middle and last frame determine the colors
+    # The first, middle and last frame determine the colors.
+    sheet = Image.new("RGB", (width, 3 * height))
     for row, image in enumerate((images[0], images[len(images) // 2], images[-1])):
         sheet.paste(image, (0, row * height))
     palette = sheet.quantize(COLORS)
