@@ -21,8 +21,8 @@ _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekk
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
 _DOWNLOAD = (
-    "download it on a machine with internet access and copy its ~/.cache/huggingface here. "
-    "To download it, run"
+    "download the files on a machine with internet access and copy its ~/.cache/huggingface "
+    "here. To download them, run"
 )
 
 

@@ -113,7 +113,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, "; or ".join([*others, "to try anyway, add --force"]))
+        raise UserError(what, why, "; or ".join([*others, "add --force to try anyway"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"

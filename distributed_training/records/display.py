@@ -342,7 +342,7 @@ def summary_rows(r: Record) -> dict[str, str]:
         steps = plural(len(r.skipped_steps), "step")
         rows["skipped"] = f"{steps} with gradients that were not finite"
     if wrote := r.profile:
-        files = f"{wrote['traces']} of the run's folder, for ui.perfetto.dev"
+        files = f"{wrote['traces']} in the run's folder, for ui.perfetto.dev"
         if wrote["memory"]:
             files += f", and {wrote['memory']}, for pytorch.org/memory_viz"
         steps = f"steps {wrote['first_step']} to {wrote['last_step']}"

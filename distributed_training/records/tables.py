@@ -201,9 +201,10 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Return the tables that have data."""
-        memory = "Predicted peak memory of the process that uses most."
+        memory = "Predicted peak memory of the process that uses the most."
         sent = (
-            "Bytes sent by the process that sends most, by the formulas of strategies/LAWS.md for "
+            "Bytes sent by the process that sends the most, by the formulas of "
+            "strategies/LAWS.md for "
         )
         sent += "ring collectives."
         tables = [
@@ -288,18 +289,18 @@ def results(comparison: Comparison) -> Table:
         for layout in layouts
     ]
     columns["status"] = [layout.ended for layout in layouts]
-    about = "Times are of the median step of each run."
+    about = "Times are those of the median step of each run."
     if any(len(layout.records) > 1 for layout in layouts):
         about += " Cells have the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += " Peak RAM is that of the process that uses most, including libraries."
+        about += " Peak RAM is the RAM of the process that uses the most, including libraries."
     return _table("Results", about, columns)
 
 
 def predictions(comparison: Comparison) -> Table:
     """Return the table that compares the prediction of each plan with its run."""
     records = comparison.records
-    memory = "the RAM of the process that uses most, including libraries"
+    memory = "the RAM of the process that uses the most, including libraries"
     if any(r.machine["gpu_name"] for r in records):
         memory = "the memory of tensors on the fullest GPU"
     about = f"Memory is {memory}. Each prediction was made before its run."

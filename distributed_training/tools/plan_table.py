@@ -70,7 +70,9 @@ def legend(
 ) -> str:
     """Explain the columns and words of this table. `gbit` is the network speed in Gbit/s per GPU;
     None if the layouts do not use a network."""
-    lines = ["first: the simplest layout as fast as the fastest, within the error of predictions"]
+    lines = [
+        "first: the simplest layout that is as fast as the fastest, within the error of predictions"
+    ]
     lines.append(
         f"safest: the layout within {100 * SAFE:.0f}% of the fastest that needs the least memory"
     )
@@ -79,7 +81,7 @@ def legend(
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: fits only with this activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
-    lines.append(f"GiB: memory of the process that needs most{components}")
+    lines.append(f"GiB: memory of the process that needs the most{components}")
     if any(choice.room == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.room == "unlikely" for choice in choices):

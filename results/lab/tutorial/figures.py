@@ -413,8 +413,8 @@ IN_GIB = {
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
-    """Draw the measured peak memory of each rank against the number of microbatches that it holds,
-    with a line per schedule."""
+    """Draw two panels with a line per schedule: the microbatches that each rank holds, and its
+    measured peak memory."""
     peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
     gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
