@@ -128,7 +128,8 @@ def findings(path: Path) -> list[Finding]:
 
 
 def folder_of(path: Path) -> str:
-    """Return the folder that a file's findings are counted for; pages are counted one by one."""
+    """Return the folder for which a file's findings are counted. Each page is counted
+    separately."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts if path.suffix == ".md" else parts[:2] if len(parts) > 2 else parts[:1])
 

@@ -136,7 +136,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
-    """Return the checkpoint that `resume` asks for, or None."""
+    """Return the checkpoint that `resume` requests, or None."""
     resumed = find_resume(plan, notes)
     if resumed is None:
         return None

@@ -125,7 +125,7 @@ def _update(
     """Apply AdamW (1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
     The random bits are a hash of the weight, its gradient and the step. Therefore all replicas and
-    all layouts round in the same way, whatever the state of their random number generators."""
+    all layouts round in the same way. The state of random number generators has no effect."""
     beta1, beta2 = ADAM["betas"]
     first = exp_avg.float().lerp(gradient, 1 - beta1)
     second = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)

@@ -279,8 +279,8 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
 def _match(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
 ) -> dict[str, list[_Adapter]]:
-    """Group adapters under PEFT's names by the matrix of ours that they belong to. Raises UserError
-    if A and B of a pair do not fit."""
+    """Group adapters under PEFT's names by our matrix to which they belong. Raises UserError if A
+    and B of a pair do not fit."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
     for name, columns, hf_name, rows in _matrices(spec):
         a, b = (tensors.get(name) for name in _names(hf_name))

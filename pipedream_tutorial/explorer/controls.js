@@ -1,17 +1,17 @@
-// The reader's choices: accepted values, their form in the address, and the timeline that follows from
-// them. Also the menus, sliders and switches, which each write one key of the choices.
+// The reader's choices: accepted values, their form in the address, and the resulting timeline.
+// Also the menus, sliders and switches, each of which writes one key of the choices.
 "use strict";
 
 const START = {
   schedule: "1f1b", other: "", p: 4, m: 8, v: 2,
-  n: 0, // batches in a row; 0: one, or four where a schedule has no flush
+  n: 0, // consecutive batches; 0: one, or four if a schedule has no flush
   F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0,
   recompute: false, kept: "1/20", cut: false, moves: [], csv: "", path: false, arrows: false,
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
   zoom: 1, level: 0, solved: [],
 };
-// What is accepted: whole numbers from ... to, or numbers from 0, or `positive` ones, to `most`. And where
-// there is a slider, its label, its help and, if they are others, its ends.
+// Accepted values: whole numbers from ... to, or numbers from 0 (or `positive` ones) to `most`. If
+// there is a slider: its label, its help and, if they differ, its ends.
 const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
   m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "microbatches per batch" },
@@ -50,15 +50,15 @@ const SWITCHES = {
   stale: "staleness", byVersion: "cells by weight version", gradients: "gradient error",
   cut: "cut every B into I and W", recompute: "recompute activations (R)",
 };
-const MOST_CELLS = 15000; // Python has no such limit; a page should answer at once.
+const MOST_CELLS = 15000; // Python has no such limit, but a page should answer at once.
 
-// The choices with the number of batches that they mean.
+// Return the choices with their number of batches.
 function resolved(chosen) {
   const names = [chosen.schedule, chosen.other].filter(Boolean);
   return { ...chosen, n: chosen.n || (names.every((name) => policyOf(name).flushes) ? 1 : 4) };
 }
 
-// A value as the scripts accept it; RuleError, in the command line's words, for what they refuse.
+// Parse a value as the scripts do. Throws RuleError, in the command line's words, for other values.
 function accepted(key, given) {
   const { name, whole, orNone, positive, most = 1e6 } = RULES[key];
   const text = String(given).trim();
@@ -75,7 +75,7 @@ function accepted(key, given) {
   throw new RuleError(`${name}=${text || "''"} is not accepted; give ${kind}`);
 }
 
-// Factors as the command line takes them: none, or as many for each rank.
+// Parse factors as the command line does: none, or the same number for each rank.
 function acceptedList(text, p) {
   if (/^(none)?$/i.test(text.trim())) return [];
   const list = text.split(",").map((one) => accepted("scale", one));
@@ -95,7 +95,7 @@ function toHash(chosen) {
   return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(start[key])));
 }
 
-// {chosen, refused}: what is not accepted is left at its usual value, and refused says why.
+// {chosen, refused}: values that are not accepted keep their defaults, and refused has the reason.
 function fromHash(hash) {
   const given = new URLSearchParams(hash.slice(1));
   const chosen = startOf(given.get("level"));
@@ -125,7 +125,7 @@ function readValue(key, plain) {
   });
 }
 
-// The choices after a change. Moves name places in an order, so they go when that is another one.
+// Return the choices after a change. Moves name positions in an order, so a new order removes them.
 function changed(chosen, patch) {
   const next = { ...chosen, ...patch };
   const keys = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
@@ -133,15 +133,16 @@ function changed(chosen, patch) {
   if (next.schedule === "search" || next.schedule === "zb-v") keys.push("F", "I", "W", "c");
   const [before, after] = [resolved(chosen), resolved(next)];
   if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
-  if (next.scale.length % next.p) { // one per rank, or the same number for each
+  if (next.scale.length % next.p) { // one per rank, or the same number for each rank
     next.scale = range(next.p).map((rank) => next.scale[rank] ?? "1");
   }
   return next;
 }
 
-const searched = { key: "", found: null }; // the last search: a move or a switch needs no other
+// The last search, because moves and switches need no other.
+const searched = { key: "", found: null };
 
-// What the search finds for these choices: {words, length, bound, tried, unit}.
+// Result of the search for these choices: {words, length, bound, tried, unit}.
 function searchedFor(chosen) {
   const key = JSON.stringify(["F", "I", "W", "c", "p", "m", "K", "scale"].map((name) => chosen[name]));
   if (key !== searched.key) {
@@ -153,7 +154,7 @@ function searchedFor(chosen) {
   return searched.found;
 }
 
-// All batches, before anything was moved: flushing schedules again and again, the others without a
+// All batches, before any move. Flushing schedules are repeated, and others continue without a
 // pause.
 function wholeSchedule(name, chosen) {
   const { p, m, n, v, cut, recompute, kept } = chosen;
@@ -171,7 +172,7 @@ function wholeSchedule(name, chosen) {
   return recompute ? recomputed(schedule, kept) : schedule;
 }
 
-// {timeline, policy, use, batchSize, numbers}; RuleError says what does not go.
+// {timeline, policy, use, batchSize, numbers}. Throws RuleError for choices that do not work.
 function run(name, chosen, moves = []) {
   const schedule = moves.reduce(moved, wholeSchedule(name, chosen));
   const timeline = simulate(schedule, buildCosts(schedule, chosen));
@@ -201,7 +202,7 @@ function buildControls() {
     const { label, help: title, whole, ends: [min, max] = whole } = RULES[key];
     const slider = el("input", { type: "range", id: key, min, max, title });
     slider.oninput = () => store.change({ [key]: accepted(key, slider.value) });
-    // A field that takes exact numbers, such as 1/3.
+    // A field that accepts exact numbers, such as 1/3.
     const field = el("input", { id: `${key}-field`, className: "field", inputMode: "decimal" });
     field.ariaLabel = `${label}, ${title}`;
     field.onchange = () => enter(key, field.value);
@@ -219,7 +220,7 @@ function buildControls() {
   for (const key of ["rate", "scale"]) byId(key).onchange = () => enter(key, byId(key).value);
 }
 
-// What was typed; where it is refused, the field shows again what holds.
+// The typed text. If it is refused, the field shows the current value again.
 function enter(key, text) {
   const error = refusal(() => {
     store.change({ [key]: key === "scale" ? acceptedList(text, store.chosen.p) : accepted(key, text) });
@@ -235,7 +236,7 @@ function fillMenu(select, names, value) {
   select.value = value;
 }
 
-// Shows the state; `level` may allow some schedules and controls only.
+// Show the state. `level` may allow only some schedules and controls.
 function showControls(chosen, level) {
   const own = [...Object.keys(SCHEDULES), "search"];
   fillMenu(byId("schedule"), level?.schedules ?? [...own, ...(chosen.csv ? ["csv"] : [])], chosen.schedule);
@@ -244,7 +245,7 @@ function showControls(chosen, level) {
   for (const key of SLIDERS) {
     const { whole, ends } = RULES[key];
     const number = Fraction.parse(chosen[key]).toNumber();
-    if (!whole) { // it makes room for what was typed
+    if (!whole) { // this leaves space for the typed text
       byId(key).max = Math.max(ends[1], 2 ** Math.ceil(Math.log2(Math.max(number, 1))));
       byId(key).step = Number.isInteger(number * 4) ? 0.25 : "any";
     }

@@ -1,11 +1,12 @@
-// A timeline as SVG, ranks from top to bottom, time from left to right, with its title and numbers.
-// Colors are the style sheet's. The functions take a pane and return what is drawn as text.
+// Draw a timeline as SVG, with ranks from top to bottom, time from left to right, its title and its
+// numbers. The style sheet has the colors. The functions take a pane and return the drawing as
+// text.
 "use strict";
 
 const AXIS = 18;
 const NUM_VERSION_COLORS = 7;
 
-// Sizes in pixels. `longest`: time that is shown; `room`: the height not to exceed, if it can be.
+// Sizes in pixels. `longest`: the shown time. `room`: the largest height, if possible.
 function buildLayout({ run, strips, measured, chosen }, width, longest, room) {
   const { numRanks } = run.timeline.schedule;
   const gutter = width < 500 ? 40 : 58;
@@ -31,12 +32,12 @@ function stripTop(layout, rank, number) {
   return rowTop(layout, rank) + layout.row + layout.measured + number * layout.strip + 2;
 }
 
-// The x of a time in ticks.
+// Return the x of a time in ticks.
 function toX({ run, layout }, ticks) {
   return ticks * run.timeline.tick * layout.perUnit;
 }
 
-// Where a cell is drawn: {x, right, top, middle}.
+// Return the position of a cell: {x, right, top, middle}.
 function boxOf(view, { rank, start, end }) {
   const top = rowTop(view.layout, rank);
   return { x: toX(view, start), right: toX(view, end), top, middle: top + view.layout.row / 2 };
@@ -70,14 +71,15 @@ function drawCells(view) {
   const { layout, run, chosen } = view;
   const cells = run.timeline.lines.flat();
   const shortest = Math.min(...cells.map(({ start, end }) => end - start).filter(Boolean));
-  // As wide as the widest label, so that a row has all of its numbers or none.
+  // All labels of a row need the width of its widest label, so that a row has all of its numbers or
+  // none.
   const versions = [...run.use.values()].map(({ version }) => version ?? 0);
   const largest = chosen.byVersion ? Math.max(...versions) : run.timeline.schedule.numMicrobatches - 1;
   const labels = { letters: toX(view, shortest) > 26, digits: String(largest).length };
   return cells.map((cell) => drawCell(view, cell, boxOf(view, cell), layout.row, labels));
 }
 
-// A pair is two halves, the forward pass on top. Without `labels` only the kinds are shown.
+// A pair has two halves, with the forward pass on top. Without `labels`, only the kinds are shown.
 function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, height, labels) {
   const each = height / item.length;
   const width = right - x;
@@ -92,7 +94,8 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
     if (byVersion) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLORS}`;
     const more = `fill-opacity="${1 - pale}" ${labels ? `data-at="${rank}.${index}"` : ""}`;
     let drawn = rect(kind, x, y, wide, each - (part ? 0 : gap / 2), more);
-    if (byVersion) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each); // the kind as a foot
+    // The kind as a bar at the bottom.
+    if (byVersion) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each);
     const size = Math.min(13, Math.max(9, each * 0.55));
     if (!labels || width <= Math.max(11, labels.digits * size * 0.62 + 2) || each <= 7) return drawn;
     const text = byVersion ? version ?? "" : (labels.letters ? op.kind : "") + op.microbatch;
@@ -101,12 +104,13 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
   }).join("");
 }
 
-// 0 for a rank's first stage (or the first copy of the model), and paler from there.
+// Return 0 for a rank's first stage (or the first copy of the model), and higher, paler shades for
+// others.
 function paleness({ numStages, copies, stagesPerRank, numRanks }, stage) {
   return Math.floor(stage / (copies > 1 ? numStages : numRanks)) / Math.max(2, copies * stagesPerRank);
 }
 
-// A measured run under its simulation: thinner, and at each foot how far the ends are apart.
+// Draw a measured run below its simulation: thinner, and with the difference between the ends.
 function drawMeasured(view) {
   const { layout, measured } = view;
   if (!measured) return [];
@@ -123,7 +127,7 @@ function drawMeasured(view) {
   });
 }
 
-// How much later a measured cell ended than simulated, in ms.
+// Return how much later than simulated a measured cell ended, in ms.
 function lateness({ run: { timeline } }, { item, end }) {
   return end - timeline.cells.get(item[0].text).end * timeline.tick;
 }
@@ -150,7 +154,7 @@ const STRIPS = {
   stale: { text: "behind", of: (run) => stalenessSteps(run.timeline, run.use) },
 };
 
-// Under each rank what it holds over time: [{name, text, steps and peaks by rank, most}].
+// Draw each rank's memory over time below it: [{name, text, steps and peaks by rank, most}].
 function buildStrips(run, chosen) {
   const shown = Object.entries(STRIPS).filter(([name]) => chosen[name]);
   return shown.map(([name, { text, of }]) => {
@@ -186,7 +190,7 @@ function path(className, ...lines) {
   return `<path class="${className}" d="${text.join("")}"/>`;
 }
 
-// Arrows from the end of cells that send to the arrival at those on other ranks that receive.
+// Draw arrows from the ends of sending cells to the arrival at receiving cells on other ranks.
 function drawArrows(view, className, links, head) {
   const { layout: { row }, run: { timeline } } = view;
   const lines = links.filter(([from, to]) => from.rank !== to.rank).flatMap(([from, to]) => {
@@ -200,7 +204,7 @@ function drawArrows(view, className, links, head) {
   return path(className, ...lines);
 }
 
-// [sender, receiver] of all results that cells take in.
+// Return [sender, receiver] of all results that cells use.
 function buildLinks({ schedule, lines, cells }) {
   return lines.flat().flatMap((cell) => schedule.needs(cell.item).map((need) => [cells.get(need), cell]));
 }
@@ -220,7 +224,7 @@ function drawPath(view) {
   return [...frames, path(className, ...lines)];
 }
 
-// The cell in focus, thick; what it waits for and what waits for it, with arrows.
+// Outline the cell in focus, and draw arrows to the cells that it waits for and that wait for it.
 function drawFocus(view) {
   const cell = focused(view);
   const [needed, given] = [1, 0].map((end) => view.links.filter((link) => link[end] === cell));
@@ -234,12 +238,13 @@ function drawFocus(view) {
   ].join("");
 }
 
-// The cell that is pointed at, if it exists.
+// Return the cell under the pointer, if any.
 function focused({ run, focus }) {
   return focus && run?.timeline.lines[focus.rank]?.[focus.index];
 }
 
-// Where a dragged item would go, and whether it may: a cross, so that color is not all that says it.
+// Show the target of a dragged item, and whether it is allowed. A forbidden target has a cross, so
+// that it differs in more than color.
 function drawDrag(view, { rank, from, to, verdict }) {
   const before = view.run.timeline.lines[rank].toSpliced(from, 1)[to - 1];
   const [x, top, { row }] = [toX(view, before?.end ?? 0), rowTop(view.layout, rank), view.layout];
@@ -263,7 +268,8 @@ class Pane {
     this.run = this.measured = this.focus = this.drag = this.time = null;
   }
 
-  // A schedule with the choices and moves, or why it does not go; measured: from a trace, or null.
+  // Show a schedule with the choices and moves, or why it does not work. measured: from a trace, or
+  // null.
   show(name, chosen, moves, measured) {
     Object.assign(this, { chosen, measured, run: null });
     const error = refusal(() => {
@@ -284,14 +290,14 @@ class Pane {
     ));
   }
 
-  // All starts and ends, in units.
+  // Return all starts and ends, in units.
   get times() {
     if (!this.run) return [];
     const { lines, tick } = this.run.timeline;
     return lines.flat().flatMap(({ start, end }) => [start * tick, end * tick]);
   }
 
-  // Draws all anew; `longest` is shared by both panes, so that a unit is as wide in both.
+  // Draw everything. Both panes share `longest`, so that a unit has the same width in both.
   place(longest, room) {
     const width = this.scroller.clientWidth; // 0 while the page is not shown
     if (!this.run || !width) return;
@@ -312,7 +318,7 @@ class Pane {
     this.draw();
   }
 
-  // What lies over the cells. time: of the clock; null shows all.
+  // Draw the layer over the cells. time: the clock's time; null shows everything.
   draw(time = this.time) {
     this.time = time;
     if (!this.run || !this.layout) return;
@@ -323,7 +329,7 @@ class Pane {
     over.innerHTML = (this.focus ? drawFocus(this) : "") + (this.drag ? drawDrag(this, this.drag) : "");
   }
 
-  // Scrolls so that the item in focus can be seen.
+  // Scroll so that the item in focus is visible.
   reveal() {
     const { x } = boxOf(this, focused(this));
     const { scrollLeft, clientWidth } = this.scroller;
@@ -333,7 +339,7 @@ class Pane {
   }
 }
 
-// What stands over a timeline: [term, value].
+// Return the numbers above a timeline: [term, value].
 function numbersOf(pane) {
   const { run: { numbers }, measured, chosen: { K } } = pane;
   const pairs = [
@@ -344,7 +350,8 @@ function numbersOf(pane) {
     ["weight versions", numbers.peakVersions],
     ["updates behind", numbers.staleness],
   ];
-  // A limit binds the search and what is dragged; fixed schedules are only said to exceed it.
+  // A limit applies to the search and to moves. For fixed schedules, the page only says if they
+  // exceed it.
   const over = numbers.peakActivations.flatMap((held, rank) => (K && held > K ? [rank] : []));
   if (over.length) pairs.push(["over the memory limit", `rank ${over.join(", ")}`]);
   if (numbers.mixed) pairs.push(["gradients", "wrong"]);

@@ -1,11 +1,12 @@
-// Orders as CSV, one line per rank, one operation per cell: what the tutorial's --csv writes and torch
-// loads (schedules/ops.py). And measured runs from a Chrome trace that it wrote (simulate/trace.py).
+// Read and write orders as CSV, one line per rank and one operation per cell, which the tutorial's
+// --csv writes and torch loads (schedules/ops.py). Read measured runs from the tutorial's Chrome
+// traces (simulate/trace.py).
 "use strict";
 
 const WRITTEN = /^(\d{1,9})([FBIW])(\d{1,9})$/;
 const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
-// The line ends are those of Python's csv module.
+// Line ends are those of Python's csv module.
 function toCsv({ orders, copies, ops }) {
   if (copies > 1) throw new RuleError("a CSV cannot express that there are two copies of the model");
   if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
@@ -53,9 +54,10 @@ function checkOnceAndWhole({ orders, numStages, ops }) {
   }
 }
 
-const FIRST_PID = { measured: 2000, predicted: 1000 }; // of rank 0, of 1000 at most
+const FIRST_PID = { measured: 2000, predicted: 1000 }; // for rank 0, with at most 1000 microbatches
 
-// {group, schedule, lines, cells, last, durations}: cells as simulate() has them and mean durations, in ms.
+// {group, schedule, lines, cells, last, durations}: cells as in simulate(), and mean durations in
+// ms.
 function readTrace(text) {
   let document;
   try {
@@ -83,8 +85,8 @@ function readTrace(text) {
   throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
 }
 
-// In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward
-// pass that is not cut is halved between I and W.
+// Return, in ms, the means of a rank's whole share, each rank's factor, and the sending time. A
+// whole backward pass counts as two equal halves, I and W.
 function meanDurations(run) {
   const mean = (numbers) => sum(numbers) / numbers.length;
   const rounded = (value) => Math.round(value * 100) / 100;
@@ -105,8 +107,8 @@ function meanDurations(run) {
   };
 }
 
-// Median time, in ms, from the end of an operation to the start of the one on another rank that
-// takes its result in, over those that had nothing else to do (runtime/record.py).
+// Return the median time, in ms, from the end of an operation to the start of the operation on
+// another rank that uses its result. Only idle receivers count (runtime/record.py).
 function sendingTime(run) {
   const waited = buildLinks(run).filter(([from, to]) => {
     const before = run.lines[to.rank][to.index - 1];
@@ -143,7 +145,7 @@ function attempt(act) {
   if (error) say(`Not possible: ${error}.`, "illegal");
 }
 
-// RuleError for schedules that a CSV cannot express.
+// Throws RuleError for schedules that a CSV cannot express.
 function save() {
   const { schedule, n } = resolved(store.chosen);
   if (!main.run) throw new RuleError("there is no order");
@@ -166,7 +168,7 @@ function loadCsv(text, name) {
   say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
 }
 
-// The trace's own orders and mean durations are what is simulated; one unit is a millisecond.
+// The simulation uses the trace's own orders and mean durations. One unit is a millisecond.
 function loadTrace(text, name) {
   const trace = readTrace(text);
   const { F, I, W, c, scale } = trace.durations;

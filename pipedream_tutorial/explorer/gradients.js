@@ -1,8 +1,9 @@
-// Trains a small network in the order of a schedule, and compares each microbatch's gradient with
-// the exact one: is it the gradient of the model that its forward passes ran?
+// Train a small network in the order of a schedule, and compare each microbatch's gradient with the
+// exact one: is it the gradient of the model that the forward passes ran?
 //
-// A stage is a residual layer, y = x + tanh(x U) V, in doubles, trained by plain SGD to give what a
-// random layer of that kind gives. The loss of a microbatch is divided by those of a batch.
+// A stage is a residual layer, y = x + tanh(x U) V, in doubles. Plain SGD trains it to imitate a
+// random layer of the same kind. The loss of a microbatch is divided by the number of microbatches
+// in a batch.
 "use strict";
 
 const WIDTH = 16;
@@ -11,7 +12,7 @@ const ROWS = 8; // samples per microbatch
 const SAMPLES = 64; // microbatches, which then repeat
 const MOST_OPERATIONS = 4000;
 
-// [rows, inner] times [inner, columns]; `ta`, `tb` for an operand that is stored transposed.
+// Return [rows, inner] times [inner, columns]. `ta` and `tb` mark transposed operands.
 function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   const out = new Float64Array(rows * columns);
   for (let r = 0; r < rows; r++) {
@@ -25,7 +26,7 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   return out;
 }
 
-// The weights of a stage, drawn at random.
+// Draw the weights of a stage at random.
 function randomStage(chance) {
   const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
   return { U, V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5) };
@@ -38,7 +39,7 @@ function normals(chance, count, scale) {
   });
 }
 
-// By microbatch: {x, wanted}.
+// Return {x, wanted} by microbatch.
 function buildTask() {
   const chance = generator(1000);
   const teacher = randomStage(chance);
@@ -54,15 +55,15 @@ function stageForward(weights, x) {
   return { x, h, y, weights };
 }
 
-// Mean squared error, and its gradient divided by `batchSize`.
+// Return the mean squared error, and its gradient divided by `batchSize`.
 function lossOf(y, wanted, batchSize) {
   const off = y.map((value, k) => value - wanted[k]);
   const loss = sum([...off].map((value) => value ** 2)) / off.length;
   return { loss, dy: off.map((value) => (2 * value) / off.length / batchSize) };
 }
 
-// The gradients of a stage's weights, and dx for the stage before. `weights` are those that the
-// backward pass sees; x and h are what the forward pass left.
+// Return the gradients of a stage's weights, and dx for the previous stage. `weights` are the
+// weights of the backward pass; x and h come from the forward pass.
 function stageBackward(weights, { x, h }, dy) {
   const dh = multiply(dy, weights.V, ROWS, WIDTH, HIDDEN, { tb: true });
   const dz = dh.map((value, k) => value * (1 - h[k] ** 2));
@@ -74,7 +75,7 @@ function stageBackward(weights, { x, h }, dy) {
   return { gradients, dx: dx.map((value, k) => value + dy[k]) };
 }
 
-// All stages at once, each with the weights given: {gradients by stage, loss}.
+// Run all stages at once, each with the given weights. Return {gradients by stage, loss}.
 function exactGradients(weights, { x, wanted }, batchSize) {
   const saved = [];
   for (const own of weights) saved.push(stageForward(own, saved.at(-1)?.y ?? x));
@@ -88,13 +89,13 @@ function exactGradients(weights, { x, wanted }, batchSize) {
 }
 
 // {perStage, whole, newest: median relative errors over the microbatches; losses by microbatch}.
-// `newest` compares with the gradient at the weights that the update is applied to.
+// `newest` compares with the gradient at the weights that the update changes.
 function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   const { numStages, numMicrobatches } = timeline.schedule;
   const task = buildTask();
   const chance = generator(0);
   const versions = range(numStages).map(() => [randomStage(chance)]); // by stage, oldest first
-  const flights = versions.map(() => []); // by stage and microbatch: what its passes left
+  const flights = versions.map(() => []); // by stage and microbatch: values from its passes
   const added = versions.map(() => []); // gradients that wait for the update
   const ops = [...new Set(timeline.cells.values())].flatMap(({ item }) => item);
   for (const { kind, stage, microbatch: i, text } of ops) {
@@ -137,14 +138,15 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   };
 }
 
-// Norm of the difference by the norm of the exact ones; Infinity where that is no number.
+// Return the norm of the difference divided by the norm of the exact gradients, or Infinity if this
+// is NaN.
 function relativeError(found, exact) {
   const [one, other] = [found, exact].map((stages) => stages.flatMap(({ U, V }) => [...U, ...V]));
   const error = Math.hypot(...one.map((value, k) => value - other[k])) / Math.hypot(...other);
   return Number.isFinite(error) ? error : Infinity;
 }
 
-// What trainAlong gives, or {reason}; null when it is switched off.
+// Return the result of trainAlong, or {reason}. Return null if training is switched off.
 function train(run, chosen) {
   if (!chosen.gradients) return null;
   const { schedule } = run.timeline;

@@ -1,13 +1,14 @@
-// The reader's hands. Pointer, finger and keyboard on a timeline: focus an operation, drag it within
-// its rank. And the clock: play, and step from one start or end to the next.
+// Handle pointer, touch and keyboard on a timeline: focus an operation, or drag it within its rank.
+// Also the clock: play, and step from one start or end to the next.
 "use strict";
 
 const LONG_PRESS_MS = 450;
 
 function attachHands(pane, editable) {
   const { chart } = pane;
-  let pressed = null; // {place, x, y, held}; a finger holds only once it has lain still for a while
-  let tapped = false; // by a finger: what it chooses is shown after the tap, or the tap would hit that
+  // {place, x, y, held}; a finger holds an operation after it has rested for a while.
+  let pressed = null;
+  let tapped = false; // after a tap, show its menu later, because the tap would hit it
 
   const under = ({ target }) => {
     const [rank, index] = target.dataset?.at?.split(".").map(Number) ?? [];
@@ -65,7 +66,7 @@ function attachHands(pane, editable) {
     pane.drag = null;
     pane.draw();
   });
-  // A finger that holds an operation neither scrolls the page nor opens a menu.
+  // A finger that holds an operation does not scroll the page or open a menu.
   chart.addEventListener("touchmove", (event) => pressed?.held && event.preventDefault(), { passive: false });
   chart.addEventListener("contextmenu", (event) => pressed && event.preventDefault());
   chart.addEventListener("keydown", (event) => {
@@ -79,7 +80,7 @@ function focus(pane, place) {
   showFocus(pane);
 }
 
-// Says what a move would do, and shows where it would go.
+// Describe the effect of a move, and show its target.
 function aim(pane, { rank, index }, to) {
   if (pane.drag?.to === to) return;
   const move = { rank, from: index, to };
@@ -99,7 +100,7 @@ function drop(pane) {
   say(text, verdict);
 }
 
-// Moves the operation in focus, `by` places or to the end.
+// Move the operation in focus by `by` positions or to the end.
 function move(by) {
   const { rank, index } = main.focus;
   const last = main.run.timeline.lines[rank].length - 1;
@@ -109,7 +110,8 @@ function move(by) {
   drop(main);
 }
 
-// Whether the key meant something. With Shift the arrows move the operation, else the focus.
+// Return whether the key has a meaning. With Shift, the arrows move the operation; otherwise they
+// move the focus.
 function onKey(pane, { key, shiftKey }, editable) {
   const { lines } = pane.run.timeline;
   const along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
@@ -136,7 +138,8 @@ function onKey(pane, { key, shiftKey }, editable) {
   return true;
 }
 
-// The cell of the next rank that starts nearest in time; where there is none, the one in focus.
+// Return the cell of the next rank that starts nearest in time, or the cell in focus if there is
+// none.
 function neighbor(pane, step) {
   const cell = focused(pane);
   const distance = ({ start }) => Math.abs(start - cell.start);
@@ -144,7 +147,7 @@ function neighbor(pane, step) {
   return others.reduce((best, other) => (distance(other) < distance(best) ? other : best), others[0] ?? cell);
 }
 
-const SECONDS = 12; // for the whole of it
+const SECONDS = 12; // duration of the whole timeline
 
 class Player {
   constructor() {
@@ -163,7 +166,8 @@ class Player {
     if (this.time !== null) this.show(this.time);
   }
 
-  // Of each rank in its own span. (Up to the end of all, ranks with equal work idle alike.)
+  // Idle time of each rank in its own span. (Until the end of all ranks, ranks with equal work idle
+  // equally.)
   get idle() {
     return main.run?.numbers.span.ranks;
   }
@@ -246,7 +250,7 @@ class Player {
   }
 }
 
-// idle: by rank. A rank that shares the first place is also right.
+// idle: by rank. If several ranks share the first place, each of them is right.
 function answerText(guess, idle) {
   const most = Math.max(...idle);
   const first = range(idle.length).filter((rank) => idle[rank] > most - 1e-9);

@@ -1,8 +1,8 @@
-// Six levels that teach. Each has a start, allowed changes, and goals that the numbers decide.
-// Below them: the bar of levels, and the text and goals of the current level.
+// Six levels that teach. Each has a start, allowed changes, and goals that depend on the numbers.
+// Below them are the bar of levels, and the text and goals of the current level.
 "use strict";
 
-// A goal: its text, and a test whether {numbers, trained} of a timeline meet it.
+// A goal: its text, and a test of whether a timeline's {numbers, trained} meet it.
 const timeAtMost = (limit) => [`time ${limit} or less`, ({ numbers }) => numbers.makespan <= limit + 1e-9];
 const idleAtMost = (share) => [`${100 * share}% idle or less`, ({ numbers }) => numbers.idle.share <= share + 1e-9];
 const heldAtMost = (limit) => [
@@ -12,7 +12,7 @@ const heldAtMost = (limit) => [
 
 const EVEN = { F: "1", I: "1", W: "1", c: "0", scale: [], n: 1, K: 0 };
 
-// The order that a search has found after 30 tries.
+// The order that a search found after 30 tries.
 const STOPPED = [
   "0F0,0F1,0F2,0I0,0W0,0I1,0F3,0I2,0W1,0F4,0W2,0F5,0I3,0W3,0I4,0W4,0I5,0W5",
   "1F0,1F1,1F2,1I0,1W0,1I1,1W1,1I2,1W2,1F3,1F4,1I3,1F5,1W3,1I4,1W4,1I5,1W5",
@@ -100,7 +100,7 @@ function startLevel(level) {
   store.restart({ ...startOf(level), solved, level });
 }
 
-// facts: {numbers, trained} of the timeline, or null where it cannot run.
+// facts: {numbers, trained} of the timeline, or null if it cannot run.
 function showLesson(facts) {
   const { level, solved } = store.chosen;
   [...byId("levels").children].forEach((button, number) => {

@@ -54,7 +54,7 @@ function refresh() {
 function place() {
   player.setTimes(panes.flatMap((pane) => pane.times));
   const longest = Math.max(player.longest, main.measured?.last ?? 0);
-  // On a wide window all timelines are in view together, and what is said of an operation.
+  // In a wide window, all timelines and the text about an operation are visible together.
   const top = byId("panes").getBoundingClientRect().top + scrollY;
   const shown = panes.filter((pane) => pane.run).length;
   const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
@@ -77,7 +77,7 @@ function showFocus(pane) {
   byId("movers").hidden = pane !== main || Boolean(main.measured);
 }
 
-// The address stands in a field, whether or not the browser lets a page use the clipboard.
+// The address is in a field, so it can be copied even if the browser denies use of the clipboard.
 async function share() {
   store.write();
   const field = byId("link");
@@ -114,7 +114,7 @@ byId("share").onclick = share;
 byId("again").onclick = () => startLevel(store.chosen.level);
 let drawnWidth = 0;
 new ResizeObserver(() => {
-  if (drawnWidth === byId("panes").clientWidth) return; // only as high as was drawn
+  if (drawnWidth === byId("panes").clientWidth) return; // only as high as the drawing
   drawnWidth = byId("panes").clientWidth;
   place();
 }).observe(byId("panes"));

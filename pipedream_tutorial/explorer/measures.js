@@ -1,9 +1,11 @@
-// Costs of a timeline: idle time, activations, the critical path (simulate/measures.py); and the
-// versions of the weights that a policy keeps and a microbatch runs with (schedules/policies.py).
+// Compute costs of a timeline: idle time, activations and the critical path (simulate/measures.py).
+// Also the versions of the weights that a policy keeps and that microbatches use
+// (schedules/policies.py).
 "use strict";
 
-// The numbers of the tutorial's tables for one timeline. Idle time by rank: until the last rank
-// ends, and within the rank's own span. Versions and staleness: of any stage, at most.
+// Return the numbers of the tutorial's tables for one timeline. Idle time is by rank: until the
+// last rank ends, and within the rank's own span. Versions and staleness are the largest of any
+// stage.
 function summary(timeline, use) {
   const { lines, last, tick, schedule } = timeline;
   const busy = lines.map((line) => sum(line.map(({ start, end }) => end - start)));
@@ -25,8 +27,9 @@ function summary(timeline, use) {
   };
 }
 
-// By rank: [time in ticks, value from then on], where the value changes: what `firstOf` says of
-// the rank, and what `pointsOf` says of its cells, [time, value]. Of several points at one time the last counts.
+// Return [time in ticks, value from then on] by rank, at each change of the value. `firstOf` gives
+// the first value of a rank, and `pointsOf` the changes [time, value] by its cells. Of several
+// changes at one time, the last counts.
 function stepsByRank({ lines }, firstOf, pointsOf) {
   return lines.map((line, rank) => {
     const steps = [...new Map([[0, firstOf(rank)], ...line.flatMap(pointsOf)])];
@@ -35,8 +38,8 @@ function stepsByRank({ lines }, firstOf, pointsOf) {
 }
 
 // Microbatches of its whole share whose activations a rank holds. A forward pass adds them when it
-// starts; they go when the backward pass ends, or W where that is cut in two. Where there is an R,
-// only `kept` stays when the forward pass ends; R adds the rest.
+// starts. They are freed when the backward pass ends, or W if it is split. With R, only the share
+// `kept` remains when the forward pass ends, and R adds the rest.
 function heldActivations(timeline) {
   const { kept, stagesPerRank, rankOf, orders } = timeline.schedule;
   const gone = 1 - kept;
@@ -51,13 +54,13 @@ function heldActivations(timeline) {
   });
 }
 
-// Most microbatches that each rank holds.
+// Return the largest number of microbatches that each rank holds.
 function peakActivations(timeline) {
   const rounded = (value) => Math.round(value * 1e9) / 1e9;
   return heldActivations(timeline).map((line) => rounded(Math.max(...line.map(([, held]) => held))));
 }
 
-// Weight versions of its whole share that a rank keeps.
+// Return the weight versions of its whole share that a rank keeps.
 function liveVersions(timeline, use) {
   const { orders, stagesPerRank } = timeline.schedule;
   const kept = orders.map((order) => new Map(order.flat().map((op) => [op.stage, 1])));
@@ -68,20 +71,20 @@ function liveVersions(timeline, use) {
   });
 }
 
-// How many updates behind the newest microbatch's weights were.
+// Return the number of updates by which the newest microbatch's weights were behind.
 function stalenessSteps(timeline, use) {
   const behind = ({ item, end }) => item.filter(isUpdate).map((op) => [end, use.get(op.text).behind]);
   return stepsByRank(timeline, () => 0, behind);
 }
 
-// The cells that fix the makespan, first to last.
+// Return the cells that determine the makespan, from first to last.
 function criticalPath({ lines, cells, last }) {
   const path = [lines.flat().find(({ end }) => end === last)];
   while (path[0].bound) path.unshift(cells.get(path[0].bound));
   return path;
 }
 
-// Cell -> how much later, in ticks, it could end without the whole ending later.
+// Map each cell to the ticks by which it could end later without delaying the end.
 function slackOf({ schedule, lines, cells, c, last }) {
   const latest = new Map([...cells.values()].map((cell) => [cell, last]));
   const lower = (cell, time) => latest.set(cell, Math.min(latest.get(cell), time));
@@ -96,14 +99,14 @@ function slackOf({ schedule, lines, cells, c, last }) {
   return new Map([...latest].map(([cell, time]) => [cell, time - cell.end]));
 }
 
-// Whether an operation ends a microbatch's work on its stage.
+// Return whether an operation ends a microbatch's work on its stage.
 function isUpdate({ kind }) {
   return kind === "B" || kind === "W";
 }
 
-// `flushes`: batches follow each other as repeats of one order. `perMicrobatch`: an update after each
-// backward pass, else one per batch. `stashed`: a backward pass uses its forward pass's weights.
-// `versionOf`: the version that microbatch i runs with; the newest one, if not given.
+// `flushes`: consecutive batches are repeats of one order. `perMicrobatch`: update after each
+// backward pass, otherwise once per batch. `stashed`: a backward pass uses its forward pass's
+// weights. `versionOf`: the version that microbatch i uses, by default the newest.
 const POLICIES = {
   flush: { flushes: true, stashed: true },
   stash: { perMicrobatch: true, stashed: true },
@@ -112,9 +115,9 @@ const POLICIES = {
   "2bw": { stashed: true, versionOf: (i, m) => Math.max(0, Math.floor(i / m) - 1) },
 };
 
-// operation -> {version that it runs with, kept: versions that its stage keeps after it, behind:
-// updates at its own one that its weights did not know of}. From the orders alone: timing cannot
-// change what an order fixes.
+// Map each operation to {its version, kept: versions that its stage keeps after it, behind: updates
+// at its own update that its weights do not include}. Only the orders determine these; times do not
+// matter.
 function weightUse({ ops, numStages, copies }, policy, batchSize) {
   const own = range(numStages * copies).map(() => []);
   for (const op of ops) own[op.stage].push(op);
@@ -124,8 +127,8 @@ function weightUse({ ops, numStages, copies }, policy, batchSize) {
 function stageUse(ops, policy, m, p) {
   const batchOf = (i) => Math.floor(i / m);
   const upcoming = ops.filter((op) => op.kind === "F").map((op) => op.microbatch);
-  const left = new Set(upcoming); // microbatches that are to be gone through
-  const inUse = new Map(); // microbatch that is under way -> its version
+  const left = new Set(upcoming); // microbatches that have not started
+  const inUse = new Map(); // microbatch in flight -> its version
   let updates = 0;
   const versionOf = (i) => policy.versionOf?.(i, m, p) ?? updates;
   return ops.map((op) => {
@@ -149,7 +152,7 @@ function stageUse(ops, policy, m, p) {
       if (policy.perMicrobatch || ![...left].some((other) => batchOf(other) === batchOf(i))) updates += 1;
     }
     const kept = new Set([updates]);
-    if (policy.stashed) { // those in use, and all from the oldest still to be read
+    if (policy.stashed) { // versions in use, and all since the oldest that will be read
       for (const version of inUse.values()) kept.add(version);
       const oldest = upcoming.length ? versionOf(upcoming[0]) : updates;
       for (let version = oldest; version < updates; version++) kept.add(version);

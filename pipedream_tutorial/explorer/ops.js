@@ -1,14 +1,14 @@
-// Exact numbers, operations, and their order on every rank (schedules/ops.py); those orders run against
-// an exact clock of whole ticks (simulate/simulator.py), and what a move within a rank would cost.
+// Exact numbers, operations, and their order on every rank (schedules/ops.py). Simulation of orders
+// with an exact clock of whole ticks (simulate/simulator.py), and the cost of a move within a rank.
 //
-// An operation is written as torch writes it: 2F0 is stage 2, F, microbatch 0. An item of an order
-// is a list: of one operation, or of two that run at the same time.
+// Operations are written as in torch: 2F0 is stage 2, F, microbatch 0. An item of an order is a
+// list of one operation, or of two that run at the same time.
 "use strict";
 
-// A refused request of the reader; the message says why.
+// A refused request of the reader. The message is the reason.
 class RuleError extends Error {}
 
-// Why it is refused, or "".
+// Return why it is refused, or "".
 function refusal(act) {
   try {
     act();
@@ -31,7 +31,7 @@ class Fraction {
     this.d = denominator / common;
   }
 
-  // 2, "2", "0.5", "1e-3" and "1/3" are kept exactly; null for what is no number.
+  // Parse 2, "2", "0.5", "1e-3" and "1/3" exactly. Return null for text that is not a number.
   static parse(value) {
     const text = String(value).trim();
     const quotient = /^([+-]?\d{1,15})\/(\d{1,15})$/.exec(text);
@@ -71,13 +71,14 @@ function inTicks(times) {
   return { tick: new Fraction(common, scale), counts };
 }
 
-// At most two decimals and none that are zeros: 33, 5.5, 2.33; 1e+6 and 1e-3 as such.
+// Format with at most two decimals, without trailing zeros: 33, 5.5, 2.33. 1e+6 and 1e-3 stay as
+// they are.
 function shortNumber(value) {
   if (value && (Math.abs(value) < 0.01 || Math.abs(value) >= 1e5)) return value.toPrecision(3);
   return String(Math.round(value * 100) / 100);
 }
 
-// A share as "27%"; below 10% with one decimal unless that is a zero.
+// Format a share as "27%". Below 10%, it has one decimal unless that is zero.
 function percent(share) {
   const value = 100 * share;
   return (Math.abs(value) < 9.95 ? String(Math.round(value * 10) / 10) : value.toFixed(0)) + "%";
@@ -103,13 +104,13 @@ function itemText(item) {
   return item.length === 1 ? item[0].text : `(${item[0].text};${item[1].text})OVERLAP_F_B`;
 }
 
-// The orders changed operation by operation.
+// Return the orders with each operation changed.
 function changedOps(orders, change) {
   return orders.map((order) => order.map((item) => item.map(change)));
 }
 
-// copies: of the model; a second copy's stages are numbered on from the first one's.
-// kept: of a microbatch's activations on a stage, the share that is kept from its F to its R.
+// copies: copies of the model. The numbers of a second copy's stages follow those of the first.
+// kept: the share of a microbatch's activations on a stage that is kept from its F to its R.
 class Schedule {
   constructor(orders, copies = 1, kept = 1) {
     Object.assign(this, { orders, copies, kept });
@@ -121,8 +122,8 @@ class Schedule {
     this.rankOf = new Map(orders.flatMap((order, rank) => order.flat().map((op) => [op.text, rank])));
   }
 
-  // The operations whose results an item takes in: F those of the stage before it, B and I of the
-  // stage after it and its own stage's R or F, R its own F, W its own I.
+  // Return the operations whose results an item uses. F needs the previous stage's F. B and I need
+  // the next stage and their own stage's R or F. R needs its own F, and W its own I.
   needs(item) {
     return item.flatMap(({ kind, stage, microbatch }) => {
       const key = (wanted, at) => keyOf(wanted, at, microbatch);
@@ -136,13 +137,13 @@ class Schedule {
     });
   }
 
-  // The same stages with other orders.
+  // Return the same stages with other orders.
   withOrders(orders) {
     return new Schedule(orders, this.copies, this.kept);
   }
 }
 
-// The same batch again and again; microbatches of batch k are numbered from k m on.
+// Repeat the same batch. Microbatches of batch k are numbered from k m.
 function repeat(schedule, numBatches) {
   const batches = range(numBatches).map((batch) => changedOps(schedule.orders, ({ kind, stage, microbatch }) =>
     buildOp(kind, stage, microbatch + batch * schedule.numMicrobatches),
@@ -150,16 +151,16 @@ function repeat(schedule, numBatches) {
   return schedule.withOrders(schedule.orders.map((_, rank) => batches.flatMap((orders) => orders[rank])));
 }
 
-// Every whole backward pass as its two halves, one after the other: nothing moves yet.
+// Replace every whole backward pass with its two consecutive halves. No time changes.
 function cutBackwards(schedule) {
   return schedule.withOrders(schedule.orders.map((order) => order.flatMap((item) => {
     const [{ kind, stage, microbatch }] = item;
-    if (kind !== "B") return [item]; // nor is a pair cut: its first operation is an F
+    if (kind !== "B") return [item]; // pairs are not split: their first operation is an F
     return [..."IW"].map((half) => [buildOp(half, stage, microbatch)]);
   })));
 }
 
-// The same orders, with R, the forward pass once more, before every backward pass.
+// Return the same orders with R, a second forward pass, before every backward pass.
 function recomputed({ orders, copies }, kept) {
   const again = orders.map((order) => order.flatMap((item) => {
     const { kind, stage, microbatch } = item.at(-1);
@@ -168,12 +169,12 @@ function recomputed({ orders, copies }, kept) {
   return new Schedule(again, copies, Fraction.parse(kept).toNumber());
 }
 
-// Durations as fractions, by a stage's place in the model. `scale` has a factor for each equal share
-// of the layers, a stage the mean of what it has of each; with v stages per rank a stage is 1/v of the
-// work.
+// Durations as fractions, by a stage's position in the model. `scale` has a factor for each equal
+// share of the layers, and a stage has the mean of the factors of its shares. With v stages per
+// rank, a stage has 1/v of the work.
 function buildCosts({ numStages, stagesPerRank }, { F, I, W, c, saving = 0, scale = [] }) {
   const given = scale.length ? scale.map(Fraction.parse) : [new Fraction(1n)];
-  const parts = given.length; // of a stage; a share has numStages of them
+  const parts = given.length; // of a stage; a share contains numStages of them
   const share = new Fraction(1n, BigInt(stagesPerRank * parts));
   const factors = range(numStages).map((place) =>
     range(parts)
@@ -202,8 +203,9 @@ function withoutMicrobatch(item) {
 }
 
 // {schedule, costs, lines, cells, tick, c, last}: `lines` has each rank's cells {item, rank, index,
-// start, end, bound} in its order, `cells` the same by operation, each after all that it needs.
-// Times are in ticks. A bound is the operation whose end (and sending) fixed the start, null at 0.
+// start, end, bound} in its order. `cells` has the same cells by operation, each after its inputs.
+// Times are in ticks. A bound is the operation whose end (and sending) determined the start, or
+// null at 0.
 function simulate(schedule, costs) {
   const { orders } = schedule;
   const items = new Map(orders.flat(1).map((item) => [withoutMicrobatch(item), item]));
@@ -213,7 +215,7 @@ function simulate(schedule, costs) {
   const lines = orders.map(() => []);
   const cells = new Map();
 
-  // Runs the rank's next item, unless it has to wait.
+  // Run the rank's next item, unless it must wait.
   function advance(rank) {
     const index = lines[rank].length;
     if (index === orders[rank].length) return false;
@@ -241,7 +243,7 @@ function simulate(schedule, costs) {
   return { schedule, costs, lines, cells, tick: tick.toNumber(), c, last };
 }
 
-// When a cell's results are there on a rank.
+// Return the time at which a cell's results arrive on a rank.
 function arrivalOf(cell, rank, c) {
   return cell.rank === rank ? cell.end : cell.end + c;
 }
@@ -250,8 +252,8 @@ function lastEnd(lines) {
   return Math.max(...lines.map((line) => line.at(-1)?.end ?? 0));
 }
 
-// Follow what each stuck rank waits for until a rank comes up again. The error's cause is the circle:
-// [{rank, text of its next operation, need}].
+// Follow the waiting ranks until a rank is repeated. The error's cause is the circle: [{rank, text
+// of its next operation, need}].
 function deadlock(schedule, lines, cells) {
   const path = [];
   let rank = schedule.orders.findIndex((order, r) => lines[r].length < order.length);
@@ -275,7 +277,7 @@ function moved(schedule, { rank, from, to }) {
   return schedule.withOrders(orders);
 }
 
-// What a move would do: {verdict: "illegal" | "same" | "longer" | "shorter", text}.
+// Return the effect of a move: {verdict: "illegal" | "same" | "longer" | "shorter", text}.
 function judge(timeline, move, memory = Infinity) {
   const { schedule, costs } = timeline;
   const illegal = (text) => ({ verdict: "illegal", text: `Not possible: ${text}` });

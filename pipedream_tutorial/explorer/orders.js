@@ -1,12 +1,14 @@
-// The schedules (schedules/orders.py and building_blocks.py, which name the papers): how
-// ranks p and microbatches m make an order per rank, what each does, and how long a rank idles.
+// The schedules (schedules/orders.py and building_blocks.py, which name the papers): how p ranks
+// and m microbatches give an order per rank, a description of each schedule, and the idle time of
+// its ranks.
 //
-// A rank's order is a word, as in pipedream_simple.py: a letter an operation, two for a pair. Small
-// letters are on the rank's second stage: the one on the way back up a V, or of a second copy.
+// A rank's order is a word, as in pipedream_simple.py, with one letter per operation and two per
+// pair. Small letters belong to the rank's second stage: the stage on the way up a V, or of a
+// second copy.
 "use strict";
 
-// Each kind takes a stage's microbatches in turn; a whole backward pass counts as its halves. A step
-// is a list of one [kind, stage], or of two for a pair.
+// Each kind runs a stage's microbatches in order. A whole backward pass counts as both halves. A
+// step is a list of one [kind, stage], or of two for a pair.
 function numbered(steps) {
   const counts = {};
   const next = ([kind, stage]) => {
@@ -18,7 +20,7 @@ function numbered(steps) {
   return steps.map((step) => step.map(next));
 }
 
-// Words by rank; microbatches from m on are not there.
+// Words by rank. Microbatches from m on are left out.
 function fromWords(words, m = Infinity) {
   const orders = words.map((word, r) => {
     const stageOf = (letter) => (letter < "a" ? r : 2 * words.length - 1 - r);
@@ -28,12 +30,12 @@ function fromWords(words, m = Infinity) {
   return new Schedule(orders);
 }
 
-// From the word of rank r of p.
+// Return orders from the word of rank r of p.
 function byRank(wordOf) {
   return (p, m) => fromWords(range(p).map((r) => wordOf(r, p, m)), m);
 }
 
-// microbatchOf(i, copy): the number of a copy's microbatch i among all.
+// microbatchOf(i, copy): number of a copy's microbatch i among all microbatches.
 function twoCopies(words, microbatchOf) {
   const p = words.length;
   const renumbered = ({ kind, stage, microbatch: i }) => buildOp(kind, stage, microbatchOf(i, stage < p ? 0 : 1));
@@ -44,7 +46,7 @@ function times(count, ...steps) {
   return range(count).flatMap(() => steps);
 }
 
-// `ahead` forwards, then one forward and one backward in turn, then the backwards left over.
+// `ahead` forwards, then alternately one forward and one backward, then the remaining backwards.
 function inTurn(forwards, backwards, ahead) {
   const turns = backwards.flatMap((backward, k) => [...forwards.slice(ahead + k, ahead + k + 1), backward]);
   return [...forwards.slice(0, ahead), ...turns];
@@ -54,14 +56,15 @@ function alternating(m, ahead) {
   return inTurn(times(m, "F"), times(m, "B"), ahead);
 }
 
-// The backward pass cut in two: each W comes `delay` microbatches after its I.
+// Split the backward pass. Each W comes `delay` microbatches after its I.
 function zeroBubble(m, ahead, delay) {
   const late = Math.min(delay, m);
   const backwards = [...times(late, "I"), ...times(m - late, "IW")];
   return inTurn(times(m, "F"), backwards, ahead).join("") + "W".repeat(late);
 }
 
-// v stages per rank, p apart: microbatches go round the ranks v times, in rounds of p or so.
+// v stages per rank, whose numbers are p apart. Microbatches pass the ranks v times, in rounds of
+// about p.
 function interleaved(p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
@@ -77,32 +80,32 @@ function interleaved(p, m, v) {
   }));
 }
 
-// torch's order, whatever the durations. Written for 2p - 1 microbatches or more.
+// torch's order for all durations, defined for 2p - 1 microbatches or more.
 function zbVFixed(r, p, m) {
   const count = Math.max(m, 2 * p - 1);
   let word = "F".repeat(2 * (p - r) - 1) + "fF".repeat(r) + "fiw".repeat(p - r);
   for (let i = 0; i < count - p; i++) {
-    if (i < count - (2 * p - 1 - r)) word += "F"; // until all have gone down
+    if (i < count - (2 * p - 1 - r)) word += "F"; // until all microbatches have passed the way down
     word += "IWfiw";
   }
   return word + "Ii".repeat(r) + "IW".repeat(p - r) + "w".repeat(r) + "W".repeat(r);
 }
 
-// One slot between neighbors; the pause keeps two operations of a rank out of the same slot.
+// Neighbors are one slot apart. The pause prevents two operations of a rank in the same slot.
 function vMin(p, m) {
   const pause = p % 3 ? 0 : 2;
   return repeatedBlock(p, m, (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r]);
 }
 
-// Two slots between neighbors wherever the way leads down the V.
+// Neighbors are two slots apart on the way down the V.
 function vHalf(p, m) {
   const pause = p % 2 ? 0 : 3;
   return repeatedBlock(p, m, (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r]);
 }
 
-// A line is a rank's letters by slot. block(r): the slots of microbatch 0's F, f, i and I; every 6
-// slots comes the next. Two passes then pull operations forward at both ends, as
-// schedules/building_blocks.py explains; W has no slots of its own in the second.
+// A line has a rank's letters by slot. block(r): the slots of microbatch 0's F, f, i and I. Other
+// microbatches follow every 6 slots. Two passes then move operations to earlier slots at both ends,
+// as schedules/building_blocks.py explains. W has no slots in the second pass.
 function repeatedBlock(p, m, block) {
   const repeated = range(p).map((r) => {
     const line = [];
@@ -118,7 +121,7 @@ function repeatedBlock(p, m, block) {
   return fromWords(lines.map((line) => withWeights(line).filter(Boolean)));
 }
 
-// The line with a W for each I in a later free slot, those on the way up first.
+// Return the line with a W for each I in a later free slot, those on the way up first.
 function withWeights(line) {
   const full = [];
   const waiting = [];
@@ -131,8 +134,8 @@ function withWeights(line) {
   return full;
 }
 
-// Move operations to earlier free slots, where data and memory allow, in the order of time; those of
-// the full pipeline stay, and if W has no slots, also those before it.
+// Move operations to earlier free slots if data and memory allow, in the order of time. Operations
+// of the full pipeline stay, and if W has no slots, so do earlier ones.
 function pullForward(lines, hasWeights) {
   const limit = Math.max(...lines.map((line) => mostHeld(line, hasWeights)));
   const m = lines[0].filter((letter) => letter === "F").length;
@@ -155,7 +158,8 @@ function pullForward(lines, hasWeights) {
   });
 }
 
-// Most stages' activations that a rank holds. Where W has no slots of its own, it runs in free ones.
+// Return the largest number of stages' activations that a rank holds. If W has no slots, it uses
+// free ones.
 function mostHeld(line, hasWeights) {
   let [held, waiting, most] = [0, 0, 0];
   for (const letter of line) {
@@ -168,7 +172,7 @@ function mostHeld(line, hasWeights) {
   return most;
 }
 
-// The same orders, every operation as soon as its rank and its data are ready.
+// Return the same orders, with every operation as soon as its rank and its data are ready.
 function squeezed(lines) {
   const found = lines.map(() => []);
   placeByTime(lines, ({ rank, letter, earliest }) => {
@@ -179,11 +183,11 @@ function squeezed(lines) {
   return found;
 }
 
-// By letter: the rank before it on the way of the data, and what its own rank has done before.
+// By letter: the previous rank on the way of the data, and the previous operation of its own rank.
 const SOURCES = { F: [-1], f: [1, "F"], i: [-1, "f"], I: [1, "i"] };
 
-// Calls `place` for each operation in the order of time, and takes the slot that it returns for the
-// operation's. `earliest`: after its data and the microbatch before it.
+// Call `place` for each operation in the order of time, and use the slot that it returns.
+// `earliest`: the slot after its data and the previous microbatch.
 function placeByTime(lines, place) {
   const before = lines.map((line) => [...line]);
   const done = lines.map(() => ({ F: [], f: [], i: [], I: [], W: [] }));
@@ -218,8 +222,8 @@ function dualpipeV(p, m) {
 function dualpipeWord(r, p, m) {
   const behind = p - 1 - r;
   const pairs = times(m - 2 * p + r + 1, "Fb", "fB");
-  if (!behind) pairs.splice(0, 1, "F", "b"); // the first backward has to wait anyway
-  // 2 (r + 1) backwards, alternating; from the middle on their W is put off.
+  if (!behind) pairs.splice(0, 1, "F", "b"); // the first backward must wait
+  // 2 (r + 1) alternating backwards. W is delayed in the second half.
   const backwards = times(r + 1, "b", "B");
   const cut = [...backwards.slice(r + 1), ...times(behind, "B")];
   const gradients = cut.map((backward) => (backward === "b" ? "i" : "I"));
@@ -233,8 +237,8 @@ function dualpipeWord(r, p, m) {
   ];
 }
 
-// DualPipeV on half as many ranks, unfolded: each of its ranks is two that mirror each other, with
-// one copy's stages on the way down and the other's on the way up.
+// DualPipeV on half as many ranks, unfolded: each rank becomes two ranks that mirror each other.
+// One copy's stages are on the way down, and the other's on the way up.
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {
     const even = p + (p % 2);
@@ -247,8 +251,9 @@ function dualpipe(p, m) {
   return twoCopies([...half, ...mirrored], (i, copy) => i + copy * (m / 2));
 }
 
-// Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every
-// operation takes one slot, no rank gets a slot twice (schedules/orders.py says why).
+// The batch consists of units of p microbatches. In a unit, each direction is a 1F1B of p / 2
+// microbatches. If every operation takes one slot, no rank uses a slot twice (schedules/orders.py
+// explains why).
 function chimera(p, m) {
   if (p % 2 || m % p) {
     const what = "chimera needs an even number of ranks and whole units of p microbatches";
@@ -271,8 +276,9 @@ function chimera(p, m) {
 
 const oneFOneB = byRank((r, p, m) => alternating(m, p - 1 - r));
 
-// `policy`: flush, if not given. `idle`: of a rank up to the end, for even stages and c = 0 without
-// overlap, where `when` holds; in p, m, v, F, I, W and B = I + W; IDLE, if not given.
+// `policy`: flush by default. `idle`: idle time of a rank until the end, for equal stages and c = 0
+// without overlap, if `when` holds. It is a formula in p, m, v, F, I, W and B = I + W, by default
+// IDLE.
 const IDLE = "(p - 1) * (F + B)";
 const SCHEDULES = {
   naive: {
@@ -374,14 +380,15 @@ function policyOf(name) {
   return POLICIES[entryOf(name).policy ?? "flush"];
 }
 
-// What an expression of `idle` or `when` comes to for these choices.
+// Return the value of an expression of `idle` or `when` for these choices.
 function evaluate(expression, { p, m, v, F, I, W }) {
   const [f, i, w] = [F, I, W].map((value) => Fraction.parse(value).toNumber());
   const known = { p, m, v, F: f, I: i, W: w, B: i + w, min: Math.min, max: Math.max, abs: Math.abs, ceil: Math.ceil };
   return new Function(...Object.keys(known), `return ${expression};`)(...Object.values(known));
 }
 
-// A sentence on a schedule, and its idle time as a formula, with its value where it holds.
+// Return a sentence about a schedule, and its idle time as a formula, with its value if it is
+// valid.
 function aboutOf(name, chosen) {
   const { says, idle = IDLE, when = "" } = entryOf(name);
   if (name === "csv") return says;

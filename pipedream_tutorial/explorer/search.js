@@ -1,10 +1,10 @@
-// Schedules from search: the shortest order under a limit on activations (simulate/search.py).
+// Search for the shortest order under a limit on activations (simulate/search.py).
 //
-// One stage per rank, backward passes in halves. A rank's order is a word of m letters F, I and W; in
-// every beginning of it F leads I, I leads W, and F is at most `memory` ahead of W. Rules write
-// words, and moving single letters improves them. Of equally short orders the one with the shorter
-// span (of the rank where it is longest) is better for batches in a row. The random numbers are not
-// Python's, so the words may differ from its; the bound does not.
+// Each rank has one stage, and backward passes are split. A rank's order is a word of m letters F,
+// I and W. In every prefix, there are at least as many F as I and as many I as W, and at most
+// `memory` more F than W. Rules build words, and moves of single letters improve them. Among
+// equally short orders, the one with the shorter longest span is better for consecutive batches.
+// The random numbers differ from Python's, so the words may also differ. The bound is the same.
 "use strict";
 
 function buildProblem(chosen) {
@@ -19,9 +19,9 @@ function buildProblem(chosen) {
   return { m, c, durations, memory: Math.min(K || m, m), tick: tick.toNumber() };
 }
 
-// In ticks: makespan, and the longest time between a rank's first start and its last end. Infinity
-// for words that wait for each other in a circle. Does not look at memory. (simulate() would say the
-// same, thirty times slower.)
+// Return, in ticks, the makespan and the longest time between a rank's first start and its last
+// end. It is Infinity for words that wait for each other in a circle. It does not check memory.
+// (simulate() gives the same result and is thirty times slower.)
 function score({ durations, c }, words) {
   const p = durations.length;
   const [place, free] = [new Array(p).fill(0), new Array(p).fill(0)];
@@ -54,7 +54,7 @@ function byLength(one, other) {
   return one.length - other.length || one.span - other.span;
 }
 
-// What no order can be shorter than, in ticks; simulate/search.py derives it.
+// Return a lower bound of all orders' makespans, in ticks. simulate/search.py derives it.
 function lowerBound({ m, memory, c, durations }) {
   const total = (times, of) => sum(times.map(of));
   const bounds = durations.map((own, rank) => {
@@ -70,10 +70,11 @@ function lowerBound({ m, memory, c, durations }) {
   return Math.max(...bounds);
 }
 
-// {words, length, span, bound, tried}: the best of the words that the rules write, improved.
+// {words, length, span, bound, tried}: the best of the words that the rules build, improved.
 function search(problem, tries) {
   const { durations, memory, m } = problem;
-  // ZB-H1 and ZB-H2, and what lies between: each rank `step` microbatches less ahead than the last.
+  // ZB-H1, ZB-H2 and orders between them: each rank runs `step` microbatches fewer ahead than the
+  // previous one.
   const patterns = [0, 1, 2].flatMap((step) => range(memory + step * durations.length).map((ahead) =>
     durations.map((_, rank) => {
       const lead = Math.max(0, Math.min(memory - 1, ahead - step * rank));
@@ -92,7 +93,7 @@ function search(problem, tries) {
   return { ...best, bound, tried };
 }
 
-// Moves single letters and keeps what is not longer, and now and then what is.
+// Move single letters. Keep changes that are not longer, and sometimes longer ones.
 function improve(problem, start, tries, seed, goal) {
   const chance = generator(seed);
   const below = (n) => Math.floor(chance() * n);
@@ -121,7 +122,7 @@ function improve(problem, start, tries, seed, goal) {
   return { ...best, tried };
 }
 
-// Mulberry32: a small generator of numbers in [0, 1), the same in every browser for the same seed.
+// Mulberry32: a small generator of numbers in [0, 1), equal in every browser for equal seeds.
 function generator(seed) {
   let state = seed + 1;
   return () => {

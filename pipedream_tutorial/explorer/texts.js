@@ -50,7 +50,7 @@ function weightText(use, op) {
   return `It runs with weights of version ${version}, ${same}. Its gradient is ${updates} behind when it is applied.`;
 }
 
-// How late an operation may be, and in which direction a move may help.
+// Describe how late an operation may be, and in which direction a move may help.
 function slackText(item, slack, at) {
   const weight = item.every((op) => op.kind === "W");
   if (slack) {

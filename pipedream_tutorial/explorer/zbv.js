@@ -1,12 +1,13 @@
-// ZB-V as its authors build it: F and I follow a pattern, W fills the time for which a rank would
-// otherwise wait. pipedream_simple.py explains the steps; this makes the same orders.
+// ZB-V as its authors build it. F and I follow a pattern, and W fills the time in which a rank
+// would otherwise wait. pipedream_simple.py explains the steps, and this file makes the same
+// orders.
 "use strict";
 
 const STEPS = { F: 0, f: 0, i: 0, I: 0 };
-// By step: the way to the rank that gives its input, and its own rank's step before it.
+// By step: the direction of the rank that gives its input, and its own rank's previous step.
 const GIVEN_BY = { F: -1, f: 1, i: -1, I: 1 };
 
-// One filling. `allowed`: by rank, how much longer than the others it may idle before it runs a W;
+// One filling. `allowed`: how much longer than the others each rank may idle before it runs a W.
 // `more`: whether i and F may wait for one more W.
 function fillV(p, m, lasts, allowed, more) {
   const ranks = range(p).map(() => ({
@@ -44,7 +45,7 @@ function fillV(p, m, lasts, allowed, more) {
     runStep(r, step);
   };
 
-  // Microbatch 0 down the V and up again, with further F where there is time.
+  // Microbatch 0 goes down the V and up again, with more F in the free time.
   for (const r of range(p)) runStep(r, "F");
   for (const r of range(p).reverse()) {
     const own = ranks[r];
@@ -54,7 +55,7 @@ function fillV(p, m, lasts, allowed, more) {
     }
     runStep(r, "f");
   }
-  // Each rank catches up with the rank before it.
+  // Each rank catches up with the previous rank.
   let turns = 0;
   for (let r = 1; r < p; r++) {
     const [before, own] = [ranks[r - 1].done, ranks[r].done];
@@ -63,7 +64,7 @@ function fillV(p, m, lasts, allowed, more) {
       for (let rank = p - 1; rank >= r; rank--) if (ranks[rank].done[step] < m) runStep(rank, step);
     }
   }
-  // One backward and one forward in turn.
+  // Alternate one backward and one forward.
   for (let round = 0; round < 2 * m; round++) {
     const steps = ranks.map(({ done }, r) => {
       const arrived = r === p - 1 || done.I < ranks[r + 1].done.I || done.i === m;
@@ -85,10 +86,11 @@ function fillV(p, m, lasts, allowed, more) {
   return { words: ranks.map(({ word }) => word), idle: ranks.map(({ idle }) => idle), mostIdle };
 }
 
-// Of several fillings the one whose ranks idle least.
+// Return the filling whose ranks idle least.
 function zbV(p, m, v, { F, I, W, c }) {
   const { counts } = inTicks([F, I, W, c].map(Fraction.parse));
-  const lasts = { F: counts[0], I: counts[1], W: counts[2], c: 2 * counts[3] }; // a stage is half a rank's
+  // A stage has half of a rank's work.
+  const lasts = { F: counts[0], I: counts[1], W: counts[2], c: 2 * counts[3] };
   let [best, least] = [null, Infinity];
   for (const more of [{ i: true, F: true }, { i: true, F: false }, { i: false, F: true }, { i: false, F: false }]) {
     let [allowed, before] = [times(p, 0), Infinity];

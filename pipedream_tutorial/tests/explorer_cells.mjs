@@ -1,4 +1,4 @@
-// Runs the explorer's engine without a browser: reads a list of questions as JSON, writes the
+// Run the explorer's engine without a browser: read a list of questions as JSON, and write the
 // answers. test_explorer_engine.py compares them with the Python simulator.
 
 import { readFileSync } from "node:fs";
@@ -10,10 +10,11 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
   if (path.endsWith("/main.js")) continue; // needs a document
   runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
 }
-// What a script declares, such as run and SCHEDULES, is there for every later one, and for this one.
+// Declarations of a script, such as run and SCHEDULES, are available to all later scripts and to
+// this one.
 
 const answer = {
-  // The formula of a rank's idle time: where it holds, beside what is simulated.
+  // Return the formula of a rank's idle time, if it is valid, and the simulated idle time.
   idle({ name, chosen }) {
     const { idle = IDLE, when = "true" } = SCHEDULES[name];
     if (!evaluate(when, chosen)) return null;

@@ -28,7 +28,8 @@ class Records:
     trained: torch.Tensor  # whether a token belongs to a completion or ends its text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
-        """Return the summed loss of the tokens in the loss, each predicted from those before it."""
+        """Return the summed loss of the tokens in the loss. Each token is predicted from the
+        previous ones."""
         ids, trained = self.ids[rows], self.trained[rows]
         logits = model(ids[:, :-1]).logits
         return F.cross_entropy(logits[trained[:, 1:]], ids[:, 1:][trained[:, 1:]], reduction="sum")

@@ -24,7 +24,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
-    thoughts_removed: int = 0  # answers whose thoughts the template removes
+    thoughts_removed: int = 0  # answers whose reasoning the template removes
     unended: int = 0  # answers that the template ends without a special token
 
 

@@ -69,7 +69,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     # Otherwise it logs a line for each process that it ends.
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)
-    # Fork, and so reuse the imports, if that is safe.
+    # If a fork is safe, the stages reuse this process's imports.
     method = "fork" if sys.platform == "linux" else "spawn"
     gc.freeze()  # imports are shared; garbage collection would copy them
     with tempfile.TemporaryDirectory() as folder:
