@@ -17,7 +17,7 @@ _find_python() {
             return
         fi
     done
-    echo "error: no Python 3.10 to 3.13 found; install one (Debian, Ubuntu: apt-get install python3 python3-venv)" >&2
+    echo "error: No Python 3.10 to 3.13 was found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv)." >&2
     return 2
 }
 
@@ -51,7 +51,7 @@ _make_venv() {
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
     if _wants_cpu_build "$python"; then
-        echo "No NVIDIA GPU found: taking the CPU build of PyTorch." >&2
+        echo "No NVIDIA GPU found, so the CPU build of PyTorch is installed." >&2
         arguments+=(--extra-index-url "$_cpu_index")
     fi
     if command -v uv >/dev/null; then
@@ -63,7 +63,7 @@ _make_venv() {
         if ! "$_root/.venv/bin/python" -m pip -V >/dev/null 2>&1 &&
             ! said=$("$python" -m venv "$_root/.venv" 2>&1); then
             echo "$said" >&2
-            echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2
+            echo "error: $python cannot create virtual environments. Install its venv package (Debian, Ubuntu: apt-get install python3-venv)." >&2
             exit 2
         fi
         "$_root/.venv/bin/python" -u -m pip install --disable-pip-version-check "${arguments[@]}" | _one_line
@@ -82,7 +82,7 @@ _setup() {
     local python="$_root/.venv/bin/python"
     if ! "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
         if ! _make_venv; then
-            echo "error: setting up .venv failed; see the message above, then run the same command again" >&2
+            echo "error: Setting up .venv failed. See the message above, then run the same command again." >&2
             return 2
         fi
         "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" || return 2

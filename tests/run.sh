@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up Python where needed, checks style and types, and runs every test that needs no GPU.
+# Sets up Python if needed, checks style and types, and runs every test that needs no GPU.
 # With arguments, runs only pytest with these arguments: bash tests/run.sh tests/data -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -79,7 +79,7 @@ def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy,
     assert (code, out) == (2, "")
     assert err.splitlines()[1:] == [
         "no network",
-        "error: setting up .venv failed; see the message above, then run the same command again",
+        "error: Setting up .venv failed. See the message above, then run the same command again.",
     ]
     fails.unlink()
     log.unlink()
@@ -102,5 +102,5 @@ def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy,
 def test_no_python_is_one_line(run):
     code, out, err = run(scripts={})
     assert (code, out) == (2, "")
-    assert err.startswith("error: no Python 3.10 to 3.13 found; install one")
+    assert err.startswith("error: No Python 3.10 to 3.13 was found. Install one")
     assert err.count("\n") == 1
