@@ -161,7 +161,7 @@ def read_run(folder: Path) -> list[Rank]:
     """Read the traces of a run, by rank. Raises UserError if there are none or if one is broken."""
     files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
     if not files:
-        raise UserError(f"{short_path(folder)} holds no {TRACES}", fix="train with --profile 3")
+        raise UserError(f"{short_path(folder)} has no {TRACES}", fix="train with --profile 3")
     ranks = []
     for rank, file in sorted(files.items()):
         try:
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python results/lab/overlap.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --profile STEPS")
     folder = given_path(parser.parse_args(argv).run)
-    require_writable(folder, "copy the run's folder to one of your own", "overlap.png")
+    require_writable(folder, "copy the run's folder to a folder of yours", "overlap.png")
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")

@@ -137,7 +137,7 @@ def config_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description="Show what is in GPU memory at the peak of a step.")
+    parser = checkout.Parser(description="Show the content of GPU memory at the peak of a step.")
     parser.add_argument("cases", nargs="+", metavar="CASE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400.0)

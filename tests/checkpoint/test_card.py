@@ -35,7 +35,7 @@ def test_the_text_has_the_records_numbers(card):
     for words in (
         "gpt2-medium trained on wikitext-2", "354,823,168 parameters", "1,000 samples of 512",
         "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
-        "64 of 64 steps of 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
+        "64 of 64 steps with 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
         "| seed              | 42 ", 'from_pretrained("runs/20260101-dp/hf")',
         "generate runs/20260101-dp/hf",
     ):  # fmt: skip
@@ -47,10 +47,10 @@ def test_the_best_weights_have_their_own_losses(card):
     evaluations = [{"step": step, "loss": 3.0, "perplexity": 20.0} for step in (0, 20, 64)]
     changes = {"best": best, "evaluations": [*evaluations, best]}
     text = card("best", **changes).text
-    assert "The weights after step 40, which had the lowest validation loss." in text
+    assert "These are the weights after step 40, which had the lowest validation loss." in text
     rows = [line.split()[1] for line in text.splitlines() if line.startswith("|  ")]
     assert [row for row in rows if row.isdecimal()] == ["0", "40"]
-    assert "The weights after step 64." in card(**changes).text
+    assert "These are the weights after step 64." in card(**changes).text
 
 
 def test_names_are_text_and_no_markup(card):

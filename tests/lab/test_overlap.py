@@ -119,7 +119,7 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
 
 
 def test_refusals(tmp_path):
-    with refused("holds no trace-rank*.json.gz", "--profile"):
+    with refused("has no trace-rank*.json.gz", "--profile"):
         main([str(tmp_path)])
     (tmp_path / "trace-rank0.json.gz").write_text("no gzip")
     with refused("trace-rank0.json.gz is not a trace"):

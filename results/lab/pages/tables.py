@@ -35,7 +35,7 @@ def published_table(
     words = columns.split(", ")
     records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
     if not records:
-        raise UserError(f"{RECORDS_DIR / name} holds no records", fix=f"see {RECORDS_DIR}")
+        raise UserError(f"{RECORDS_DIR / name} has no records", fix=f"see {RECORDS_DIR}")
     records.sort(key=lambda r: (r.config["precision"], r.started_at))
     records.sort(key=lambda r: (r.num_parameters, order.index(r.strategy["name"])))
     _check_words(name, "column", words, COLUMNS)

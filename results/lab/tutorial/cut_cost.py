@@ -131,7 +131,7 @@ def main() -> None:
     """Measure, write the record and print it."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
-            "one path in a folder that exists is needed",
+            "give one path in an existing folder",
             "type python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json",
         )
     ways = measure()
