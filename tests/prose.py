@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tests/prose.json"
 SUFFIXES = {".py", ".md", ".ipynb", ".js", ".html", ".jinja", ".sh", ".slurm", ".yaml"}
-OPENING = re.compile(r"(Of|What|Whether|That|Those|The same)\b")
+OPENING = re.compile(r"(Of|What|Whether|That|Those|The same|How|Where|Why|By)\b")
 OWN_EXAMPLES = {"prose", "test_prose"}
 EMPTY_NAMES = {"found", "each", "own", "place", "said", "asked"}
 UNIT = (
@@ -34,7 +34,7 @@ PHRASES = {
     rf"(?<![-.\w]){UNIT} an? {OWNER}\b(?!')": "write 'per', not 'a'",
     r", too(?=[.,;:)!?]|$)": "drop the comma, or write 'also'",
     r"\blearnt\b": "learned, or trained on",
-    r"\bmended\b": "fixed",
+    r"\bmend(s|ed)?\b": "fix",
     r"\b(go|goes|going|went) on\b": "continue",
     r"\b(is|are|was|were) left(?=[.,;:)]|$)": "remain",
     r"\b(is|are|was|were) there(?=[.,;:)]|$)": "is available",
@@ -51,10 +51,18 @@ PHRASES = {
     r"\bthe arithmetic\b": "compute dtype",
     r"(?<!scaling\s)(?<!Chinchilla's\s)\blaws?\b(?![/.])": "formula",
     r"\ball the same\b": "still",
-    r"\bin turns\b": "alternately",
-    r"\b(whoever|whatever is)\b": "name the actor",
+    r"\bin turns?\b": "alternately, or in order",
+    r"\b(whoever|whatever (is|the|it|they))\b": "name the actor, or 'for all'",
+    r"\bfor ever\b": "forever",
+    r"\b(put|puts|putting) off\b": "delay",
+    r"\banew\b": "again",
+    r"\bone's\b": "name the owner",
+    r"\bthe one (before|after)\b": "the previous, the next",
+    r"\bwhere (none|one|they|there) (is|are|has|have)\b": "if",
+    r"\b(is|are) (told|asked|said)\b": "name the actor",
     r"\bis tried\b|\bare tried\b|\bhave been tried\b": "is tested",
     r"\bwhat (is|are) (missing|left|kept|sent|new)\b": "name the thing",
+    r"\bwhat (else|came|comes|goes|takes|needs|makes)\b": "name the thing",
 }
 PATTERNS = {re.compile(phrase.replace(" ", r"\s+")): hint for phrase, hint in PHRASES.items()}
 

@@ -14,7 +14,7 @@ MESSAGES = "messages"
 ANSWERS = (PROMPT, MESSAGES)  # forms in which only answers are in the loss
 ASSISTANT = "assistant"
 Message = dict[str, Any]  # role, content, and any other keys that a template reads
-Span = tuple[int, int]  # index of the first character, and of the one after the last
+Span = tuple[int, int]  # (index of the first character, index after the last character)
 _MIN_CHARACTERS = 2**15  # shortest piece of a text that is cut
 # Longest text that is tokenized at once. Tokenizing needs 40 times the memory of the text.
 _MAX_UNCUT = 2**27

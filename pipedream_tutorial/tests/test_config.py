@@ -105,11 +105,11 @@ def test_any_input_resolves_or_is_a_user_error(parts):
 
 def test_a_message_of_several_lines_is_shown_as_one(capsys):
     def fail() -> None:
-        raise UserError("two\nlines", "mend it")
+        raise UserError("two\nlines", "fix it")
 
     with pytest.raises(SystemExit) as caught:
         main_with_errors(fail)
-    assert (caught.value.code, capsys.readouterr().err) == (2, "error: two lines; mend it\n")
+    assert (caught.value.code, capsys.readouterr().err) == (2, "error: two lines; fix it\n")
 
 
 BARE = """
@@ -139,4 +139,4 @@ def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):
     assert done.returncode == code, done.stderr
     said = done.stderr if code else done.stdout
     assert words in " ".join(said.split())
-    assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # which is said first
+    assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # its note comes first

@@ -1,7 +1,7 @@
 """Test thirty chat templates with random conversations.
 
 Texts and ids equal those of transformers. The loss covers exactly the answers, each once, after the
-text that the model sees when it is asked."""
+text that the model sees when it generates an answer."""
 
 import random
 

@@ -75,7 +75,7 @@ BUILDING = ("offload", "infinity")  # strategies that wait for DeepSpeed's exten
 
 @dataclass(frozen=True)
 class Expected:
-    """How a run must end after a fault."""
+    """Required end of a run after a fault."""
 
     status: tuple[str, ...]  # accepted statuses of its record; "" if it may be missing
     named: str  # pattern of the record's error, or of the output

@@ -28,8 +28,8 @@ class RMSNorm(nn.RMSNorm):
 class Rotary(nn.Module):
     """Table with the cosine and sine of each position's angles, fp32 [2, positions, K / 2].
 
-    All blocks share it. It moves with the model to other devices and stays in fp32, whatever the
-    dtype of the parameters."""
+    All blocks share it. It moves with the model to other devices and stays in fp32 for all
+    dtypes of parameters."""
 
     table: torch.Tensor
 

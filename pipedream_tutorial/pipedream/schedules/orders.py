@@ -119,7 +119,7 @@ def chimera(p: int, m: int) -> Orders:
             f"use p={p + p % 2} and a multiple of it",
         )
     # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot s +
-    # 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No rank
+    # 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the previous one. No rank
     # uses a slot twice, because one direction has even slots and the other odd ones.
     lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
     for microbatch in range(m):

@@ -119,7 +119,7 @@ def w_fills_holes() -> Animation:
     steps = [
         ("1F1B, the backward pass whole", whole),
         ("Each backward pass is I and W", _halved(whole, at_once)),
-        ("A stage waits only for the next one's I", _run(at_once)),
+        ("A stage waits only for the next one's I", _run(at_once)),  # prose: published text
         ("W waits until its rank would idle (ZB-H1)", _run(build_schedule("zb-h1", 4, 8))),
     ]
     return _moving("Zero bubble: W fills the holes", steps)

@@ -45,8 +45,8 @@ def load_records(folder: Path) -> dict[str, dict[str, Any]]:
             record = records[path.name] = _load(path)
             if record.get("format") not in (1, RECORD_FORMAT):
                 raise UserError(
-                    f"{path} is no record of format {RECORD_FORMAT}",
-                    "make it anew with pipedream_runtime.py --record",
+                    f"{path} is not a record of format {RECORD_FORMAT}",
+                    "make it again with pipedream_runtime.py --record",
                 )
             for case in record["cases"]:  # "zb-v" was torch's order in format 1
                 if record["format"] == 1 and case["schedule"] == "zb-v":
@@ -58,7 +58,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON: {error}", "make the record anew") from error
+        raise UserError(f"{path} is not JSON: {error}", "make the record again") from error
 
 
 def idle_table() -> str:
@@ -259,18 +259,18 @@ def main() -> None:
     """Write or check, and print the names of the files."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="make pages and pictures anew")
+    action.add_argument("--write", action="store_true", help="make pages and pictures again")
     action.add_argument("--check", action="store_true", help="only say what is not up to date")
     if parser.parse_args().write:
         names = write(FOLDER)
-        print("\n".join(f"wrote {name}" for name in names) or "all is up to date")
+        print("\n".join(f"wrote {name}" for name in names) or "all files are up to date")
         return
     names = stale(FOLDER)
     if names:
         fix = "type python results/lab/tutorial/pages.py --write"
         print(f"error: not up to date: {', '.join(names)}; {fix}", file=sys.stderr)
         sys.exit(1)
-    print("all is up to date")
+    print("all files are up to date")
 
 
 if __name__ == "__main__":
