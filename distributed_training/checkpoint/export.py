@@ -72,7 +72,9 @@ def continuation(
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
             why = "its weights are damaged, or its adapters are too large"
-            raise UserError("The model's logits are not finite", why, "check its loss with eval")
+            raise UserError(
+                "The model's logits are not finite", why, "check its loss with the command eval"
+            )
         if temperature:
             weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)
         else:

@@ -295,7 +295,7 @@ def choose_tokenizer(
                 return str(folder), folder
         loads = source != "random" and not published
         if local and loads and weights.weight_files(local[-1]):
-            what = f"the weights in {local[-1]} have no tokenizer beside them"
+            what = f"the weights in {local[-1]} come without a tokenizer"
             fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
             why = "with another tokenizer, the weights produce nonsense"
             raise UserError(what, why, f"{fix}name on the Hub")

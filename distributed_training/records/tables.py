@@ -25,7 +25,7 @@ class Number:
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Return the values of the runs that have one."""
+        """Return the values of all runs that have a value."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:

@@ -99,8 +99,8 @@ def find_source(environment: Mapping[str, str]) -> Source | None:
 
 
 def find_uncounted(environment: Mapping[str, str]) -> str:
-    """Return the variable with the rank of a process for which `find_source` returns None, although
-    other processes exist, or ""."""
+    """Return the variable with this process's rank if other processes exist although `find_source`
+    returns None. Otherwise return ""."""
     # sbatch sets SLURM_PROCID without starting processes.
     ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
     is_counted = any(source.world_size in environment for source in SOURCES)

@@ -365,7 +365,7 @@ def _see_folder(plan: Plan, label: str) -> None:
     while not (plan.run_dir / PLAN_FILE).is_file():
         if time.monotonic() > end:
             what = f"{label} does not see {plan.run_dir}, which rank 0 has created"
-            raise UserError(what, "a run is saved into one folder", fix)
+            raise UserError(what, "all nodes save a run into the same folder", fix)
         time.sleep(0.2)
 
 

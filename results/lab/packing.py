@@ -249,7 +249,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
             "packed again": lambda _run, batch: batch,
             "one by one": functools.partial(take_apart, backwards=False),
             "one by one, backwards": functools.partial(take_apart, backwards=True),
-            # Shows how far bf16 itself is from the true losses
+            # Shows the error of bf16 itself
             "one by one, fp32": functools.partial(take_apart, backwards=False),
         }
         runs_of = {

@@ -237,7 +237,7 @@ def test_adapters_that_are_something_else_are_refused(tmp_path):
 def test_a_plan_that_continues_adapters(tmp_path):
     base, adapters = made_by_peft(tmp_path)
     given = {"weights": str(adapters), "dataset": "embedded", "max_length": 64}
-    with refused("have no tokenizer beside them", "set tokenizer"):
+    with refused("come without a tokenizer", "set tokenizer"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
     with refused("2048 tokens", "256 rows"):

@@ -149,7 +149,7 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
         _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
         if peak_activations(schedule) != peak_activations(best):
             raise WrongAnswer(f"{at} ranks hold more than under 1F1B. Keep 1F1B inside a batch.")
-    return "every batch starts from the weights that the batch before it left."
+    return "every batch starts from the weights after the previous batch."
 
 
 @graded

@@ -47,11 +47,11 @@ class Row:
 
     @property
     def memory_compares(self) -> bool:
-        """Return whether the measured peak can be compared with the prediction. It can if less than
-        a quarter of the fullest rank's peak was left by earlier runs of the process, because early
-        records do not say how much of that was in use. Runs with a searched order cannot, because
-        early records do not hold the order. Early runs with a loss in chunks cannot, because their
-        chunks took more memory."""
+        """Return whether the measured peak can be compared with the prediction. Earlier runs of the
+        process may have left at most a quarter of the fullest rank's peak, because early records do
+        not contain how much of that was in use. Runs with a searched order are excluded, because
+        early records do not contain the order. Early runs with a loss in chunks are excluded,
+        because their chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False
