@@ -207,7 +207,7 @@ class Tokenizer:
             transformers_logging.set_verbosity_error()
         if setting := _random_setting(loaded):
             what = f"tokenizer {self.folder} gives other ids each time"
-            why = f"{setting[0]} drops merges or samples pieces at random, also in transformers"
+            why = f"its setting {setting[0]} makes them random, also in transformers"
             raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
         return loaded
 

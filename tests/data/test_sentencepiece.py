@@ -124,3 +124,20 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
     with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:
         assert Tokenizer(tmp_path).facts
     assert "tiktoken" not in str(caught.value)
+
+
+def test_sampled_pieces_are_refused(model, tmp_path):
+    """sentencepiece can sample the pieces of a text, which transformers then does at each call."""
+    (tmp_path / "spiece.model").write_bytes(model)
+    sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
+    settings = {"tokenizer_class": "GPTSw3Tokenizer", **NAMES}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**settings, **sampled}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert len({tuple(theirs(WORDS).input_ids) for _ in range(5)}) > 1
+    with refused("gives other ids each time", "Remove enable_sampling from tokenizer_config"):
+        assert Tokenizer(tmp_path).facts
+    file.write_text(json.dumps(settings))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = Tokenizer(tmp_path).encode_batch([WORDS], special=True)[0]
+    assert ids.tolist() == theirs(WORDS).input_ids

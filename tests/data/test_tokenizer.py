@@ -20,7 +20,7 @@ from distributed_training.data.corpus import read_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
-from distributed_training.settings.config import build_config
+from distributed_training.settings.request import build_config
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
