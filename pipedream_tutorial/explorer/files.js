@@ -63,7 +63,7 @@ function readTrace(text) {
   try {
     document = JSON.parse(text);
   } catch {
-    throw new RuleError("this is no JSON; give a file that --trace wrote");
+    throw new RuleError("this is not JSON; use a file that --trace wrote");
   }
   const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
   slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
@@ -82,7 +82,7 @@ function readTrace(text) {
     const run = { group, schedule, lines, cells, last: lastEnd(lines) };
     return { ...run, durations: meanDurations(run) };
   }
-  throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
+  throw new RuleError("it has no pipeline run; use a file that --trace wrote");
 }
 
 // Return, in ms, the means of a rank's whole share, each rank's factor, and the sending time. A

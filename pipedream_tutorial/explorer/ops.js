@@ -271,7 +271,7 @@ function deadlock(schedule, lines, cells) {
 
 function moved(schedule, { rank, from, to }) {
   const length = schedule.orders[rank]?.length ?? 0;
-  if (from >= length || to >= length) throw new RuleError("a move names a place that is not there");
+  if (from >= length || to >= length) throw new RuleError("a move names a position that does not exist");
   const orders = [...schedule.orders];
   orders[rank] = orders[rank].toSpliced(from, 1).toSpliced(to, 0, orders[rank][from]);
   return schedule.withOrders(orders);
