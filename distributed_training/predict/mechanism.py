@@ -57,9 +57,8 @@ class Place:
         self.micro_batches = plan.batch.num_microbatches
         # Times per step that FSDP and ZeRO exchange a block: in a pipeline once, after its phase
         self.rounds = 1 if self.pp > 1 else self.micro_batches
-        self.frozen = (
-            config.lora_rank > 0
-        )  # whether the model's own weights are frozen, with adapters
+        # Whether the model's own weights are frozen, with adapters
+        self.frozen = config.lora_rank > 0
         self.trained = 0 if self.frozen else 1  # share of the model's own weights
         # Whether DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None

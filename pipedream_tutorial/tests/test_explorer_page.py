@@ -167,7 +167,9 @@ def test_an_address_that_makes_no_sense_is_left_out_and_why(browser):
     assert said.startswith(f"error: num_stages=99 is not accepted; give {RANKS.describe()}")
     assert "unknown key zz" in said
     browser.open(PAGE, "#moves=9.9.9")
-    assert "a move names a position that does not exist" in browser.js("explorer.main.error.textContent")
+    assert "a move names a position that does not exist" in browser.js(
+        "explorer.main.error.textContent"
+    )
     browser.open(PAGE, "#schedule=csv&csv=0B0%2C0F0")
     assert "0B0" in browser.js("explorer.main.error.textContent")
 
