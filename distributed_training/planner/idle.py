@@ -1,8 +1,8 @@
 """Find settings that have no effect with a layout. No torch import.
 
-A setting that was typed is refused if it has no effect. CONFIG and presets serve several
-strategies, so a setting there only gets a note. Strict keys are also refused there, because every
-strategy accepts only their default in CONFIG."""
+A setting on the command line is refused if it has no effect. In CONFIG or a preset, which may serve
+several strategies, such a setting gets a note, unless the key is strict. A value that the plan has
+in any case, such as a default, also gets a note, so that a resolved CONFIG can be typed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ class Need:
     fix: str  # setting with which the condition holds
     other: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
     off: tuple[Any, ...] = (None, AUTO)  # values that ask for nothing
+    resolved: tuple[Any, ...] = ()  # values beside the default that a plan without the effect has
     is_strict: bool = False  # whether the keys are also refused in CONFIG or a preset
 
 
@@ -58,7 +59,7 @@ NEEDS = (
     ),
     Need(
         keys=("pipeline_schedule",), holds=lambda candidate: candidate.mesh["pp"] > 1,
-        why="pp=1 makes no pipeline", fix="strategy to pp",
+        resolved=("1f1b",), why="pp=1 makes no pipeline", fix="strategy to pp",
     ),
     Need(
         keys=("sequence_parallel",), holds=lambda candidate: candidate.mesh["tp"] > 1,
@@ -93,7 +94,9 @@ def check_settings(
     `options`. Add a note for other keys without an effect."""
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
-        if need.is_strict or request.set_by[key] == "command line":
+        is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved)
+        is_refused = need.is_strict or request.set_by[key] == "command line"
+        if is_refused and not is_resolved:
             other = need.other.format(strategy=request.strategy)
             fix = f"leave out {key}, or set {need.fix}"
             raise UserError(f"{value} cannot be used with {other}", need.why, fix)

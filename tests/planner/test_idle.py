@@ -9,15 +9,15 @@ from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 TYPED = {
-    "fsdp_prefetch": "1", "bucket_cap_mb": "25", "gradient_compression": "bf16",
-    "pipeline_schedule": "1f1b", "sequence_parallel": "True", "offload_dir": "/tmp/offload",
-    "lora_alpha": "16", "lora_dropout": "0.1", "lora_targets": "qkv",
+    "fsdp_prefetch": "2", "bucket_cap_mb": "25", "gradient_compression": "bf16",
+    "pipeline_schedule": "gpipe", "offload_dir": "/tmp/offload",
+    "lora_alpha": "8", "lora_dropout": "0.1", "lora_targets": "qkv",
 }  # fmt: skip
 USES = {
     "fsdp_prefetch": {"strategy": "fsdp"}, "bucket_cap_mb": {}, "gradient_compression": {},
-    "pipeline_schedule": {"strategy": "pp"}, "sequence_parallel": {"strategy": "tp"},
-    "offload_dir": {"strategy": "infinity"}, "lora_alpha": {"lora_rank": 2},
-    "lora_dropout": {"lora_rank": 2}, "lora_targets": {"lora_rank": 2},
+    "pipeline_schedule": {"strategy": "pp"}, "offload_dir": {"strategy": "infinity"},
+    "lora_alpha": {"lora_rank": 2}, "lora_dropout": {"lora_rank": 2},
+    "lora_targets": {"lora_rank": 2},
 }  # fmt: skip
 POWERSGD = {"strategy": "compressed"}
 TOPK = {"strategy": "compressed", "compression": "topk-int8"}
@@ -30,9 +30,13 @@ def notes_of(config, *typed):
     return [note for note in notes if "has no effect" in note]
 
 
-@pytest.mark.parametrize("key", [key for need in NEEDS for key in need.keys])
+def test_every_key_is_tested():
+    # False asks for nothing, and True is the default, so sequence_parallel is never refused.
+    assert {key for need in NEEDS for key in need.keys} == {*TYPED, "sequence_parallel"}
+
+
+@pytest.mark.parametrize("key", TYPED)
 def test_a_typed_key_acts_or_is_refused(key):
-    """This also holds for the key's default."""
     typed = f"{key}={TYPED[key]}"
     assert notes_of(USES[key], typed) == []
     unused = {"strategy": "zero3"} if USES[key] == {} else {}
@@ -49,6 +53,16 @@ def test_config_serves_several_strategies(key, value):
     (note,) = notes_of({key: value})
     assert note.startswith(f"{key}={value!r} has no effect, because ")
     assert notes_of({key: value, **USES[key]}) == []
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["fsdp_prefetch=1", "pipeline_schedule=1f1b", "sequence_parallel=True", "lora_alpha=16"],
+)
+def test_a_resolved_config_can_be_typed(typed):
+    """A plan has these values whether or not they have an effect."""
+    (note,) = notes_of({"strategy": "zero2"}, typed)
+    assert note.startswith(typed.split("=")[0])
 
 
 @pytest.mark.parametrize(
