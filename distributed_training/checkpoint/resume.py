@@ -14,7 +14,15 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import CHECKPOINTS, META_FILE, name_of, named_checkpoint
-from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
+from distributed_training.records.record import (
+    FAULTS_FILE,
+    LAST,
+    METRICS_FILE,
+    RECORD_FILE,
+    Record,
+    load_record,
+    write_json,
+)
 from distributed_training.settings.config import AUTO, KEYS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
@@ -38,6 +46,8 @@ MERGE_FOLDERS = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
+# Files in a run's folder that a resumed run continues to write
+_WRITTEN = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
 logger = logging.getLogger(__name__)
 
 
@@ -183,7 +193,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     run_dir = checkpoint.parents[1]
     claims.refuse_held(run_dir)
     fix = f"start a new run from its weights: {_start_from(checkpoint)}"
-    require_writable(run_dir, fix, RECORD_FILE, claims.OWNER_FILE)
+    require_writable(run_dir, fix, *_WRITTEN)
     for key in sorted(longer):
         change = f"{key} was {shown(meta.work.get(key))} and is {shown(plan.work[key])}"
         schedule = f"schedule of {plan.num_steps} steps" if plan.num_steps else "longer schedule"
@@ -220,7 +230,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
             else:
                 why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
             if not why:
-                why = obstacle_to_writing(run_dir, RECORD_FILE, claims.OWNER_FILE)
+                why = obstacle_to_writing(run_dir, *_WRITTEN)
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
         elif not claims.is_locked(run_dir):

@@ -186,6 +186,9 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 batches = table.iter_batches(rows, columns=names or None)
             size = 0
             for batch in batches:
+                names = batch.schema.names
+                if len(names) > len(set(names)):
+                    raise ValueError(f"it has the column {max(names, key=names.count)!r} twice")
                 size += batch.nbytes
                 if size > most_unpacked(path):
                     raise bomb(path)

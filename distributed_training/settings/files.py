@@ -138,11 +138,11 @@ def read_small(path: Path) -> bytes:
     return data
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep, and for an
-    unpaired surrogate."""
+def parse_json(text: str, *, unique: bool = False) -> Any:
+    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep, for an
+    unpaired surrogate and, if `unique`, for a key that an object has twice."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -152,10 +152,20 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file. Raises UserError with line and column if the JSON is invalid."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"it has the key {shown(twice)} twice")
+    return values
+
+
+def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
+    """Parse a JSON file. Raises UserError with line and column if the JSON is invalid, and if
+    `unique`, for a key that an object has twice."""
     try:
-        return parse_json(read_small(path).decode())
+        return parse_json(read_small(path).decode(), unique=unique)
     except FileNotFoundError:
         other_names = sorted(file.stem for file in path.parent.glob("*.json"))
         near = nearest(path.stem, other_names)

@@ -78,7 +78,7 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     path = Path(files.expand_home("preset", name_or_path))
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
-    document = files.load_json(path, "preset")
+    document = files.load_json(path, "preset", unique=True)
     if not isinstance(document, dict):
         raise UserError(
             f"preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'

@@ -292,7 +292,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     if isinstance(document, str):
         relative = source.parent / document
         source = relative if relative.is_file() else files.given_path(document)
-        document = files.load_json(source, "DeepSpeed JSON")
+        document = files.load_json(source, "DeepSpeed JSON", unique=True)
     if traits.takes_json:
         fix = "see configs/ds_config_zero2.json"
         parsed = files.parse_as(_DeepSpeed, document, str(source), fix)

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
 LOCKED_S = 30.0  # a process creates its run directory within this time
 RENEWED_S = 20.0  # a live run renews its claim at least once within this time
 _claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
 _claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows
+_silent: dict[Path, "Claim"] = {}  # run directory -> claim of another machine that was not renewed
 
 
 class Claim(BaseModel):
@@ -160,7 +162,7 @@ def is_locked(run_dir: Path) -> bool:
 
 def _read(run_dir: Path) -> Claim | None:
     try:
-        return Claim.model_validate_json((run_dir / OWNER_FILE).read_bytes())
+        return Claim.model_validate_json(read_small(run_dir / OWNER_FILE))
     except (OSError, ValueError):
         return None
 
@@ -171,14 +173,22 @@ def _kernel() -> str:
 
 
 def _is_renewed(run_dir: Path) -> bool:
+    """Return whether another machine renews a claim. Waits up to RENEWED_S, once for each claim."""
+    current = _read(run_dir)
+    if current is None or _silent.get(run_dir) == current:
+        return False
+    whose = f"which process {current.pid} on {shown(current.hostname)} started"
+    text = f"watching {shown(str(run_dir))}, {whose}, for {RENEWED_S:.0f} s: is it still running?"
+    print(f"note: {text}", file=sys.stderr, flush=True)
     before = None
     end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:
         # A network file system refreshes the time when a file is opened.
-        with contextlib.suppress(OSError), open(run_dir / OWNER_FILE, "rb") as file:
+        with contextlib.suppress(OSError), open_regular(run_dir / OWNER_FILE) as file:
             renewed_at = os.fstat(file.fileno()).st_mtime_ns
             if before not in (None, renewed_at):
                 return _read(run_dir) is not None  # an empty file was released
             before = renewed_at
         time.sleep(0.5)
+    _silent[run_dir] = current
     return False

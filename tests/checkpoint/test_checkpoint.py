@@ -347,6 +347,14 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         find_resume(str(run_dir), tmp_path, {})
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".owner.json", ".faults"])
+def test_a_run_that_could_not_be_written_further_is_refused(name, tmp_path):
+    run_dir = make_run(tmp_path, "a", 1)
+    os.mkfifo(run_dir / name)
+    with refused(f"{run_dir / name} cannot be written"):
+        find_resume(str(run_dir), tmp_path)
+
+
 def test_files_are_known_by_their_contents(tmp_path):
     """The saved run has its texts as "tokens", and a folder of weights."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}

@@ -181,6 +181,14 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(length, num_rows, tmp_path
             pass
 
 
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+    texts = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    table = pyarrow.Table.from_arrays(texts, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with refused("a.parquet cannot be read", "It has the column 'text' twice"):
+        list(read_records(tmp_path / "a.parquet", columns=("text",)))
+
+
 def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(200):

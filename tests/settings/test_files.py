@@ -70,6 +70,7 @@ def test_paths_that_the_system_refuses(text):
     ("name", "content", "words"),
     [
         ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2 column 11"]),
+        ("a", b'{"b": {"c": 1, "c": 2}}', ["cannot be read as JSON", "It has the key 'c' twice"]),
         ("a", b'{\n "epochs": 2,\n}', ["Line 3 has a comma before }"]),
         ("a", b'{\n  // two\n "epochs": 2}', ["Line 2 has a comment", "'// two'"]),
         ("a", b'{"epochs": 2, # two\n "seed": 2}', ["Line 1 has a comment", "'# two'"]),
@@ -84,7 +85,7 @@ def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path
     (tmp_path / f"{name}.json").write_bytes(content)
     file = tmp_path / f"{name}.json".replace("large", "larg")
     with refused(f"preset {file}", *words):
-        load_json(file, "preset")
+        load_json(file, "preset", unique=True)
 
 
 def test_errors_are_one_line_of_a_bearable_length():

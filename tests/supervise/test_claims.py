@@ -40,6 +40,7 @@ def _nothing_held():
     for run_dir in list(claims._claim_fds):
         claims.release(run_dir)
     claims._claims.clear()
+    claims._silent.clear()
 
 
 def claim_as(run_dir, **changes):
@@ -111,6 +112,29 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
     timer.join()
     (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
     claims.refuse_held(tmp_path / "a")
+
+
+def test_a_machine_that_may_have_stopped_is_waited_for_once_and_with_a_note(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(claims, "RENEWED_S", 1.0)
+    run_dir = tmp_path / "a"
+    claim_as(run_dir, hostname="\x1b[2Jother", kernel="")
+    os.close(claims._claim_fds.pop(run_dir))
+    claims._claims.clear()
+    for _ in range(2):
+        claims.refuse_held(run_dir)
+    note = capsys.readouterr().err
+    assert note.count("\n") == 1
+    assert f"note: watching '{run_dir}'" in note
+    assert "on '\\x1b[2Jother' started" in note
+
+
+def test_a_pipe_as_owner_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / claims.OWNER_FILE)
+    claims.hold(tmp_path)
+    claims.refuse_held(tmp_path)
+    claims.refuse_doubling(tmp_path.parent, IDENTITY)
 
 
 def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
