@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import resource
 import shlex
 import sys
 from collections.abc import Collection, Iterator
@@ -185,15 +186,20 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 names = [name for name in table.schema_arrow.names if name in columns]
                 batches = table.iter_batches(rows, columns=names or None)
             size = 0
-            for batch in batches:
+            most_addresses = _most_addresses()
+            while (batch := _next_batch(batches, most_addresses)) is not None:
                 names = batch.schema.names
                 if len(names) > len(set(names)):
                     raise ValueError(f"it has the column {max(names, key=names.count)!r} twice")
-                size += batch.nbytes
-                if size > most_unpacked(path):
+                if path.suffix == ".arrow":  # otherwise wrong offsets lead out of the file's memory
+                    batch.validate(full=True)
+                if batch.nbytes > most_unpacked(path):
                     raise bomb(path)
                 for first in range(0, batch.num_rows, _ROWS):
                     for row in batch.slice(first, _ROWS).to_pylist():
+                        size += _num_characters(row)  # a value may be stored once for many rows
+                        if size > most_unpacked(path):
+                            raise bomb(path)
                         number += 1
                         yield f"{path} row {number}", row
     except UserError:
@@ -201,6 +207,35 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = str(error).strip().partition("\n")[0]
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
+
+
+def _most_addresses() -> int:
+    """Return the limit of this process's address space with which it can use the available
+    memory."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = [num_pages * resource.getpagesize() + available_ram_bytes()]
+    limits += resource.getrlimit(resource.RLIMIT_AS)
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+
+
+def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
+    """Return the next rows of a table, or None at its end. Raises pyarrow's MemoryError if they
+    unpack to more than the available memory, instead of letting the kernel kill the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most_addresses, hard))
+    try:
+        return next(batches, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _num_characters(value: Any) -> int:
+    """Return the length of all texts in a record."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 1
 
 
 def _rows_at_a_time(table: Any, path: Path) -> int:

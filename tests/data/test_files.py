@@ -5,7 +5,9 @@ import gzip
 import json
 import os
 import random
+import struct
 import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -17,6 +19,7 @@ from distributed_training.data.files import read_records, read_text
 from distributed_training.data.pieces import PROMPT, RUNNING
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
+from tests.conftest import run_command
 from tests.data.test_corpus import pieces_of, texts_of
 from tests.planner.helpers import plan_for
 from tests.support import refused
@@ -179,6 +182,45 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(length, num_rows, tmp_path
     with refused("a.parquet cannot be read", "more than 200 times its size"):
         for _ in read_records(tmp_path / "a.parquet", columns=("text",)):
             pass
+
+
+def write_arrow(path, batch, count=1, **options):
+    options = pyarrow.ipc.IpcWriteOptions(**options)
+    with pyarrow.ipc.new_stream(str(path), batch.schema, options=options) as file:
+        for _ in range(count):
+            file.write_batch(batch)
+
+
+def test_rows_that_share_one_stored_text_are_counted(tmp_path):
+    indices = pyarrow.array([0] * 100_000, pyarrow.int32())
+    texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["hello " * 2000]))
+    write_arrow(tmp_path / "a.arrow", pyarrow.record_batch({"text": texts}))
+    with refused("a.arrow cannot be read", "more than 200 times its size"):
+        for _ in read_records(tmp_path / "a.arrow"):
+            pass
+
+
+def test_offsets_that_lead_out_of_a_table_are_refused(tmp_path):
+    path = tmp_path / "a.arrow"
+    write_arrow(path, pyarrow.record_batch({"text": ["hello " * 20] * 2}))
+    offset = struct.pack("<i", 120)
+    content = path.read_bytes()
+    assert content.count(offset) == 1
+    path.write_bytes(content.replace(offset, struct.pack("<i", 2**31 - 1)))
+    with refused("a.arrow cannot be read as arrow", "out of bounds"):
+        list(read_records(path))
+
+
+def test_a_table_that_unpacks_to_more_than_the_memory_is_refused(tmp_path):
+    batch = pyarrow.record_batch({"text": ["a" * 400_000_000]})
+    write_arrow(tmp_path / "a.arrow", batch, compression="zstd")
+    code = "import pathlib, sys; from distributed_training.data import files\n"
+    code += "files.available_ram_bytes = lambda: 100_000_000\n"
+    code += "try: list(files.read_records(pathlib.Path(sys.argv[1])))\n"
+    code += "except ValueError as error: print(error)"
+    result = run_command([sys.executable, "-c", code, tmp_path / "a.arrow"])
+    assert "a.arrow cannot be read as arrow" in result.stdout
+    assert "of size 400000000 failed" in result.stdout
 
 
 def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
