@@ -19,7 +19,7 @@ from tabulate import tabulate
 from distributed_training.records.display import WIDTH, fill, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import given_path, plural, require_writable
 
 MAX_TABLES = 3
@@ -174,7 +174,8 @@ def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
         if max(map(len, text.splitlines())) <= width:
             break
     notes = [fold(note, width) for note in section.notes]
-    return "\n".join([fold(title, width), text, *notes])
+    lines = "\n".join([fold(title, width), text, *notes]).split("\n")
+    return "\n".join(map(printable, lines))
 
 
 def _align(headers: Iterable[str]) -> list[str]:

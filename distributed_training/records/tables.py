@@ -12,6 +12,7 @@ from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
 NOTHING = "-"
+_LONGEST_ERROR = 300  # characters of a run's error in a table's notes
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
@@ -186,7 +187,10 @@ class Comparison:
         """Return sentences about failed runs, overfitting and differences in the work."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
-            notes += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
+            for r in filter(lambda record: record.error, layout.records):
+                error = str(r.error)
+                end = " ..." if len(error) > _LONGEST_ERROR else ""
+                notes.append(f"{layout.name} {r.status}: {error[:_LONGEST_ERROR]}{end}")
             for r in layout.records:
                 if best := best_before(r):
                     text = f"{layout.name} overfitted: its validation loss was {best['loss']:.3f} "

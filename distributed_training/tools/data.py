@@ -79,6 +79,11 @@ def run(
     return 0
 
 
+def escape_controls(text: str) -> str:
+    """Escape the control characters of a text, except for tabs and line feeds."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
 def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]) -> str:
     """Return the text of a sample with marks around each part that is in the loss."""
     text = ""
@@ -86,7 +91,7 @@ def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple
     for last in range(1, len(ids) + 1):
         if last == len(ids) or mask[last] != mask[first]:
             decoded = tokenizer.decode(ids[first:last], special=True)
-            span = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], decoded)
+            span = escape_controls(decoded)
             text += f"{marks[0]}{span}{marks[1]}" if mask[first] else span
             first = last
     return text

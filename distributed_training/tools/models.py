@@ -36,6 +36,7 @@ from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.request import build_config
+from distributed_training.tools.data import escape_controls
 
 MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
 MERGED = "merged"  # folder of a LoRA run that holds the whole model
@@ -158,7 +159,8 @@ def generate(arguments: argparse.Namespace) -> int:
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
         for piece in _decoded(tokenizer, ids):
-            print(piece, end="", flush=True)
+            # A model could write commands for a terminal.
+            print(escape_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print()
         dialog.append({"role": ASSISTANT, "content": answer.strip()})

@@ -108,7 +108,7 @@ WALK = {
     "data": [("--model {model} --tokenizer {model}", ""), ("--preset {preset}", NOT_RUN)],
     "compare": [("--seeds 1 {runs}", NOT_RUN), ("--strategies dp --preset {preset}", NOT_RUN)],
     "parity": [("--strategies dp --preset {preset}", NOT_RUN)],
-    "report": [("{named_in_plan} {named_in_record} --to {to}", "")],
+    "report": [("{named_in_plan} {named_in_record} --plots {to}", "")],
     "generate": [
         ("{adapter} --prompt a", NOT_RUN),
         ("{named_in_plan} --prompt a", NOT_RUN),

@@ -172,3 +172,14 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
     assert max(map(len, text.splitlines())) <= width
     assert ("MFU" in text) == (width == 200)
     assert "interrupted 50/64" in text
+
+
+def test_errors_of_others_neither_rewrite_nor_fill_the_terminal():
+    errors = ("\x1b[2Jgone", "x" * 10**6)
+    records = [
+        made_record(status="failed", run_dir=f"runs/{number}", error=error)
+        for number, error in enumerate(errors)
+    ]
+    text = "\n".join(map(terminal, build_sections(group_by_work(records))))
+    assert "failed: \\x1b[2Jgone" in text
+    assert len(text) < 2000
