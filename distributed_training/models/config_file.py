@@ -7,13 +7,16 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_json, shown
+from distributed_training.settings.files import load_json, shown
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -84,37 +87,39 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _read_with_transformers(text: str, folder: Path) -> str:
-    """Return a config as JSON, with transformers' defaults. `text` is the JSON of the file.
+    """Return a config as JSON, with transformers' defaults. `text` is the JSON of the file."""
+
+    def read() -> str:
+        try:
+            import transformers
+
+            transformers.logging.set_verbosity_error()
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return json.dumps(config.to_dict())
+        except Exception as error:  # transformers may raise anything for a wrong value
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
+            if json.loads(text).get("auto_map"):  # transformers would advise to run it.
+                why = "its auto_map names code, which is never run"
+            raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
+
+    return cached_json(f"{version('transformers')} {text}", read, dict[str, Any])
+
+
+def cached_json(question: str, find_answer: Callable[[], str], kind: Any) -> str:
+    """Return JSON of the type `kind` that depends only on `question`.
 
     Importing transformers takes seconds, so the user's cache keeps the answer for other processes
-    and later runs that read a file with the same contents."""
-    key = hashlib.sha256(f"{version('transformers')} {text}".encode()).hexdigest()
-    cached = cache_folder() / "configs" / f"{key}.json"
+    and later runs. If the cache is not writable, nothing is kept."""
+    cached = cache_folder() / "configs" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError):
-        cached_answer = cached.read_text()
-        if isinstance(parse_json(cached_answer), dict):
-            return cached_answer
-    try:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        answer = json.dumps(config.to_dict())
-    except Exception as error:  # transformers may raise anything for a wrong value
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
-        if json.loads(text).get("auto_map"):  # transformers would advise to run it.
-            why = "its auto_map names code, which is never run"
-        raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
-    keep_answer(answer, cached)
-    return answer
-
-
-def keep_answer(answer: str, cached: Path) -> None:
-    """Write `answer` to a file of the user's cache, atomically. If the cache is not writable, do
-    nothing."""
+        answer = cached.read_text()
+        TypeAdapter(kind).validate_json(answer)
+        return answer
+    answer = find_answer()
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new_file:
             new_file.write(answer)
         os.replace(new_file.name, cached)
+    return answer

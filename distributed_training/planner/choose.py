@@ -1,6 +1,7 @@
 """Turn CONFIG into a draft plan by resolving "auto" for the machine and the layout. No torch
 import."""
 
+import contextlib
 import math
 import time
 import uuid
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distributed_training.models import find_model
+from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import FoundOrders
@@ -156,6 +157,11 @@ def _check_model(candidate: Candidate) -> None:
     if config.max_length > size.num_positions:
         why = f"the model has {size.num_positions} positions"
         fix = f"set max_length to {size.num_positions} or less"
+        # transformers' code computes sliding windows in longer samples.
+        hub_name = f"{HUB_PREFIX}{config.model}"
+        with contextlib.suppress(UserError):
+            if config.max_length <= find_model(hub_name).size.num_positions:
+                fix += f", or model to {hub_name!r}"
         _refuse(candidate, "max_length", named, why, fix)
     if config.lora_rank:
         size.adapted(config.lora_targets)

@@ -17,6 +17,7 @@ from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Past, fill_parameters
 from distributed_training.tools.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
+from tests.planner.helpers import plan_for
 from tests.support import read_model, refused
 
 LENGTH = 40  # longer than the sliding windows
@@ -199,6 +200,7 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
         ({"model_type": "mixtral"}, ("mixture of experts", "dense text decoders")),
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "bert"}, ("bert", "not a decoder")),
+        ({"model_type": "bert-generation"}, ("bert-generation", "blocks that one module runs")),
         ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("code of its own",)),
@@ -222,6 +224,10 @@ def test_what_is_no_dense_decoder_is_refused_in_one_line(changes, words, tmp_pat
 
 
 def test_options_that_a_native_family_lacks_are_computed_by_transformers(tmp_path):
+    """A native model with a sliding window has samples up to the window's length."""
+    windowed = make_folder("mistral-window", tmp_path / "windowed")
+    with refused("max_length=64", f"model to 'hub:{windowed}'"):
+        plan_for(tmp_path, model=str(windowed), max_length=64, strategy="dp", dataset="embedded")
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     config |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
     file = tmp_path / "config.json"

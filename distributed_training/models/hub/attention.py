@@ -68,13 +68,11 @@ def register() -> str:
 
 
 class _ReachedError(Exception):
-    """Attention was given the documents."""
+    """Stands for documents, and is raised when attention reads their mask."""
 
-
-class _Probe:
     @property
     def mask(self) -> None:
-        raise _ReachedError
+        raise self
 
 
 def receives_documents(inner: Any) -> bool:
@@ -83,7 +81,7 @@ def receives_documents(inner: Any) -> bool:
         return False
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        inner(input_ids=ids, use_cache=False, documents=_Probe())
+        inner(input_ids=ids, use_cache=False, documents=_ReachedError())
     except _ReachedError:
         return True
     return False

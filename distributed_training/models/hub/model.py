@@ -4,6 +4,7 @@ The modules and their arithmetic are transformers' own. The frame adds the loss,
 blocks, casts, and the boundaries of packed documents. Each use of a weight casts it to
 `compute_dtype`, because FSDP and DeepSpeed pass weights to modules in that dtype."""
 
+import copy
 import functools
 import inspect
 import threading
@@ -15,9 +16,8 @@ import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
 from distributed_training.models.decoder import Box, Decoder, Linear, Past, Source
-from distributed_training.models.hub import SUPPORTED
+from distributed_training.models.hub import UnsupportedError
 from distributed_training.models.hub.attention import register
-from distributed_training.settings.errors import UserError
 
 # Classes that compute x W^T plus an optional bias
 LINEARS = {"Linear", "FalconLinear"}
@@ -39,18 +39,6 @@ def make_config(document: dict[str, Any], dropout: float, num_layers: int | None
     return config
 
 
-def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Build transformers' model on the default device. It calls this suite's attention if its
-    class accepts a replacement."""
-    from transformers import AutoModelForCausalLM, logging
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    logging.set_verbosity_error()
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    implementation = register() if model_class._supports_attention_backend else None
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
-
-
 def build_net(
     document: dict[str, Any],
     dropout: float,
@@ -58,14 +46,21 @@ def build_net(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Build transformers' model with its parameters on the device "meta" and its buffers on the
-    CPU. With `num_layers`, build only the first blocks."""
+    CPU. It calls this suite's attention if its class accepts a replacement. With `num_layers`,
+    build only the first blocks."""
+    from transformers import AutoModelForCausalLM, logging
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         return tensor.to("meta") if is_parameter else torch.empty_like(tensor, device="cpu")
 
+    logging.set_verbosity_error()
+    config = make_config(document, dropout, num_layers)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    attention = register() if model_class._supports_attention_backend else None
     with torch.device("meta"):
-        net = from_config(make_config(document, dropout, num_layers), dtype)
+        net = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     net._apply(place)  # torch.normal, for one, draws on the CPU
     for module in net.modules():
         if module._buffers:
@@ -80,15 +75,16 @@ def read_num_positions(config: Any) -> int:
     return next((value for value in values if value is not None), 2**20)
 
 
-def find_blocks(net: Any) -> tuple[str, nn.ModuleList]:
-    """Return the name of a model's list of blocks, and the list itself. Raises UserError if it has
-    none."""
+def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
+    """Return the name of a model's list of blocks, the module that runs them on token ids, and the
+    list itself. Raises UnsupportedError if there is no such module."""
     count = net.config.num_hidden_layers
     for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    what = f"{type(net).__name__} in transformers has no list of {count} blocks"
-    raise UserError(what, SUPPORTED)
+        if "input_ids" in inspect.signature(module.forward).parameters:
+            for child_name, child in module.named_children():
+                if isinstance(child, nn.ModuleList) and len(child) == count:
+                    return f"{name}.{child_name}", module, child
+    raise UnsupportedError(f"has no list of {count} blocks that one module runs on token ids")
 
 
 class HubDecoder(Decoder):
@@ -103,11 +99,10 @@ class HubDecoder(Decoder):
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
         net = build_net(size.config["document"], dropout)
-        path, layers = find_blocks(net)
-        parent, _, name = path.rpartition(".")
+        path, inner, layers = find_blocks(net)
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(layers)})
         self.net = net
-        inner = net.get_submodule(parent)
+        name = path.rpartition(".")[2]
         delattr(inner, name)  # A registered list would give every parameter a second name.
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
@@ -204,8 +199,7 @@ class HubDecoder(Decoder):
         def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            blank: Any = object.__new__(type(module))
-            vars(blank).update(vars(module))
+            blank: Any = copy.copy(module)
             blank.compute_dtype = None  # Initial values written to a cast copy would be lost.
             blank._parameters = {
                 key: value if value is None else nn.Parameter(torch.empty(value.shape))
@@ -257,14 +251,13 @@ def read_head(net: Any) -> dict[str, float]:
     used afterwards.
 
     Return its "scale" and "cap": scale z if the cap is 0, or else cap tanh(scale z / cap). Raises
-    UserError for any other function."""
+    UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
     output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
     vars(output).update(cross_attentions=None)
-    inner = net.get_submodule(find_blocks(net)[0].rpartition(".")[0])
-    inner.forward = lambda *_arguments, **_options: output
+    find_blocks(net)[1].forward = lambda *_arguments, **_options: output
     net.get_output_embeddings().forward = lambda x: x
     y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
     y = y.double().flatten()
@@ -274,5 +267,4 @@ def read_head(net: Any) -> dict[str, float]:
     cap = float(y[-1])
     if torch.allclose(y, cap * torch.tanh(scale * z / cap), rtol=1e-4):
         return {"scale": scale, "cap": cap}
-    what = f"{type(net).__name__} changes its logits by an unknown function"
-    raise UserError(what, "only a factor and a tanh cap are supported")
+    raise UnsupportedError("changes its logits by a function other than a factor and a tanh cap")

@@ -1,58 +1,54 @@
 """Names of weights in files, and how transformers maps them to names in its modules."""
 
+from __future__ import annotations
+
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from distributed_training.models.hub.model import build_net
 from distributed_training.settings.errors import UserError
 
-Rename = Callable[[str], tuple[str, str | None]]
+if TYPE_CHECKING:
+    from distributed_training.models import ModelSize
 
 
-def module_names(names: Iterable[str], document: dict[str, Any]) -> dict[str, str]:
+def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
     """Map names in a file to names in the model, without the tensors that transformers ignores.
     Raises UserError for a tensor that transformers would convert to another shape."""
-    rename, _, ignored = _mapping(json.dumps(document))
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    net = _outline(json.dumps(size.config["document"]))
+    ignored = net._keys_to_ignore_on_load_unexpected
+    mapping: list[Any] = get_model_conversion_mapping(net)
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    conversions = [item for item in mapping if not isinstance(item, WeightRenaming)]
     module_names = {}
     for name in names:
-        new_name, converted = rename(name)
+        new_name, converted = rename_source_key(name, renamings, conversions)
         if converted is not None:
             what = f"{name} is stored in a format that transformers converts while loading"
             raise UserError(what, fix="save the model again with a current transformers")
-        if ignored is None or not ignored.search(new_name):
+        if not any(re.search(pattern, new_name) for pattern in ignored):
             module_names[name] = new_name
     return module_names
 
 
-def file_name(name: str, document: dict[str, Any]) -> str:
+def file_name(name: str, size: ModelSize) -> str:
     """Return the name that a tensor of the model has in a file."""
-    return _mapping(json.dumps(document))[1](name)[0]
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    net = _outline(json.dumps(size.config["document"]))
+    (stored_name,) = revert_weight_conversion(net, {name: torch.empty(0)})
+    return stored_name
 
 
 @functools.cache
-def _mapping(text: str) -> tuple[Rename, Rename, re.Pattern[str] | None]:
-    """Return the renaming from file to model, its reverse, and a pattern of ignored names, for the
-    config whose JSON is `text`."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+def _outline(text: str) -> Any:
+    """Return the first block of the model whose config is the JSON `text`, without weights."""
+    from distributed_training.models.hub.model import build_net
 
-    net = build_net(json.loads(text), 0.0, 1)
-
-    def renamer(transforms: list[Any], *, reverse: bool) -> Rename:
-        renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-        conversions = [item for item in transforms if not isinstance(item, WeightRenaming)]
-        return lambda name: rename_source_key(name, renamings, conversions, reverse=reverse)
-
-    saved = get_model_conversion_mapping(net, add_legacy=False)
-    backward = [
-        item.reverse_transform() for item in reversed(saved) if not isinstance(item, PrefixChange)
-    ]
-    ignored = "|".join(f"({pattern})" for pattern in net._keys_to_ignore_on_load_unexpected)
-    return (
-        renamer(get_model_conversion_mapping(net), reverse=False),
-        renamer(backward, reverse=True),
-        re.compile(ignored) if ignored else None,
-    )
+    return build_net(json.loads(text), 0.0, 1)

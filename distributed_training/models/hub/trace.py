@@ -22,6 +22,7 @@ from functorch.compile import (
 from torch._inductor.decomposition import select_decomp_table
 
 from distributed_training.models import Traced
+from distributed_training.models.hub import UnsupportedError
 from distributed_training.models.hub.model import build_net, find_blocks, read_num_positions
 
 # Length of the longer of two traced samples, which show the costs that grow with the square
@@ -34,7 +35,7 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 
 def trace(document: dict[str, Any]) -> Traced:
     """Return the costs of a model's first block. If transformers cannot run the config, its
-    exception is passed on. Raises UnusedParameterError."""
+    exception is passed on. Raises UnsupportedError if the block does not use a parameter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = build_net(document, 0.0, 1, torch.bfloat16)
@@ -70,10 +71,6 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
-class UnusedParameterError(Exception):
-    """A parameter of the block, whose name is the text, does not affect its output."""
-
-
 class _StopError(Exception):
     """Exception that ends a pass when the requested value is known."""
 
@@ -81,12 +78,12 @@ class _StopError(Exception):
 def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     """Return the forward and the backward graph of the first block for a sample of `length` tokens,
     split as for compiled mode if `fused`, or else as for eager mode."""
-    path, (block, *_) = find_blocks(net)
+    _, inner, (block, *_) = find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     cut = min_cut_rematerialization_partition if fused else default_partition
     graphs: list[Any] = []
 
-    def stop(_block: Any, args: Any, options: Any) -> None:
+    def stop(*args: Any, **options: Any) -> None:
         raise _StopError(args, options)
 
     def run(x: torch.Tensor, args: Any, options: Any, *values: torch.Tensor) -> torch.Tensor:
@@ -99,14 +96,12 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
         graphs.extend(cut(*values, **options))
         raise _StopError
 
-    hook = block.register_forward_pre_hook(stop, with_kwargs=True)
-    inner = net.get_submodule(path.rpartition(".")[0])
+    block.forward = stop
     try:
         inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     except _StopError as call:
         (x, *args), options = call.args
-    finally:
-        hook.remove()
+    del block.forward
     table = select_decomp_table() if fused else None  # the operations that Inductor sees
     with contextlib.suppress(_StopError):
         compiled = aot_function(run, fw_compiler=nop, decompositions=table, partition_fn=keep)
@@ -115,7 +110,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
     unused = [name for name, value in zip(names, gradients, strict=False) if value is None]
     if unused:  # for example, of attention to an encoder
-        raise UnusedParameterError(unused[0])
+        raise UnsupportedError(f"has blocks that do not use {unused[0]}")
     return graphs
 
 
