@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
         finished = [trial for trial in trials if trial.verdict not in ("", NOT_PACKED)]
-        if len(finished) > 2:
+        if len(finished) > 2 and not trials[0].why:
             from distributed_training.tools.parity.page import write_page  # the import loads torch
 
             write_page(out, finished, machine)
