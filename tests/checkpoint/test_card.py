@@ -24,7 +24,8 @@ def test_the_front_matter_names_what_is_known(card):
     known["base_model"] = "openai-community/gpt2-medium"
     assert card().data.to_dict() == {**always, **known}
     mine = "/home/me/mine.txt"
-    own = card(config__dataset=mine, work__dataset=mine, config__weights="random")
+    changes = {"config__model": "hub:/home/me/gemma2", "config__weights": "random"}
+    own = card(config__dataset=mine, work__dataset=mine, **changes)
     assert own.data.to_dict() == always
     assert "| mine.txt " in own.text
     assert "/home/me" not in own.text, "paths are nobody's business"
