@@ -8,7 +8,6 @@ does not import torch."""
 import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -209,10 +208,10 @@ def plan_runs(
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
     shared_keys = (by_name(plan.common) | typed).keys()
     idle = [idle_keys(values, build, machine, processes) & shared_keys for values in layouts]
-    idle_everywhere = functools.reduce(set.intersection, idle)
+    dropped = {key for keys in idle for key in keys if not all(key in other for other in idle)}
     for values, idle_here in zip(layouts, idle, strict=True):
         # A key without an effect under one strategy may have an effect under the others.
-        for key in idle_here - idle_everywhere:
+        for key in idle_here & dropped:
             del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
@@ -226,6 +225,11 @@ def plan_runs(
         for values in layouts
     ]
     distinctive = {*differing([run.values for run in runs])} - {"strategy", "seed", *WORK}
+    distinctive -= {  # the strategy already distinguishes a run that has such a key
+        key
+        for key in dropped
+        if len({repr(run.values[key]) for run in runs if key in run.values}) == 1
+    }
     for run in runs:
         run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK - {"seed"})
         settings = [f"{key}={value}" for key, value in run.values.items() if key in distinctive]
