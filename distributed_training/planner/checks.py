@@ -19,7 +19,7 @@ from distributed_training.planner.rank import what_fits
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import require_writable
+from distributed_training.settings.files import plural, require_writable
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
@@ -116,9 +116,11 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         raise UserError(what, why, "; or ".join([*others, "add --force to try anyway"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
-        what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
+        count = plan.processes_here
+        verb, fewer = ("needs", "") if count == 1 else ("need", " or fewer processes")
+        what = f"{plural(count, 'process')} {verb} about {needed / GIB:.1f} GiB of RAM"
         why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
-        raise UserError(what, why, "use a smaller model or fewer processes")
+        raise UserError(what, why, f"use a smaller model{fewer}")
 
 
 def check_disk(plan: Draft) -> None:
