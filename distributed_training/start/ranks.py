@@ -47,6 +47,7 @@ MOST_PROCESSES = 100_000
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
+    signal.SIGXCPU,  # the kernel and Grid Engine send this at a limit of CPU time
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments

@@ -29,7 +29,9 @@ from distributed_training.train.sample import generate_sample
 
 FLUSH_EVERY_S = 1.0
 # Signals that stop a run
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+)  # fmt: skip
 PATIENCE_S = 10.0  # Signals within this time after the first one are ignored.
 
 

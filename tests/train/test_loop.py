@@ -188,6 +188,7 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monke
         (signal.SIGTERM, 0, []),
         (signal.SIGUSR1, None, [5, 7]),
         (signal.SIGUSR2, 100, [7]),
+        (signal.SIGXCPU, 100, [7]),
     ],
 )
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
