@@ -16,7 +16,7 @@ from distributed_training.checkpoint import saver
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
 from distributed_training.supervise import watch
-from distributed_training.train import worker as training
+from distributed_training.train import run as training
 from distributed_training.train.loop import Trainer
 from tests.pool import run_script
 from tests.support import named_strategy

@@ -1,6 +1,5 @@
-"""Any dense decoder from the Hugging Face Hub, computed by transformers' own modeling code.
-
-Unlike the other families, reading a model's size imports torch: the first blocks are built on the
+"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. Unlike in
+the other families, reading a model's size imports torch, because the first blocks are built on the
 device "meta" and one of them is traced. The results become part of ModelSize and of the plan."""
 
 from __future__ import annotations

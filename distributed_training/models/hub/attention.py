@@ -1,4 +1,4 @@
-"""This suite's attention, behind the AttentionInterface that transformers' models call."""
+"""Provide this suite's attention through the AttentionInterface that transformers' models call."""
 
 import sys
 from typing import Any

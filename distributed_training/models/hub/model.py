@@ -1,6 +1,6 @@
-"""A decoder from transformers in the frame of `models/decoder.py`.
+"""Run a decoder from transformers in the frame of `models/decoder.py`.
 
-The modules and their arithmetic are transformers' own. The frame adds the loss, the names of
+The modules and their computations are transformers' own. The frame adds the loss, the names of
 blocks, casts, and the boundaries of packed documents. Each use of a weight casts it to
 `compute_dtype`, because FSDP and DeepSpeed pass weights to modules in that dtype."""
 
@@ -70,7 +70,7 @@ def build_net(
 
 
 def read_num_positions(config: Any) -> int:
-    """Return the length of the longest sample; 2**20 if the config does not limit it."""
+    """Return the length of the longest sample, or 2**20 if the config does not limit it."""
     values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
     return next((value for value in values if value is not None), 2**20)
 
@@ -127,7 +127,7 @@ class HubDecoder(Decoder):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        """Dtype in which all modules read their parameters; None: as they are stored."""
+        """Dtype in which all modules read their parameters. None keeps the stored dtype."""
         return self._compute_dtype
 
     @compute_dtype.setter
@@ -226,7 +226,7 @@ class HubDecoder(Decoder):
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
-    """Cast embeddings, as a hook: casting the whole table would take longer."""
+    """Cast embeddings in a hook, because casting the whole table would take longer."""
     return x.to(module.compute_dtype or x.dtype)
 
 
@@ -250,8 +250,8 @@ def read_head(net: Any) -> dict[str, float]:
     """Find the function that a model applies to the output layer's results z. The model cannot be
     used afterwards.
 
-    Return its "scale" and "cap": scale z if the cap is 0, or else cap tanh(scale z / cap). Raises
-    UnsupportedError for any other function."""
+    Return its "scale" and "cap". The function is scale z if the cap is 0, and otherwise cap
+    tanh(scale z / cap). Raises UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)

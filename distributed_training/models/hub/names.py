@@ -1,4 +1,4 @@
-"""Names of weights in files, and how transformers maps them to names in its modules."""
+"""Map the names of weights in files to names in transformers' modules."""
 
 from __future__ import annotations
 

@@ -133,10 +133,10 @@ def _is_attention(node: Any) -> bool:
 
 
 def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
-    """Return the bytes that a block keeps for its backward pass, and the bytes that each pass reads
-    and writes, with element-wise operations `fused` as in compiled mode or not; the FLOPs of
-    attention, and 1 if attention is "one_kernel"; and "selective", the bytes that a block keeps if
-    only results of matrix multiplications and attention are kept."""
+    """Return the costs of a block, with element-wise operations `fused` as in compiled mode or not:
+    the bytes that the block keeps for its backward pass, the bytes that each pass reads and writes,
+    the FLOPs of attention, and 1 if attention is "one_kernel". "selective" is the bytes that the
+    block keeps if only results of matrix multiplications and attention are kept."""
     forward, backward = _graphs(net, length, fused=fused)
     x, *others = forward.graph.find_nodes(op="placeholder")
     saved = _storages(forward.graph.output_node().args[0][1:]) - _storages(others)
