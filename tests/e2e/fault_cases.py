@@ -15,6 +15,7 @@ import torch
 from distributed_training.checkpoint import saver
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
+from distributed_training.start import worker
 from distributed_training.supervise import watch
 from distributed_training.train import run as training
 from distributed_training.train.loop import Trainer
@@ -85,7 +86,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
     """Freeze a rank after the model has been written and recorded."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
-    right = training.train
+    right = worker.train
 
     def train(*arguments: Any) -> int:
         code = right(*arguments)
@@ -94,7 +95,7 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return code
 
-    training.train = train
+    worker.train = train
     run_script(*job["arguments"])
 
 
