@@ -57,7 +57,11 @@ def use_private_caches() -> None:
     }.items():
         if value := os.environ.get(variable):
             folder = Path(value).resolve()  # a link could be redirected before it is used
-            why = _unsafe(folder)
+            try:
+                folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+                why = _unsafe(folder)
+            except OSError as error:
+                why = f"it cannot be created: {error.strerror}"
         elif name:
             folder, why = private_folder(name)
         else:

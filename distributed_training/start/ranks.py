@@ -282,7 +282,9 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 def _end(ranks: Ranks, *, told: bool) -> None:
     """End all ranks. They have time to save or, if a rank failed, to report the cause."""
-    patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
+    patience_s = PATIENCE_S
+    with contextlib.suppress(ValueError):  # torchrun refuses text, but here ranks must be ended
+        patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
         patience_s = min(patience_s, FAILED_S)

@@ -175,3 +175,8 @@ def test_phases_are_counted_from_the_start_of_the_process():
     said = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
     assert 0.5 < float(said) < time.monotonic() - began + 0.02  # a tick of the system
     assert Startup({"import": 3.0}).seconds == {"import": 3.0}
+
+
+def test_ranks_are_ended_even_if_the_time_for_it_is_not_a_number(monkeypatch):
+    monkeypatch.setenv(PATIENCE, "x")
+    ranks_module._end([], told=True)
