@@ -57,11 +57,7 @@ def use_private_caches() -> None:
     }.items():
         if value := os.environ.get(variable):
             folder = Path(value).resolve()  # a link could be redirected before it is used
-            try:
-                folder.mkdir(PRIVATE, parents=True, exist_ok=True)
-                why = _unsafe(folder)
-            except OSError as error:
-                why = f"it cannot be created: {error.strerror}"
+            why = _unsafe(folder) or _obstacle_to_creating(folder)
         elif name:
             folder, why = private_folder(name)
         else:
@@ -110,6 +106,20 @@ def _unsafe(folder: Path) -> str:
             return f"it belongs to user {status.st_uid}"
         if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
             return "every user may write to it"
+    return ""
+
+
+def _obstacle_to_creating(folder: Path) -> str:
+    """Return why a missing folder cannot be created, or "". Nothing is left behind, because the
+    folder may never be needed."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        for path in missing[-1:]:
+            path.mkdir(PRIVATE, exist_ok=True)
+            with contextlib.suppress(OSError):  # another process has just used it
+                path.rmdir()
+    except OSError as error:
+        return f"it cannot be created: {error.strerror}"
     return ""
 
 
