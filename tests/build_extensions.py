@@ -2,10 +2,10 @@
 
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
-If the folder already has extensions for the installed versions, this does nothing. A build that was
-killed leaves a lock that torch would wait for. The lock is removed, because only one of these
-scripts builds in the folder at a time. tests/pool.py loads the extensions before it forks, because
-DeepSpeed's own way starts ninja and a compiler in each process."""
+This script does nothing if the folder already has extensions for the installed versions. It removes
+the lock that a killed build leaves, because torch would wait for that lock forever. Only one of
+these scripts may build in a folder at a time. tests/pool.py loads the extensions before it forks,
+because DeepSpeed's loader starts ninja and a compiler in each process."""
 
 import fcntl
 import functools
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def load_built() -> None:
-    """Load the extensions into this process if they were built for the installed versions.
-    DeepSpeed's CPU Adam asks a separate process for the CPU's features each time, so the answer is
-    cached."""
+    """Load the extensions into this process if they were built for the installed versions. Cache
+    the CPU's features, because DeepSpeed's CPU Adam otherwise starts a process each time to detect
+    them."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

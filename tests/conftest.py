@@ -47,14 +47,13 @@ LAUNCHER_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    """Remove the variables that an earlier test's run has set in this process."""
+    """Remove the launcher variables that a run of an earlier test set in this process."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """Return this environment without launcher variables, without GPUs and without access to the
-    Hub."""
+    """Return a copy of the environment without launcher variables, GPUs or access to the Hub."""
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     own = [str(ROOT), str(ROOT / "results" / "lab")]
     path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -89,13 +88,13 @@ def run_command(
 
 @functools.cache
 def light_pool() -> Pool:
-    """Return a pool whose processes have imported everything that planning needs, for refusals and
-    dry runs."""
+    """Return a pool for refusals and dry runs, whose processes have imported all modules for
+    planning."""
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
 def new_heavy_pool() -> Pool:
-    """Return a pool whose processes have imported torch and DeepSpeed, for training on CPUs."""
+    """Return a pool for training on CPUs, whose processes have imported torch and DeepSpeed."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
 
@@ -105,28 +104,28 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a pool for runs that reach a Hub. transformers imports the Hub's client, which reads
-    the environment when it is imported."""
+    """Return a pool for runs that reach a Hub. The pool does not import transformers, because
+    transformers imports the Hub's client, which reads the environment at import."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 
 
 def settings(values: dict[str, object]) -> list[str]:
-    """Return --set arguments for CONFIG values."""
+    """Return the --set arguments for CONFIG values."""
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
 def script(
     values: dict[str, object], *arguments: object, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with `values` over CONFIG in a warm process without torch."""
+    """Run the script in a warm process without torch. `values` override CONFIG."""
     return light_pool().script([*settings(values), *arguments], limit_s=60, **options)
 
 
 def train(
     values: dict[str, object], *arguments: object, num_processes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with `values` over SMALL in warm processes, as a launcher would start them."""
+    """Run the script in warm processes, as a launcher would start it. `values` override SMALL."""
     pool = hub_pool() if HIDDEN_HUB in options.get("unset", ()) else heavy_pool()
     return pool.script(
         [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options
@@ -148,7 +147,7 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
     )
 
 
-# The slowest files, in the best order to start them. All others follow.
+# The slowest files, in the order in which workers should start them. All other files follow.
 LONGEST_FIRST = (
     "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py",
@@ -161,14 +160,14 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort long test files first, so that workers, which run one file at a time (run.sh), end
-    together."""
+    """Sort long test files first, so that workers end at about the same time. Each worker runs one
+    file at a time (see run.sh)."""
     order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which tests trigger often."""
+    """Exclude imported modules from garbage collection, because tests collect garbage often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
@@ -186,7 +185,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    """Open a process group of this process alone."""
+    """Open a process group that contains only this process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -196,5 +195,5 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Return the tokenizer of the repository."""
+    """Return the tokenizer that the repository ships."""
     return Tokenizer(EMBEDDED_DIR)

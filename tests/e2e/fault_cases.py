@@ -1,6 +1,6 @@
-"""Run the script with a fault, for the fault tests.
+"""Run the script with an injected fault, for the fault tests.
 
-tests.pool calls these functions on every rank. Each ends with the exit code of the script."""
+tests.pool calls these functions on every rank. Each function ends with the script's exit code."""
 
 import os
 import resource
@@ -24,8 +24,9 @@ from tests.support import named_strategy
 
 
 def with_bad_gradient(job: dict[str, Any]) -> None:
-    """Make a gradient (of `name`, native engines) or the loss (DeepSpeed) NaN on rank 1 in each of
-    `steps`. Under DDP the gradient becomes NaN on all ranks, because it is averaged."""
+    """Set the gradient of `name` (native engines) or the loss (DeepSpeed) to NaN on rank 1 in each
+    of `steps`. Under DDP, the gradient is set to NaN on all ranks, because DDP averages
+    gradients."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
     def bad(everywhere: bool = False) -> bool:
@@ -63,7 +64,7 @@ def without_step(job: dict[str, Any]) -> None:
 
 
 def with_rank_1_stopped(job: dict[str, Any]) -> None:
-    """Stop a part of rank 1 in step 5, with short time limits."""
+    """Make rank 1 fail, hang or freeze in step 5, with short time limits."""
     # On a busy machine, a healthy thread may not report for seconds.
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
     right, calls = native.NativeEngine.train_step, []
@@ -84,7 +85,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 
 
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Freeze a rank after the model has been written and recorded."""
+    """Freeze a rank after the model has been exported and the record is finished."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
     right = worker.train
 
@@ -100,8 +101,8 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
 
 
 def without_its_folder(job: dict[str, Any]) -> None:
-    """Remove the run's folder in step 5. If a file is written meanwhile, the emptied folder
-    remains."""
+    """Remove the run's folder in step 5. If `how` is "emptied", leave an empty folder in its place,
+    as happens if a file is written during the removal."""
     right = Trainer._update
 
     def update(self: Trainer) -> None:
@@ -116,8 +117,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 
 def with_full_disk(job: dict[str, Any]) -> None:
-    """Leave no space for the second checkpoint, on the disk itself or by a limit of this
-    process."""
+    """Leave no space for the second checkpoint: fill the disk or limit this process's file size."""
     right, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:
@@ -135,7 +135,8 @@ def with_full_disk(job: dict[str, Any]) -> None:
 
 
 def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
-    """Send Ctrl-C before training, while a library turns it into its own error."""
+    """Send Ctrl-C before training, inside library code that replaces KeyboardInterrupt with a
+    ValueError."""
 
     def build_engine(*_: Any) -> None:
         try:

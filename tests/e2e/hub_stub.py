@@ -1,8 +1,8 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
-It answers what huggingface_hub and datasets request to list a data set, to download a file, and to
-upload a model with the token TOKEN. `behavior` selects a fault: it "refuses" every file with 404,
-"cuts off" a file's body halfway, or is "mute" and never answers."""
+The stub answers the requests of huggingface_hub and datasets that list a data set, download a file,
+or upload a model with the token TOKEN. `behavior` selects a fault: the stub "refuses" every file
+with 404, "cuts off" a file's body halfway, or is "mute" and never answers."""
 
 import base64
 import contextlib
@@ -24,20 +24,21 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """A running stub. Files are keyed by their path after the host name."""
+    """A running stub. `files` maps the path of each URL, without the host name, to the file's
+    content."""
 
     files: dict[str, bytes]
     behavior: str
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
-    cards: list[str] = field(default_factory=list)  # texts that were sent to be validated
+    cards: list[str] = field(default_factory=list)  # model cards sent to validate-yaml
     requests: list[str] = field(default_factory=list)  # "METHOD path" of each request, in order
     closing: threading.Event = field(default_factory=threading.Event)
 
 
 @contextlib.contextmanager
 def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
-    """Run a stub that serves `files` until the block ends."""
+    """Start a stub that serves `files` until the `with` block ends."""
     hub = Hub(files, behavior)
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -52,8 +53,8 @@ def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
 
 
 def reaching(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
-    """Return the options of `script` and `train` with which a run uses the Hub at `endpoint` and
-    caches downloads in `home`."""
+    """Return options for `script` and `train`, so that a run uses the Hub at `endpoint` and caches
+    downloads in `home`."""
     asked = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
     return {"unset": [HIDDEN_HUB], **asked, "NO_PROXY": "127.0.0.1"}
 
@@ -83,8 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer requests about a data set's files and, for an upload, repos/create, validate-yaml,
-        preupload (no file here is large) and commit."""
+        """Answer requests about a data set's files, and the upload requests repos/create,
+        validate-yaml, preupload (no file here is large) and commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
             self._asked = body
@@ -174,4 +175,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = cut is not None and cut < len(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing, because the tests read `requests`."""
+        """Print nothing, because the tests read `requests` instead of a log."""

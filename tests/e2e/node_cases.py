@@ -1,5 +1,5 @@
-"""Functions that run on the nodes of the multi-node tests. tests.pool forks their processes, which
-then enter a node."""
+"""Functions that run on the nodes of the multi-node tests. tests.pool forks one process per node,
+and each process then enters its node."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from tests.pool import run_script
 
 
 def enter(node: Node) -> None:
-    """Move this process, which must have one thread, onto a node."""
+    """Move this process onto a node. The process must have only one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = [os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "mnt")]
     for space in spaces:
@@ -26,8 +26,8 @@ def enter(node: Node) -> None:
 
 
 def with_torchrun(job: dict[str, Any]) -> None:
-    """Run torchrun's agent on the node of this number. It continues alone if the other agent does
-    not return. Its processes run `_unplugged`."""
+    """Run torchrun's agent on the node whose index is this process's rank. The agent starts
+    `_unplugged`, and continues alone if the other agent does not return."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -40,7 +40,7 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
     def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
         found = right(self)
-        # The first wait for the other agent
+        # Only the first rendezvous waits long for the other agent.
         self.settings.timeout._last_call = timedelta(seconds=1)
         return found
 
@@ -52,7 +52,7 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
 
 def _unplugged() -> None:
-    """Run the script on a node whose cable is pulled in step 5, with short time limits."""
+    """Run the script with short time limits. Rank 1 disconnects the second node in step 5."""
     watch.BEAT_S, watch.LOST_S = 0.5, 15.0
     right = Trainer._update
     switch, name = os.environ["UNPLUGS"].split()
@@ -70,7 +70,8 @@ def _unplugged() -> None:
 
 
 def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
-    """Return the variables that a launcher sets on the nodes of a cluster with one process each."""
+    """Return the variables that a launcher sets for the process of this rank, with one process per
+    node."""
     of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
         "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -83,9 +84,9 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 
 
 def on_each_node(job: dict[str, Any]) -> None:
-    """Run the script on each node as `launcher` starts it, except on the `missing` node. With
-    `ends_at`, send SIGTERM to the first node in that step. `interface` is GLOO_SOCKET_IFNAME of the
-    second."""
+    """Run the script on each node as `launcher` starts it, except on the `missing` node. If the job
+    has `ends_at`, the process on the first node receives SIGTERM in that step. `interface` sets
+    GLOO_SOCKET_IFNAME on the second node."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):

@@ -1,6 +1,6 @@
-"""Simulate nodes with network namespaces, each with its own address, host name and disk.
-Namespaces, links and mounts have no names outside, so they disappear when the last process in them
-ends."""
+"""Simulate nodes with network namespaces, each with its own address, host name and disk. Nothing
+outside refers to the namespaces, links and mounts, so the kernel removes them when the last process
+in them ends."""
 
 import contextlib
 import os
@@ -29,17 +29,17 @@ class Node:
     """One machine of a cluster. `own` is a folder whose files differ on each node."""
 
     name: str
-    pid: int  # id of the process that keeps its namespaces
-    switch: int  # id of the process that keeps the namespace of the switch
+    pid: int  # id of the process that keeps the node's namespaces alive
+    switch: int  # id of the process that keeps the switch's namespace alive
     own: Path
 
     def command(self, command: Sequence[object]) -> list[str]:
-        """Return the command that runs a command on this node."""
+        """Return `command` wrapped so that it runs on this node."""
         own = [f"TMPDIR={self.own}", f"HOME={self.own}"]
         return [*_inside(self.pid, "--net", "--mount", "--uts"), "env", *own, *map(str, command)]
 
     def outside(self, path: Path) -> Path:
-        """Return the path by which a process outside this node reaches the same file or folder."""
+        """Return the path at which processes outside this node see the node's `path`."""
         return Path(f"/proc/{self.pid}/root{path}")
 
 
@@ -58,15 +58,15 @@ def _run(*command: object) -> None:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
-    """Start nodes on one switch, named node0, node1, and so on. They share `folder`, except for
-    own/."""
+    """Start nodes that are named node0, node1, and so on, and are connected to one switch. The
+    nodes share `folder`, except for own/."""
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:
 
         def keep(*command: object) -> int:
-            """Return the process id of a command that prints a line and then waits until its input
-            ends."""
+            """Start a command that prints "ready" and then waits until its input ends. Return its
+            process id."""
             process = subprocess.Popen(
                 [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 stdin=subprocess.PIPE, text=True,

@@ -29,8 +29,8 @@ sys.exit(real_model_example.main())
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts a run with python, spawn (--num_gpus 2; with `as on GPUs` each
-    rank is a new Python), torchrun or deepspeed."""
+    """Return the command that starts a run with `launcher`: "python", "spawn" (--num_gpus 2), "as
+    on GPUs" (like spawn, but each rank is a new Python process), "torchrun" or "deepspeed"."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],
@@ -52,8 +52,8 @@ def clone(folder: Path) -> Path:
 
 
 def printed(document: str, start: str) -> list[str]:
-    """Return the words of the only command in a document that begins this way, in a code block or a
-    sentence."""
+    """Return the words of the only command in a document that begins with `start`. The command may
+    be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
     found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
     assert len(found) == 1, f"{document}: {sorted(found)}"
@@ -74,8 +74,8 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
 
 
 def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job: object) -> str:
-    """Run a case of fault_cases.py or node_cases.py. Return the output of all processes if it
-    fails, or ""."""
+    """Run a case of fault_cases.py or node_cases.py. If the case fails, return the output of all
+    processes. Return "" if it succeeds."""
     job["arguments"] = [str(SCRIPT), *settings(values)]
     grace_s = 240 if "nodes" in job else GRACE_S
     try:
@@ -86,21 +86,21 @@ def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job
 
 
 def final_weights(run_dir: Path) -> bytes:
-    """Return the bytes of the weights that a run has exported."""
+    """Return the content of the weights file that a run exported."""
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """Return the folders of runs, without those of caches."""
+    """Return the folders of runs, without cache folders."""
     if not output_dir.is_dir():
         return []
-    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # the link "latest"
+    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # skip "latest"
     return sorted(path for path in kept if not path.name.startswith("."))
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Check that stderr has one line with `words` and no traceback, and that the exit code is 2. A
-    command at the end of the line is on a second line."""
+    """Check that stderr is one error line with `words` and no traceback, and that the exit code is
+    2. If the line ends in "run:", the suggested command follows on a second line."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == 2, text
     assert "Traceback" not in result.stdout + result.stderr, text
@@ -115,7 +115,7 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """Run a command in the background with its output in `log`. Kill what remains of it at the
+    """Run a command in the background with its output in `log`. Kill its remaining processes at the
     end."""
     with open(log, "w") as out:
         process = subprocess.Popen(
@@ -137,7 +137,7 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[subpr
 
 
 def processes_with(log: Path) -> list[psutil.Process]:
-    """Return the processes of the command that is `running` with this log."""
+    """Return the processes of the command that `running` started with this log."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -149,7 +149,7 @@ def processes_with(log: Path) -> list[psutil.Process]:
 def wait_for(
     what: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
 ) -> None:
-    """Wait until `what()` is true. Fail if the process ends or the time runs out first."""
+    """Wait until `what()` is true. Fail if the process ends or the timeout expires first."""
     end = time.monotonic() + timeout_s
     while not what():
         ended = process.poll()
@@ -159,7 +159,8 @@ def wait_for(
 
 
 def left_over(text: str, *, patience_s: float = 60) -> list[str]:
-    """Return the command lines with `text` in them that still run after a short wait."""
+    """Wait up to `patience_s` for processes with `text` in their command line to end. Return the
+    command lines of the remaining processes."""
     end = time.monotonic() + patience_s
     while True:
         others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())
