@@ -12,7 +12,8 @@ except ImportError:
 
 
 def missing(lines: list[str]) -> list[str]:
-    """Return the lines whose package is not installed or has another version."""
+    """Return each requirement whose package is not installed or has another version, with the
+    reason."""
     unmet = []
     for line in lines:
         line = line.split("#")[0].strip()

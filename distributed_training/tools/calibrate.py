@@ -1,7 +1,7 @@
 """Measure the speed of this machine for predict/rates.py, in the processes of `plan --calibrate`.
 
-Only rank 0 measures its GPU. Processes that share a CPU all measure at the same time, because they
-also train at the same time."""
+With GPUs, only rank 0 measures computation. Processes that share a CPU all measure at the same
+time, because they also train at the same time."""
 
 import statistics
 import time
@@ -30,7 +30,7 @@ from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import build_config
 from distributed_training.tools.links import Group, open_group, time_group
 
-VALUES = 2**28  # number of elements of the tensors that element-wise kernels read
+VALUES = 2**28  # number of elements that GELU reads; AdamW updates a quarter as many
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
 LENGTH = 1024  # sequence length at which attention is measured
@@ -39,7 +39,7 @@ CALLS = 30  # number of timed calls per part of a training step
 
 def matrix_products(group: Group) -> list[dict[str, Any]]:
     """Return the FLOP/s of matrix multiplications by shape and dtype, in the forward pass and for
-    the gradients of inputs and of weights."""
+    the gradients of the inputs and the weights."""
     entries = []
     device = group.device
     tokens = TOKENS[device.type]
@@ -66,7 +66,7 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
 
 
 def memory_traffic(group: Group) -> dict[str, float]:
-    """Return the bytes/s of an element-wise kernel and, on a GPU, of AdamW, which moves 28 bytes
+    """Return the memory bandwidth of GELU and of AdamW on a GPU in bytes/s. AdamW moves 28 bytes
     per parameter."""
     x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
@@ -79,8 +79,8 @@ def memory_traffic(group: Group) -> dict[str, float]:
 
 
 def attention(group: Group) -> dict[str, Any]:
-    """Return the FLOP/s of causal attention, forward and backward. Only the lower triangle is
-    counted."""
+    """Return the FLOP/s of causal attention in a forward and backward pass. Only the lower triangle
+    of the scores is counted."""
     on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
@@ -96,8 +96,8 @@ def attention(group: Group) -> dict[str, Any]:
 
 
 def launches(group: Group) -> dict[str, float]:
-    """Return the seconds needed to launch a tiny kernel and, on a GPU, a compiled GPT-2 block,
-    forward and backward. The block processes few tokens, so the GPU waits for the host."""
+    """Return the time in seconds to launch a tiny kernel and, on a GPU, to run a compiled GPT-2
+    block forward and backward. The block processes few tokens, so the GPU waits for the host."""
     x = torch.zeros(1024, device=group.device)
     seconds = {"kernel": group.seconds(lambda: x.add_(1))}
     if group.device.type == "cuda":
@@ -109,8 +109,8 @@ def launches(group: Group) -> dict[str, float]:
 
 
 def in_step(call: Callable[[], Any]) -> float:
-    """Return the median seconds of CALLS calls. All processes start each call together, as in a
-    training run."""
+    """Return the median time of CALLS calls in seconds. All processes start each call together, as
+    in a training run."""
     durations_s = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -121,11 +121,11 @@ def in_step(call: Callable[[], Any]) -> float:
 
 
 def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Return the seconds of the parts of a training step on CPUs, and the bytes/s of element-wise
-    work that predict/speed.py derives from them.
+    """Return the time in seconds of each part of a training step on CPUs, and the memory bandwidth
+    in bytes/s that follows from this time.
 
-    `measured` holds the results so far. The seconds include the effects of caches and of processes
-    that share the CPU."""
+    `measured` holds the results so far. The measured times include the effects of caches and of
+    processes that share the CPU."""
     settings = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(settings), this_machine(machine, 1, 1))
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
@@ -144,7 +144,8 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
         "block": in_step(lambda: block(hidden).backward(hidden.detach())),
         "update": in_step(update),
     }
-    # On a busy machine, a block alone can be slower than in the model. Assume at least a tenth.
+    # On a busy machine, a block alone can be slower than in the model. The head counts as at least
+    # a tenth of the model's time.
     blocks = plan.size.num_layers * seconds["block"]
     seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
     # The predicted time of a part is computation + bytes / rate. At a rate of 1 byte/s, the second
@@ -161,14 +162,15 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", head(work))):
         arithmetic, memory, _ = np.sum(costs, axis=0)
-        # Matrix multiplications alone can be slower than in the model. Assume at least a tenth.
+        # Matrix multiplications alone can be slower than in the model. Memory traffic counts as at
+        # least a tenth of the time.
         traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
 def calibrate(group: Group) -> dict[str, Any]:
-    """Measure this process and the communication of the group. Return the results, or {} on ranks
-    that do not measure. Collective over all processes."""
+    """Measure the speed of this process and the communication of the group. Return the results.
+    Return {} on ranks that measure only communication. All ranks must call this function."""
     on_gpu = group.device.type == "cuda"
     process = group.process
     collectives = []
@@ -193,8 +195,8 @@ def calibrate(group: Group) -> dict[str, Any]:
 
 
 def main(file: Path) -> int:
-    """Measure as one process of a launcher, or alone. Rank 0 writes the results to `file`. Return
-    the exit code."""
+    """Measure in a process that a launcher started, or in a single process. Rank 0 writes the
+    results to `file`. Return the exit code."""
     start = time.perf_counter()
     with open_group() as group:
         results = calibrate(group)

@@ -1,9 +1,9 @@
 """Train the same work under several strategies, one after the other, and write a page about them.
 
-A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Every run is
-the command that a user would type, and its output is in log.txt. Each record is written as soon as
-its run ends. If you start the plan again, only the runs without a record are trained. This process
-does not import torch."""
+A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run
+starts the command that a user would type and writes its output to log.txt. The record of a run is
+written as soon as the run succeeds. If you start the plan again, only the runs without a record are
+trained. This process does not import torch."""
 
 import argparse
 import contextlib
@@ -56,25 +56,27 @@ from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handling
 from distributed_training.tools.jobs import num_steps
 
-# Defaults that omit output a comparison does not need. Typed keys and the plan override them.
+# Defaults that switch off output that a comparison does not need. Typed keys and the plan override
+# them.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 # Keys that define the work. The batch size is part of the work, although its keys are not marked as
 # such.
 WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-# Approximate seconds to start and to end a run (results/records/first-minute).
+# Approximate time in seconds to start and end a run (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
-# Seconds to compile an extension of DeepSpeed on two cores of a Xeon (90 and 332 CPU seconds)
+# Seconds to compile each DeepSpeed extension on two cores of a Xeon (90 and 332 CPU seconds)
 EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
 OTHER_OUT = "name another folder with --out"
-PATIENCE_S = 30.0  # time in which an interrupted run must end
+PATIENCE_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" texts to CONFIG
 Values = dict[str, Any]
 
 
 class RunPlan(BaseModel):
-    """JSON of a plan. Other fields are ignored, so they can hold notes for readers."""
+    """Contents of a plan's JSON file. Unknown fields are ignored, so a plan can contain notes for
+    readers."""
 
     num_gpus: int | str = "all"
     common: Values = {}
@@ -92,7 +94,7 @@ class Run:
     name: str = ""  # strategy and the keys that distinguish this run from the others
     config: Request | None = None  # None if CONFIG was refused
     record: records.Record | None = None  # None if the run has not started
-    why: str = ""  # why the run did not start or why it failed, otherwise ""
+    why: str = ""  # reason why the run did not start or failed; "" if there is none
     seconds: float = 0.0
 
     @property
@@ -116,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs without a record, then write the page. Return the exit code: 1 if no run
-    finished, 130 if the user interrupted."""
+    succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = plan_runs(arguments, build, script, QUIETLY)
     require_writable(out, OTHER_OUT, "compare.md", "compare.html", "log.txt")
     take_finished(runs, out)
@@ -152,9 +154,9 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
-    """Return the predicted seconds of all runs, each given as (CONFIG, number of processes), plus
-    `run_s` per run for starting and ending, and the time to compile DeepSpeed's extensions. Return
-    None if any run cannot be predicted."""
+    """Return the predicted seconds of all runs, each given as (CONFIG, number of processes). The
+    sum includes `run_s` per run for starting and ending, and the time to compile DeepSpeed's
+    extensions. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
@@ -163,7 +165,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
         for config, count in runs:
             try:
                 plan = make_plan(config, this_machine(machine, count, count), peek_data)
-            except UserError:  # the error is printed when it is this run's turn
+            except UserError:  # the error is printed when this run would start
                 run_seconds.append(0.0)
                 continue
             extensions.update(unbuilt_extensions(plan.strategy))
@@ -203,7 +205,7 @@ def plan_runs(
     machine = detect_machine()
     processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), machine, {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
-        # A strategy's own option is unknown to the other strategies.
+        # An option of one strategy can be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
     shared_keys = (by_name(plan.common) | typed).keys()
@@ -243,8 +245,8 @@ def plan_runs(
 
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
-    """Return the keys that have no effect with these values and do not change the work. Return
-    none if CONFIG refuses the values, because the run reports the reason."""
+    """Return the keys that have no effect with these values and do not change the work. Return an
+    empty set if CONFIG refuses the values, because the run reports the reason."""
     with contextlib.suppress(UserError):
         config = build(texts(values))
         strategy = load_strategy(config)
@@ -258,8 +260,8 @@ def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int
 def plan_run(
     values: Values, seed_offset: int, build: Build, command: list[str], num_processes: int
 ) -> Run:
-    """Return a run of these values, with `seed_offset` added to CONFIG's seed. If CONFIG refuses
-    the values, the run's `why` has the reason."""
+    """Return a run with these values and with `seed_offset` added to CONFIG's seed. If CONFIG
+    refuses the values, the run's `why` contains the reason."""
     known_values = {"strategy": "?", **values, "seed": seed_offset}
     run = Run(values=known_values, command=command, num_processes=num_processes)
     try:
@@ -282,8 +284,8 @@ def print_settings(runs: Sequence[Run]) -> None:
 
 
 def take_finished(runs: Sequence[Run], out: Path) -> None:
-    """Set each run's record to the finished record of the same CONFIG in the folder, if there is
-    one."""
+    """For each run, reuse a finished record in `out` that has the same CONFIG and the same number
+    of processes."""
     finished = []
     for path in sorted(out.glob("*.json")):
         with contextlib.suppress(UserError):  # the file is not a record
@@ -299,8 +301,8 @@ def take_finished(runs: Sequence[Run], out: Path) -> None:
 
 
 def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
-    """Train the remaining runs one after the other. For each, print the line that `conclude`
-    returns. If a layout fails with one seed, skip its other seeds."""
+    """Train the remaining runs one after the other. For each run, print the line that `conclude`
+    returns. If a run fails, skip the runs of the same layout with other seeds."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
     seeds = {run.values.get("seed") for run in runs}
@@ -328,7 +330,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
 
 
 def train(run: Run, out: Path) -> None:
-    """Train in a separate session and store the record, or the error, in `run`. On Ctrl-C or
+    """Train in a new process session and store the record or the error in `run`. On Ctrl-C or
     SIGTERM, interrupt the training, wait for it to end and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORDS))
@@ -354,7 +356,7 @@ def train(run: Run, out: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
         log.seek(start_of_run)
-        # The command of an error is on a separate line.
+        # Move the command that follows an error message to the same line.
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Prefer the line that says why a run did not start to the last line.
@@ -370,8 +372,9 @@ def train(run: Run, out: Path) -> None:
 
 
 def keep(run: Run, out: Path, git_commit: str | None) -> str:
-    """Copy the record of a finished run to `out`, and add the time of each step's end as
-    `loss_seconds`. Return the results in one line, or the reason why the run failed."""
+    """Copy the record of a finished run to `out`, and add `loss_seconds`, the training time in
+    seconds up to the end of each step. Return the results in one line, or the reason why the run
+    failed."""
     record = run.record
     if record is None or run.why:
         return run.why
@@ -388,14 +391,15 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
 
 
 def record_path(record: records.Record, folder: Path) -> Path:
-    """Return an unused path for a record, named after its layout. Repeated runs get a number."""
+    """Return an unused path for a record, named after its model, layout and precision. Repeated
+    runs get a number."""
     name = f"{last_part(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
     return records.free_path(folder, name.replace(" ", "-"), ".json")
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Write compare.md with its plots and compare.html, and print the tables."""
+    """Write the plots, compare.md and compare.html, and print the tables."""
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
         groups.setdefault(run.work, {}).setdefault(run.name, []).append(run)
@@ -406,7 +410,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
             succeeded = [run.record for run in members if run.record and not run.why]
             why = next((run.why for run in members if run.why), "")
             layouts.append(Layout(name=name, records=succeeded, num_runs=len(members), why=why))
-        # Records describe their own work.
+        # Records already describe the work.
         has_records = any(layout.records for layout in layouts)
         comparisons.append(Comparison(work="" if has_records else work, layouts=layouts))
     sections = report.build_sections(comparisons)

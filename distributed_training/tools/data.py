@@ -26,7 +26,7 @@ from distributed_training.settings.strategies import named_strategy
 
 _COLORS = ("\033[32m", "\033[0m")
 _QUOTES = ("«", "»")
-# Control characters, which could rewrite a terminal
+# Control characters, which could manipulate a terminal
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -40,8 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Tokenize the dataset into a run's cache, as the run would, and show it. Return the exit
-    code."""
+    """Tokenize the dataset into the token cache, as a training run would, and show it. Return the
+    exit code."""
     notes = list[str]()
     config = configure(arguments.overrides)
     config = choose_model(config, detect_machine(), 1, named_strategy(config), notes)

@@ -59,7 +59,7 @@ class Finding(NamedTuple):
     level: str  # ok, warn or fail
     what: str
     text: str
-    fix: str = ""  # command or advice for the next line
+    fix: str = ""  # command or advice, printed on the next line
 
 
 ok = partial(Finding, "ok")
@@ -68,12 +68,12 @@ fail = partial(Finding, "fail")
 
 
 def check(is_good: bool, what: str, text: str, fix: str = "") -> Finding:
-    """Return an `ok` line if the result is good, otherwise a warning with its fix."""
+    """Return an `ok` line if the result is good. Otherwise, return a warning with the fix."""
     return ok(what, text) if is_good else warn(what, text, fix)
 
 
 def answer(*command: str, seconds: float = 10) -> str:
-    """Return the standard output of a program, or "" if the program is missing, fails or times
+    """Return the standard output of a program. Return "" if the program is missing, fails or times
     out."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         result = subprocess.run(
@@ -179,7 +179,7 @@ def disk(output_dir: Path) -> Iterator[Finding]:
 
 
 def building(machine: Machine) -> Iterator[Finding]:
-    """Check the tools that build DeepSpeed's extensions."""
+    """Check the tools that build DeepSpeed's extensions, and the locks of unfinished builds."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (

@@ -44,7 +44,7 @@ from distributed_training.train.build import build_engine, build_sampler, build_
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """Parts of one run on this rank."""
+    """Objects of one training run on this rank."""
 
     plan: Plan
     topology: Topology
@@ -53,22 +53,22 @@ class Run:
     engine: Engine
 
     def batch(self, step: int) -> StepBatch:
-        """Return this rank's samples of one step."""
+        """Return this rank's samples for one step."""
         return self.sampler.step_batch(self.data.train, step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group(links.Group):
-    """Processes that all runs share."""
+    """Process group that all runs share."""
 
-    # Folder shared by all ranks and runs, so that a text is tokenized only once. It is removed at
-    # the end.
+    # Folder shared by all ranks and runs, so that each text is tokenized only once. The folder is
+    # removed at the end.
     folder: Path
 
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """Open `links.open_group` with a temporary folder that all ranks share."""
+    """Open the group of `links.open_group` and create a temporary folder that all ranks share."""
     with links.open_group() as group:
         rank = group.process.rank
         folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
@@ -80,7 +80,7 @@ def open_group() -> Iterator[Group]:
 
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
-    """Return `open_group()` after setting NCCL's variables as training `runs` would."""
+    """Set NCCL's variables as training `runs` would, then return `open_group()`."""
     if runs:
         set_nccl_variables(*(run.get("strategy", AUTO) for run in runs.values()))
     return open_group()
@@ -105,7 +105,7 @@ class KeptTopology(Topology):
 
 
 class Kept:
-    """Objects that are slow to create and are shared by runs: communicators by mesh, and the
+    """Objects that runs share because they are slow to create: communicators by mesh, and the
     initial weights of the last run."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Kept:
         self._models: dict[str, Decoder] = {}
 
     def topology(self, topology: Topology) -> Topology:
-        """Return an equal topology that keeps its communicators."""
+        """Return a topology that equals `topology` and reuses its communicators."""
         if topology not in self._topologies:
             self._topologies[topology] = KeptTopology(**dataclasses.asdict(topology))
         return self._topologies[topology]
@@ -137,11 +137,11 @@ def each_run(
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run, call `use` with it, free its memory, and yield its name and results.
 
-    A run is defined by some CONFIG values or by a complete CONFIG. The results are a list of the
-    values that `use` returned on each rank, which must be JSON, or the message that refused the
-    run. After `deadline_s` seconds, no further run starts on any rank. `kept` holds objects that
-    runs share. A failure ends the process, because the other ranks wait in a collective that cannot
-    complete. Collective over all processes."""
+    A run is defined by some CONFIG values or by a complete CONFIG. The results are the list of the
+    values that `use` returned on each rank, or the error message if the run is refused. The values
+    must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank. `kept`
+    holds objects that runs share. If a run fails, this process exits, because the other ranks wait
+    in a collective that cannot complete. All ranks must iterate over this generator."""
     began = time.monotonic()
     for name, values in runs.items():
         if from_rank_0(time.monotonic() - began > deadline_s):
@@ -164,8 +164,8 @@ def each_run(
 def every_run(
     group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the results of `each_run`, but end the process if a run is refused. Collective over all
-    processes."""
+    """Yield the results of `each_run`, but exit if a run is refused. All ranks must iterate over
+    this generator."""
     for name, results in each_run(group, runs, use):
         if isinstance(results, str):
             raise SystemExit(f"{name}: {results}")
@@ -175,8 +175,9 @@ def every_run(
 def _do_run(
     values: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
-    """Build plan, data, sampler and engine as in a training run, then call `use`. Return the values
-    that `use` returned on each rank, or the message of a refusal. Collective over all processes."""
+    """Build the plan, data, sampler and engine as in a training run, then call `use`. Return the
+    list of the values that `use` returned on each rank, or the error message if the run is refused.
+    All ranks must call this function."""
     try:
         if isinstance(values, Request):
             config = values
@@ -188,7 +189,7 @@ def _do_run(
         drawn = None
         if kept is not None:
             topology = kept.topology(topology)
-            if group.device.type == "cpu":  # on GPUs, drawing weights takes less than a second
+            if group.device.type == "cpu":  # on GPUs, initializing weights takes under a second
                 drawn = kept.drawn_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)

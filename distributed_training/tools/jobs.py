@@ -22,7 +22,7 @@ from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import typed_values
 from distributed_training.settings.strategies import named_strategy
 
-AROUND_STEPS_S = 900  # seconds of a job for starting, compiling, evaluating and saving
+AROUND_STEPS_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SPARE = 1.25  # factor on the predicted RAM and time
 # Values that are not paths
 _NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
@@ -39,8 +39,8 @@ def options_of(
     elsewhere: bool = False,
 ) -> list[str]:
     """Return the options with which the script makes this plan: the preset, the typed keys, the
-    layout and every key that the planner decided. `elsewhere` makes relative paths absolute, for a
-    command that runs in another folder."""
+    layout and every key that the planner decided. With `elsewhere`, relative paths become absolute,
+    for a command that runs in another folder."""
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
@@ -73,7 +73,7 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
     absolute_paths = {}
     for name in PATHS:
         value = getattr(plan.requested, name)
-        # The path of a model family may be followed by a size
+        # A size may follow the path of a model family.
         path, colon, size = (value or "").partition(":")
         is_name = value in _NAMES
         if name == "model":
@@ -86,8 +86,8 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 
 
 def num_steps(plan: Draft) -> int | None:
-    """Return the number of optimizer steps that CONFIG requests, or None if it depends on a dataset
-    that is large or not on this machine."""
+    """Return the number of optimizer steps that CONFIG requests. Return None if the number depends
+    on a dataset that is large or not on this machine."""
     config = plan.config
     if config.max_steps != -1:
         return config.max_steps
@@ -111,8 +111,8 @@ def batch_script(
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return configs/train.slurm, filled in for a layout. `options`: the script's options.
-    `machine_options`: the options that describe the cluster. `plan_command`: the command that
+    """Return configs/train.slurm, filled in for a layout. `options` are the script's options, and
+    `machine_options` are the options that describe the cluster. `plan_command` is the command that
     writes this job. The job requests 25% more RAM and time than predicted."""
     plan = choice.plan
     processes_here = plan.processes_here

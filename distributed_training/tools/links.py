@@ -1,8 +1,9 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
-Sizes are those of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
-seconds. The bus bandwidth is the bytes that a process sends in a ring / seconds. The fit, latency +
-sent bytes / bandwidth, minimizes relative errors, so small messages count as much as large ones."""
+Sizes are sizes of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
+seconds. The bus bandwidth is sent bytes / seconds, with the bytes that a process sends in a ring.
+The fit, latency + sent bytes / bandwidth, minimizes relative errors, so small messages count as
+much as large ones."""
 
 import argparse
 import contextlib
@@ -38,7 +39,7 @@ from distributed_training.supervise.process import Process
 BUDGET_S = 0.15  # seconds per measurement
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 MOST_FOR_PAIRS = 8  # with more processes, each process is measured only with the next one
-ROUNDS = 3  # the fastest round counts, because other programs only slow a link down
+ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
 SLOW_LATENCY = 3.0
@@ -54,10 +55,11 @@ class Group:
     process: Process
     device: torch.device
     budget_s: float = BUDGET_S  # seconds per measurement
-    together: bool = True  # whether every process takes part in each call, the same number of times
+    together: bool = True  # whether all processes make the same calls, equally often
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return the mean seconds per call, averaged over as many calls as the budget allows."""
+        """Return the mean time per call in seconds, over as many calls as the budget allows (3 to
+        200)."""
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         call()
         # `timeit` makes an extra call before the one that it times.
@@ -88,9 +90,9 @@ def time_group(
 ) -> list[dict[str, Any]]:
     """Time operations over a process group, for each size of the whole tensor in bytes.
 
-    `members` is a torch process group, or None for all processes. `ranks` are its ranks, and sends
-    may use two of them. Returns an entry per size with the seconds of the slowest process.
-    Collective over all processes."""
+    `members` is a torch process group, or None for all processes. `ranks` defaults to the ranks of
+    this group; sends use the first two of `ranks`. Returns one entry per size with the time of each
+    operation in seconds on the slowest process. All ranks must call this function."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:
@@ -118,7 +120,7 @@ def time_group(
         by_rank = gather({name: group.seconds(calls[name]) for name in operations})
         seconds = {name: max(rank_seconds[name] for rank_seconds in by_rank) for name in operations}
         if "send" in seconds:
-            seconds["send"] /= 2  # `there_and_back` sends twice
+            seconds["send"] /= 2  # `there_and_back` sends the tensor twice
         entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
     return entries
 
@@ -130,7 +132,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     Neither the latency nor the seconds per byte can be negative."""
     sizes, seconds = np.array(points, dtype=float).T
     coefficients = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
-    columns = np.stack([1 / seconds, sizes / seconds])  # for a perfect fit, the columns add up to 1
+    columns = np.stack([1 / seconds, sizes / seconds])  # a perfect fit predicts 1 for each point
     if coefficients.min() < 0:
         only = int(coefficients.argmax())
         coefficients = np.zeros(2)
@@ -141,10 +143,10 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
 
 
 def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fit and the points of each operation, from the entries of `time_group`.
+    """Return the fit and the points of each operation in the entries of `time_group`.
 
-    Each point has both bandwidths and `ring_s`: the time of the messages in a ring, at the measured
-    latency and bandwidth of a single send."""
+    Each point contains both bandwidths and `ring_s`, the time of the messages in a ring at the
+    measured latency and bandwidth of a single send."""
     members = entries[0]["members"]
     sizes = [entry["bytes"] for entry in entries]
     lines = {
@@ -200,8 +202,8 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure every group of the mesh. On rank 0, write and print the results. Return the exit
-    code. Collective over all processes."""
+    """Measure every group of the mesh. Rank 0 writes and prints the results. Return the exit code.
+    All ranks must call this function."""
     groups = {}  # axis -> its size and the `summarize` result of its slowest group
     with open_group(options.seconds) as group:
         process = group.process
@@ -262,7 +264,7 @@ def main(options: argparse.Namespace) -> int:
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     """Return the size of each axis. dp_replicate uses the remaining processes. Raises UserError if
-    the sizes do not divide the number of processes."""
+    the sizes do not divide the number of processes, or if there is only one process."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
@@ -292,8 +294,8 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
 
 
 def check_nodes() -> int:
-    """Measure the links between processes one by one, for `doctor --nodes`. Print them on rank 0.
-    Return the exit code. Collective over all processes."""
+    """Measure the links between processes one by one, for `doctor --nodes`. Rank 0 prints the
+    results. Return the exit code. All ranks must call this function."""
     links = []
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
@@ -312,7 +314,8 @@ def check_nodes() -> int:
 
 
 def describe(links: Sequence[Link]) -> str:
-    """Return a line per link, grouped by location. Slow links have a mark and their cause."""
+    """Return one line per link, grouped by location. The line of a slow link says how much worse
+    the link is than the best link."""
     by_location: dict[str, list[Link]] = {}
     for link in links:
         location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"

@@ -39,9 +39,9 @@ from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
 MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
-MERGED = "merged"  # folder of a LoRA run that holds the whole model
-TOKENS_AT_ONCE = 2048  # tokens evaluated at a time, because their logits are in memory
-MAX_LENGTH = 1024  # length of samples if the model belongs to no run
+MERGED = "merged"  # folder of a LoRA run with the merged model
+TOKENS_AT_ONCE = 2048  # evaluated together; memory must hold the logits of all of them
+MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
@@ -49,7 +49,8 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     """Return the model and the folder with its weights and tokenizer.
 
     `name` is a run, a folder of weights, or the name of a published model. In a run, the folder
-    `weights_name` ("hf" or "best") is used. Raises UserError for anything else."""
+    `weights_name` ("hf" or "best") is used. Raises UserError for any other name, and for a run
+    without this folder."""
     folder = given_path(name).resolve()
     run, weights_name = (
         (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, weights_name)
@@ -76,7 +77,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
 
 
 def _published(name: str) -> ModelSpec | None:
-    """Return the model with this name, or None if the name looks like a path."""
+    """Return the model with this name. Return None if the name looks like a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return None
     try:
@@ -88,8 +89,8 @@ def _published(name: str) -> ModelSpec | None:
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
-    """Return the folder of the tokenizer: `folder` itself, the base's folder if `folder` has
-    adapters without a tokenizer, or the folder of the published model `spec`."""
+    """Return the folder of the tokenizer: `folder` itself, the folder of the base model if `folder`
+    contains adapters without a tokenizer, or the folder of the published model `spec`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
             config = build_config({}, overrides=[f"model={spec.hub_id}"])
@@ -101,8 +102,8 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
 
 
 def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool]:
-    """Return the weights and the tokenizer of a run, and whether it was trained on conversations.
-    If the run has no hf/, the weights of its newest checkpoint are used."""
+    """Return the weights and the tokenizer of a run, and whether the run trained on conversations.
+    If the run has no hf/, use the weights of its newest checkpoint."""
     checkpoint = newest_checkpoint(given_path(name).resolve())
     if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(name, weights_name)
@@ -120,8 +121,8 @@ def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool
 
 
 def load(trained: Trained) -> tuple[Decoder, torch.device]:
-    """Load a model onto the first GPU, in bf16 if the GPU supports it, or onto the CPU. Return the
-    model and its device."""
+    """Load a model onto the first GPU, in bf16 if the GPU supports bf16. Without a GPU, load the
+    model onto the CPU. Return the model and its device."""
     if not torch.cuda.is_available():
         device = torch.device("cpu")
         return trained.load(device), device
@@ -159,7 +160,7 @@ def generate(arguments: argparse.Namespace) -> int:
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
         for piece in _decoded(tokenizer, ids):
-            # A model could write commands for a terminal.
+            # A model's text can contain control sequences for a terminal.
             print(escape_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print()
@@ -168,7 +169,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield the text of the ids in pieces, as soon as the characters of each piece are complete."""
+    """Yield the text of the ids in pieces, each as soon as its characters are complete."""
     tokens = list[int]()
     printed = ""
     for token in ids:
@@ -181,9 +182,9 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print loss, perplexity and bits per byte of a model on a dataset, or on the validation
-    samples of its run. Then print lm-eval's results for the requested tasks. Return the exit
-    code."""
+    """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
+    samples of the model's run. Then print lm-eval's results for the requested tasks. Return the
+    exit code."""
     plan = _plan_of(arguments.run)
     weights_name = BEST if arguments.best else LAST
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
@@ -238,7 +239,8 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
 
 
 def _plan_of(name: str) -> Plan | None:
-    """Return the plan of a run or of the run that an export belongs to, or None."""
+    """Return the plan of a run, or of the run to which an export belongs. Return None if there is
+    no such run."""
     folder = given_path(name).resolve()
     if folder.name in (LAST, BEST, MERGED):
         folder = folder.parent
@@ -248,8 +250,9 @@ def _plan_of(name: str) -> Plan | None:
 def _samples_of(
     config: RunConfig, tokenizer: Tokenizer, rows: int
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
-    """Return (samples of a dataset, or of its validation split if it has one; bytes of each token;
-    text that names the split; notes about records that are left out or cut)."""
+    """Return (samples, number of bytes of each token, text that names the split, notes). The
+    samples come from the dataset's validation split if there is one. The notes name records that
+    are left out or cut."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
@@ -267,7 +270,7 @@ def _samples_of(
 def measure(
     model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device
 ) -> dict[str, float]:
-    """Evaluate a whole model on its device. Return an entry of the record's `evaluations`."""
+    """Evaluate a whole model on its device. Return an entry for the record's `evaluations`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     at_once = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), at_once)
@@ -308,8 +311,9 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
     """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
     Return the exit code.
 
-    The default of `to` is the run's hf/, or merged/ if hf/ exists. `merge` writes the whole model
-    instead of adapters, which may also come from hf/."""
+    `to` defaults to the run's hf/. With `merge`, it defaults to merged/ if hf/ exists. `merge`
+    writes the whole model instead of adapters. If the run has no checkpoint, the adapters come from
+    hf/."""
     run = given_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
@@ -338,8 +342,8 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
 
 
 def merge_exported(exported: Path, to: str | None) -> int:
-    """Write the whole model of a run's exported adapters to `to`, or to merged/ of the run. Return
-    the exit code."""
+    """Write the whole model of a run's exported adapters to the folder `to`, which defaults to the
+    run's merged/. Return the exit code."""
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
     _require_new(folder)
     trained, tokenizer, chat = find_trained(str(exported), LAST)
@@ -363,8 +367,8 @@ def _require_new(folder: Path) -> None:
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]:
-    """Return the plan and the record of a checkpoint's run, its meta.json and its weights. Raises
-    UserError for files that are damaged or do not belong together."""
+    """Return (the run's plan, the run's record, the checkpoint's meta.json, the checkpoint's
+    weights). Raises UserError for files that are damaged or do not belong together."""
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     run_dir = checkpoint.parents[1]

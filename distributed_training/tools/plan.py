@@ -88,15 +88,15 @@ def run(
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
         require_writable(file.parent, f"set {CACHE} to another folder", file.name)
-        # Separate processes, which import torch, measure the machine. There are as many as the plan
-        # has.
+        # Measure in separate processes, because measuring imports torch. Use as many processes as
+        # the plan does.
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
             raise UserError("measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
     requested = build(None)
     strategy = named_strategy(requested)
     config = choose_model(requested, cluster.machine, cluster.num_processes, strategy, [])
-    find_model(config.model)  # raises a specific message for an unknown model
+    find_model(config.model)  # raises a specific error for an unknown model
     only = typed_values(arguments.overrides).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
@@ -172,8 +172,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """Return an error that names the layout with the smallest peak and the GPU memory that it
-    needs."""
+    """Return an error that names the layout that needs the least memory, and how much it needs.
+    Raises UserError if only the RAM is too small."""
     if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
@@ -188,13 +188,13 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
 
 
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
-    """Replace typed values."""
+    """Set values as if the user had typed them."""
     arguments.overrides[:] = texts(typed_values(arguments.overrides) | values)
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
-    """Choose the batch size on GPUs if the user did not set it. If no layout fits, choose it with
-    activation checkpointing."""
+    """Choose the batch size if it is "auto", or on GPUs if the user did not set it. If no layout
+    fits, choose the batch size for training with activation checkpointing."""
     is_open = config.batch_size == AUTO
     is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
     if not is_open:
@@ -238,7 +238,7 @@ def _rank(
     only: str,
 ) -> list[Prediction]:
     """Return all layouts, the best first. If the user did not set activation_checkpointing, layouts
-    that do not fit use as much recomputation as they need."""
+    that do not fit use as much of it as they need."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices
@@ -262,7 +262,8 @@ def _rank(
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
-    """Return a layout for --json. `memory_bytes` maps each component to its bytes on each rank."""
+    """Return a layout as a dictionary for --json. `memory_bytes` maps each component to the list of
+    its bytes on each rank."""
     plan = choice.plan
     stages = choice.memory.by_place
     ranks_per_stage = plan.num_processes // len(stages)

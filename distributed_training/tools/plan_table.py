@@ -16,8 +16,8 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bool) -> str:
-    """Return a table with one row per layout. `labels` maps the id of a choice to its text in
-    the column "pick". `every` adds columns that show whether a layout fits and its memory by
+    """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
+    column "pick". With `every`, additional columns show whether a layout fits and its memory by
     component."""
     strategies = [choice.plan.strategy for choice in choices]
     offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
@@ -59,7 +59,7 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
 
 
 def _layout_and_mode(choice: Prediction) -> str:
-    """Return the name of the layout and, if it has one, its mode of activation checkpointing."""
+    """Return the name of the layout and, if the layout uses activation checkpointing, its mode."""
     mode = choice.plan.config.activation_checkpointing
     name = layout_name(choice.plan)
     return name if mode == "none" else f"{name} +{mode}"
@@ -68,8 +68,8 @@ def _layout_and_mode(choice: Prediction) -> str:
 def legend(
     choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, every: bool
 ) -> str:
-    """Explain the columns and words of this table. `gbit` is the network speed in Gbit/s per GPU;
-    None if the layouts do not use a network."""
+    """Return an explanation of the columns and words of the table. `gbit` is the network speed in
+    Gbit/s per GPU, or None if the layouts do not use a network."""
     lines = [
         "first: the simplest layout that is as fast as the fastest, within the error of predictions"
     ]
@@ -104,8 +104,8 @@ def legend(
 
 
 def work_asked(label: str, choice: Prediction, price: float | None) -> str:
-    """Return a sentence with the tokens, time and cost of the work that CONFIG requests, or "" if
-    the amount of work is unknown. `price`: cost of a GPU-hour."""
+    """Return a sentence with the tokens, time and cost of the work that CONFIG requests. Return ""
+    if the amount of work or the speed is unknown. `price` is the cost of a GPU-hour."""
     steps = num_steps(choice.plan)
     if choice.step is None or steps is None:
         return ""
@@ -122,8 +122,8 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
 
 
 def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """Explain the first choice in a sentence that compares it with the fastest layout. If it is the
-    fastest, compare it with the fastest layout of another strategy."""
+    """Return an explanation of the first choice that compares it with the fastest layout. If the
+    first choice is the fastest, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
         return f"{name} needs the least memory. Without the GPU's rates, its speed is unknown."
@@ -152,7 +152,8 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Format a number with three digits and a letter for its magnitude, such as 1.23M."""
+    """Format a number with three significant digits and a letter for its magnitude, such as
+    1.23M."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"

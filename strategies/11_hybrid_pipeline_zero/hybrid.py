@@ -1,4 +1,4 @@
-"""Declare the capabilities of DeepSpeed's pipeline. No torch import."""
+"""Declare the capabilities of DeepSpeed's pipeline engine. No torch import."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
 """Run DeepSpeed's pipeline with ZeRO stage 0 or 1.
 
 The pipeline uses the 1F1B schedule. Neighboring stages send each other activations and their
-gradients, [B, T, D] per micro-batch in the dtype of the weights. The first and the last stage sum
-the gradients of the tied embedding once per step."""
+gradients, [B, T, D] per micro-batch in the dtype of the weights. Once per step, the first and the
+last stage sum the gradients of the tied embedding."""
 
 import contextlib
 import io
@@ -30,8 +30,8 @@ from distributed_training.parallel.mesh import Topology
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """Return the spec of a module with a tied weight. DeepSpeed then uses this module instead of
-    building it again."""
+    """Return the layer spec of a module whose parameter `weight` is tied. DeepSpeed uses `module`
+    itself instead of building a new module."""
     spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
     spec.build = lambda log=False: module
     return spec
@@ -39,10 +39,12 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
 
 class PipelinedDecoder(private.GivenPartition, PipelineModule):
     """This process's stage of a model. DeepSpeed represents a model as one list of layers: the
-    embeddings, the blocks, the final norm, and the rows of the output layer, which `head` uses."""
+    embeddings, the blocks, the final norm, and the rows of the output layer. `head` uses these
+    rows."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
-        """Take the modules of `model`, which cannot be used afterwards. Collective."""
+        """Take over the modules of `model`, which cannot be used afterwards. All ranks must call
+        this method."""
         self.loss = model.loss
         self.project = model.project
         self.vocab_size = model.size.vocab_size
@@ -65,7 +67,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
-        # stages compute them. Every process has all of them, so they are not sent.
+        # stages compute them. Every process has all of these tensors, so stages do not send them.
         self.upcoming = deque[Sequence[torch.Tensor]]()
         self.documents: Documents | None = None  # documents of the current micro-batch
         self.describe = model.describe
@@ -88,7 +90,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """Return `scale` x the summed loss or, without targets, the logits [B, T, V]. DeepSpeed
-        calls this as its loss function."""
+        calls this method as its loss function."""
         weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)
@@ -96,8 +98,8 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
-    """Engine with pipeline stages under DeepSpeed's 1F1B. It otherwise equals the engine of the
-    other DeepSpeed strategies."""
+    """Engine that runs pipeline stages in DeepSpeed's 1F1B schedule. Otherwise, it works like the
+    engine of the other DeepSpeed strategies."""
 
     _shape: torch.Size | None = None
 
@@ -137,8 +139,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _evaluate(
         self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the output of `head` for one batch [B, T] on the last stage, and None on other
-        stages."""
+        """On the last stage, return the output of `head` for one batch [B, T]. Return None on other
+        stages. All ranks must call this method."""
         self._expect(ids.shape)
         if documents:
             self.model.upcoming.append(documents)
@@ -151,7 +153,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return outputs[0] if self.engine.is_last_stage() else None
 
     def _expect(self, shape: torch.Size) -> None:
-        """Announce a new batch shape, because DeepSpeed sends the shape of a batch only once."""
+        """Reset DeepSpeed's activation shape if `shape` is new, because DeepSpeed sends the shape
+        of a batch only once."""
         if shape != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape

@@ -38,8 +38,8 @@ class OPTIONS(Options):
         return self.local_steps
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
-        """Return the bytes per parameter of the fp32 weights of the last synchronization and of the
-        outer momentum."""
+        """Return the number of bytes per parameter for the outer momentum and for the fp32 weights
+        of the last synchronization."""
         if self.averages:
             return 0
         return 8 if self.outer_momentum else 4

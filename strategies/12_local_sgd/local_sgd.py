@@ -1,7 +1,7 @@
 """Train with local SGD (Stich, 1805.09767) or DiLoCo (Douillard et al., 2311.08105) over AdamW.
 
 Each replica takes `local_steps` steps with its own gradients, then all replicas synchronize. Local
-SGD continues from the mean of their weights. DiLoCo takes a Nesterov step from the weights of the
+SGD continues from the mean of the weights. DiLoCo takes a Nesterov step from the weights of the
 last synchronization towards this mean. Each replica keeps its own Adam moments.
 """
 
@@ -24,14 +24,15 @@ from distributed_training.settings.strategies import strategy_options
 
 
 class LocalSGD(NativeEngine):
-    """Replicas that diverge for `local_steps` steps. Evaluations and checkpoints see their mean."""
+    """Replicas that diverge for `local_steps` steps. Evaluations and checkpoints use the mean of
+    the replicas."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
         options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
         self.options = options
-        # Clipping and Adam are not linear. With one local step, only the mean of the *gradients*
-        # computes the same as dp, and the weights stay equal.
+        # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the
+        # only way to compute the same as dp and keep the weights equal.
         self.averages_gradients = options.local_steps == 1 and options.averages
         self.since = 0  # steps since the last synchronization
         self.saved: list[torch.Tensor] = []  # this replica's weights while the mean replaces them
@@ -104,7 +105,8 @@ class LocalSGD(NativeEngine):
         return super().state_parts()
 
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Start all replicas at the saved mean. `load_own` may then restore their own weights."""
+        """Start all replicas at the saved mean. `load_own` may then restore the weights of each
+        replica."""
         super().load(saved, counters)
         self.since = 0
         self.saved = []
@@ -113,8 +115,8 @@ class LocalSGD(NativeEngine):
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return this replica's weights, Adam moments and counters, and the state of the outer
-        step. Counters differ between replicas in fp16, which can skip steps and changes the loss
-        scale."""
+        step. In fp16, counters differ between replicas, because each replica skips steps and
+        changes its loss scale independently."""
         if self.averages_gradients:
             return {}
         counters = self.counters()
@@ -141,8 +143,7 @@ class LocalSGD(NativeEngine):
                     tensor.copy_(state[f"{name}/{number}"])
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors of this replica by name. Adam moments exist only after the first
-        step."""
+        """Return this replica's tensors by name. Adam moments exist only after the first step."""
         tensors = {"weight": self.saved or list(self.parameters)}
         adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
         tensors |= {name: [state[name] for state in adam] for name in MOMENTS if name in adam[0]}

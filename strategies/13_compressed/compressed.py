@@ -1,9 +1,10 @@
 """Train with data parallelism and compressed gradients. Error feedback (Karimireddy et al.,
 1901.09847) adds the error of each compression to the next gradient. PowerSGD (Vogels et al.,
-1905.13727) is torch's implementation. With topk-int8, each process divides a bucket into one part
-per process and sends each part to the process that averages it. It sends the k values of largest
-magnitude exactly and the others as multiples of one scale in 8 bits. The averages return in the
-same form.
+1905.13727) is torch's implementation.
+
+With topk-int8, each process divides a bucket into one shard per process and sends each shard to the
+process that averages it. A message contains the k values of largest magnitude exactly and the other
+values as 8-bit multiples of one scale. The averages are sent back in the same format.
 
 DDP evaluates the hooks' annotations, so they must not be strings."""
 
@@ -23,7 +24,7 @@ from distributed_training.settings.strategies import strategy_options
 
 LEVELS = 127
 POWERSGD_STATE = ("error_dict", "p_memory_dict", "q_memory_dict")
-State = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
+State = dict[str, dict[int, torch.Tensor]]  # attribute -> index of a bucket -> tensor
 
 
 class Compressed(NativeEngine):
@@ -55,8 +56,8 @@ class Compressed(NativeEngine):
 
 
 def apply_compression(module: DistributedDataParallel, options: Any) -> State:
-    """Compress the gradients of `module`, whose buckets are arranged. Return the state of the hook,
-    which a resumed run needs to continue exactly."""
+    """Compress the gradients of `module`, whose buckets must not change afterwards. Return the
+    state of the hook, which a resumed run needs to continue exactly."""
     if options.compression == "powersgd":
         powersgd = PowerSGDState(
             None,
@@ -74,10 +75,10 @@ def apply_compression(module: DistributedDataParallel, options: Any) -> State:
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Return fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]. Each row becomes one message. It
-    begins with the `num_exact` values of largest magnitude in fp32, followed by their indices in
-    int32. Then comes one scale in fp32. It ends with one int8 per value: the value in units of the
-    scale, or 0 at the indices of the exact values."""
+    """Return fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]. Each row becomes one message. The
+    message begins with the `num_exact` values of largest magnitude in fp32, followed by their
+    indices in int32. Next is one scale in fp32. The message ends with one int8 per value: the value
+    in units of the scale, or 0 at the indices of the exact values."""
     indices = x.abs().topk(num_exact, dim=1).indices
     exact = x.gather(1, indices)
     remainder = x.scatter(1, indices, 0.0)
@@ -101,9 +102,9 @@ def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
 def topk_int8_hook(
     options_and_state: tuple[Any, State], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return approximately the mean of a bucket's gradients over all processes. `options_and_state`
-    holds the strategy's options and the compression errors so far. Runs two collectives over all
-    processes."""
+    """Return a future with the approximate mean of a bucket's gradients over all processes.
+    `options_and_state` holds the strategy's options and the compression errors so far. All ranks
+    must call this function, which runs two collectives."""
     options, state = options_and_state
     flat = bucket.buffer()
     index = bucket.index()
@@ -115,7 +116,7 @@ def topk_int8_hook(
     message = compress(wanted, k)
     state["lost"][index] = wanted - decompress(message, k)
     received = torch.empty_like(message)
-    # On GPUs, `answer` runs on another stream, so memory that outlives it is allocated here.
+    # On GPUs, `answer` runs on another stream, so tensors that outlive `answer` are allocated here.
     lost = state["lost_of_means"].setdefault(index, wanted.new_zeros(1, part))
     sent = dist.all_to_all_single(received, message, async_op=True)
 

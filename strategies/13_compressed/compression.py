@@ -1,5 +1,5 @@
-"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. No
-torch."""
+"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. No torch
+import."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -54,8 +54,9 @@ class OPTIONS(Options):
         return {unused: f"compression={self.compression!r} does not use it"}
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
-        """Return the bytes of the errors that are added to later gradients. With topk-int8, each
-        replica also has the errors of its part of the averages."""
+        """Return the number of bytes per parameter for the errors that are added to later
+        gradients. With topk-int8, each replica also stores the errors of the shard that it
+        averages."""
         return 4 if self.compression == "powersgd" else 4 + 4 / num_replicas
 
     def sent_bytes(
