@@ -195,7 +195,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     fix = f"start a new run from its weights: {_start_from(checkpoint)}"
     require_writable(run_dir, fix, *_WRITTEN)
     for key in sorted(longer):
-        change = f"{key} was {shown(meta.work.get(key))} and is {shown(plan.work[key])}"
+        change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
         schedule = f"schedule of {plan.num_steps} steps" if plan.num_steps else "longer schedule"
         text = f"{change}. Training continues after step {meta.step}, and from there the "
         notes.append(f"{text}learning rate follows the {schedule}.")
@@ -304,9 +304,8 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     names = list(saved | work)
     # An engine with keys of its own
     if old_strategy != new_strategy and saved.keys() != work.keys():
-        differences = [
-            f"strategy was {old_strategy} and is {new_strategy}, which computes different results"
-        ]
+        change = f"strategy was {old_strategy} and is now {new_strategy}"
+        differences = [f"{change}, which computes different results"]
         names = [name for name in work if name in saved]
     names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]
     unchanged_keys = _same_contents(meta, plan) if names else set()
@@ -318,7 +317,7 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     if "global_batch_size" in names and requested.is_set("batch_size", "grad_accum_steps"):
         typed.append("global_batch_size")
     for key in typed or names:
-        differences.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
+        differences.append(f"{key} was {shown(saved.get(key))} and is now {shown(work.get(key))}")
     return ", ".join(differences)
 
 

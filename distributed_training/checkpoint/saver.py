@@ -199,7 +199,7 @@ def load_checkpoint(
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
         what = f"The dataset is not the one that {folder} was trained on"
-        why = "its files have changed, or this Python version has another embedded corpus"
+        why = "its files have changed, or this Python version has a different embedded corpus"
         raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint:
         what = f"The adapters of {folder} do not belong to the weights {plan.config.weights}"

@@ -13,7 +13,7 @@ from distributed_training.settings.files import expand_home, load_json, parse_as
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_FIX = "use plain LoRA adapters, or merge them with PEFT first"
+_FIX = "use plain LoRA adapters, or merge these adapters into their base model with PEFT first"
 # Ways to initialize A and B that leave the base weights unchanged
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 # Keys that do not affect the function of trained adapters

@@ -310,4 +310,5 @@ def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> Use
     if pp > 1:
         schedule = candidate.strategy.schedule(config)
         why += f", and {schedule} over pp={pp} must accept num_microbatches"
-    return UserError(what, why, f"set {', or '.join(cuts)}, or both to auto")
+    cuts.append("set micro_batch_size and num_microbatches to auto")
+    return UserError(what, why, f"set {', or '.join(cuts)}")

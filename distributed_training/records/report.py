@@ -266,7 +266,8 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     num_hidden = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = ""
     if num_hidden:
-        note = f"Not shown: {plural(num_hidden, 'older run')} of other work. Add --all for them."
+        hidden = plural(num_hidden, "older run")
+        note = f"Not shown: {hidden} of other work. To show them, add --all."
     shared = shared_settings(sections)
     above = "\n".join(filter(None, [about, fold(in_words(shared))]))
     texts = [above, *(terminal(section, shared) for section in sections), note]

@@ -47,7 +47,7 @@ def use_private_caches() -> None:
         os.environ[CACHE] = str(root)  # so that child processes do not repeat the note
         if is_first(os.environ):
             note = f"note: caches are in {root}, because this user has no writable home folder"
-            print(f"{note}. To use another folder, set {CACHE}", file=sys.stderr)
+            print(f"{note}. To use another folder, set {CACHE}.", file=sys.stderr)
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # Triton's folder is inside it

@@ -150,7 +150,8 @@ class RunConfig(Options):
     (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
     """Compute the loss in chunks of this many tokens, so that only their logits are in memory. 0:
-    all tokens of a micro-batch at once. auto: on GPUs, chunks that cost at most 1% of a step."""
+    all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step by at most
+    1%."""
     offload_dir: Text | None = memory(None)
     """Folder for infinity's parameter and optimizer files. None: output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)

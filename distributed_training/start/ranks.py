@@ -67,7 +67,7 @@ def current_process() -> Process | None:
     # Libraries read these variables.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if world_size > MOST_PROCESSES:
-        what = f"{source.world_size}={world_size} is more than any cluster has"
+        what = f"{source.world_size}={world_size} is too large"
         raise UserError(what, fix=f"at most {MOST_PROCESSES:,} processes are accepted")
     if not 0 <= rank < world_size:
         what = f"{source.rank}={rank} is not a rank of {source.world_size}={world_size} processes"

@@ -148,7 +148,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
         except OSError as error:
             if time.monotonic() > end:
                 what = f"{label} cannot reach rank 0 at {host}:{port}"
-                why = f"{error.strerror or error}, for {limit_s:g} s (rendezvous_timeout_s)"
+                failed = f"all attempts failed for {limit_s:g} s (rendezvous_timeout_s)"
+                why = f"{failed}: {error.strerror or error}"
                 fix = (
                     f"start the same command on the first node. If {host} does not lead to that "
                     "node, add --local_addr=ADDRESS to torchrun there"

@@ -57,7 +57,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                 watch.end()  # otherwise it may report the same error a second time
                 if watch.activity == THE_END and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
-                    print(f"note: after the run had finished, {what}", file=sys.stderr, flush=True)
+                    print(f"note: after the run had finished: {what}", file=sys.stderr, flush=True)
                     os._exit(0)
                 end_failed(plan, topology, error, store)
     watch.end()  # ranks no longer wait for one another

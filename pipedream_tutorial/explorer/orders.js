@@ -242,8 +242,9 @@ function dualpipeWord(r, p, m) {
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {
     const even = p + (p % 2);
-    const what = "dualpipe needs an even number of ranks, and an even number of microbatches, 2 per rank or more";
-    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
+    const rule = "dualpipe needs an even number of ranks and an even number of microbatches";
+    const what = `${rule}, with at least 2 microbatches per rank`;
+    throw new RuleError(`${what}, but p=${p} and m=${m}; use p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
   }
   const half = range(p / 2).map((r) => dualpipeWord(r, p / 2, m / 2));
   const swapped = (letter) => (letter < "a" ? letter.toLowerCase() : letter.toUpperCase());

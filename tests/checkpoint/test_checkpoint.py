@@ -334,9 +334,9 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
             find_resume(str(path), tmp_path)
     save(run_dir, 1)
     for work, said in (
-        ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is 4"),
-        ({**WORK, "new": 1}, "new was None and is 1"),
-        ({}, "seed was 42 and is None"),
+        ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is now 4"),
+        ({**WORK, "new": 1}, "new was None and is now 1"),
+        ({}, "seed was 42 and is now None"),
     ):
         with refused(
             "is a run that did other work", said, f"export {os.path.relpath(run_dir)}, then"
@@ -367,10 +367,11 @@ def test_files_are_known_by_their_contents(tmp_path):
     plan.data_fingerprint, plan.sources = "tokens", {"weights": "8-1234", "model": "9-5678"}
     assert resume._differences(meta, plan) == ""
     plan.sources["weights"] = "8-4321"
-    assert resume._differences(meta, plan) == "weights was 'w' and is '/v'"
+    assert resume._differences(meta, plan) == "weights was 'w' and is now '/v'"
     plan.data_fingerprint = "others"
     plan.requested = Request(set_by={"dataset": "command line"})
-    assert resume._differences(meta, plan) == "dataset was './a.txt' and is '/moved'", "as typed"
+    as_typed = "dataset was './a.txt' and is now '/moved'"
+    assert resume._differences(meta, plan) == as_typed
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])

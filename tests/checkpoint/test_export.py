@@ -249,9 +249,9 @@ def test_a_finished_run_is_trained_further(run_dir, tmp_path):
     made = only_record(output_dir)["run_dir"]
     result = heavy_pool().script(["--resume", made, "--max_steps", 4])
     assert_ok(result)
-    assert "max_steps was 2 and is 4. Training continues after step 2" in result.stdout
+    assert "max_steps was 2 and is now 4. Training continues after step 2" in result.stdout
     curves.append(only_record(output_dir)["loss_curve"])
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]
     again = heavy_pool().script(["--resume", made, "--max_steps", 3])
-    assert_refused(again, "max_steps was 4 and is 3")
+    assert_refused(again, "max_steps was 4 and is now 3")

@@ -117,9 +117,9 @@ SPOTS = sorted(
     product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
-"""Offsets, in points, from a point to the nearer side of its label or, directly above and below, to
-the label's middle. The nearest come first. Readers associate a label most easily with the point on
-its left."""
+"""Offsets, in typographic points, from a marker to the nearer side of its label. For a label
+directly above or below the marker, the offset leads to the middle of the label. The nearest offsets
+come first. Readers associate a label most easily with the marker on its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:

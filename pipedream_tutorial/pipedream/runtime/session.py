@@ -177,10 +177,10 @@ def run_session(config: Config, command: str, rank: int) -> None:
 def describe(station: Station) -> str:
     """Describe the next run."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
-    where = "NCCL, a GPU each" if station.on_gpu else "gloo, on the CPU"
+    where = "NCCL, one GPU per process" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":
         where += f", as there are {gpus} GPUs for {p} stages"
-    text = f"{count(p, 'stage')}, a process each ({where}): {station.workload.text}"
+    text = f"{count(p, 'stage')}, one process per stage ({where}): {station.workload.text}"
     if any(station.slept_ms):
         forward, backward = station.slept_ms
         text += (

@@ -91,8 +91,8 @@ def dualpipe(p: int, m: int) -> Orders:
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
-            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 per "
-            f"rank or more, not p={p}, m={m}",
+            "dualpipe needs an even number of ranks and an even number of microbatches, with at "
+            f"least 2 microbatches per rank, but p={p} and m={m}",
             f"use p={even} and m={max(2 * even, m + m % 2)}",
         )
 
