@@ -46,7 +46,7 @@ def typed(text):
     """Return the settings that a refusal suggests, each as a dictionary."""
     *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
-    assert last == "both to auto"
+    assert last == "set micro_batch_size and num_microbatches to auto"
     yield {"micro_batch_size": "auto", "num_microbatches": "auto"}
     for pair in pairs:
         yield {key: int(n) for key, n in (word.split("=") for word in pair.split())}
