@@ -1,5 +1,5 @@
-"""Test `strategy` "auto": values that are set stay, and a run that runs out of memory restarts with
-a strategy that needs less."""
+"""Test `strategy` "auto": a run that runs out of memory early restarts with a strategy that needs
+less."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from tests.planner.helpers import plan_for
 from tests.pool import ROOT
 from tests.support import GPU_MACHINE, record_values, refused
 
-# The script on GPUs that are too small for dp
+# Runs the script on GPUs that are too small for dp.
 SMALL_GPUS = """
 import sys
 sys.path.insert(0, {root!r})

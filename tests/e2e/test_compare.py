@@ -1,5 +1,4 @@
-"""Test `compare` as a user types it: stopped, started again, and with a strategy that cannot
-run."""
+"""Test `compare` as a user types it, with an interruption and a strategy that cannot run."""
 
 import json
 import signal
@@ -24,7 +23,8 @@ def finished(out):
 
 
 def test_stopped_and_started_again(tmp_path):
-    """One of three strategies needs two processes. The second one is stopped while it trains."""
+    """Stop `compare` during the last of three runs, and continue. "hybrid" fails, because it needs
+    two processes."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = "--strategies", "dp,hybrid,fsdp"
     with running([*command(out, *words), "max_steps=200", "num_samples=1200"], log) as process:
@@ -78,7 +78,7 @@ def test_a_typed_key_reaches_the_strategies_that_use_it():
     assert ("fsdp_prefetch=2" in fsdp, "gpipe" in fsdp) == (True, False)
     assert ("fsdp_prefetch=2" in pp, "gpipe" in pp) == (False, True)
     assert ("fsdp_prefetch=2" in zero2, "gpipe" in zero2) == (False, False)
-    # If no strategy uses it, each run is refused.
+    # A key that no strategy uses is passed to every run, which then refuses the key.
     assert rows("dp,fsdp", "--pipeline_schedule", "gpipe").stdout.count("gpipe") == 2
 
 

@@ -14,8 +14,7 @@ from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
-    """Write a tiny model whose template renders earlier answers differently than it asks for
-    them."""
+    """Write a tiny model whose template renders an answer differently once later turns follow."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
     Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)
@@ -54,7 +53,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
 @pytest.mark.parametrize(
     ("template", "code", "words"),
     [
-        # An empty template is also used and not replaced with ours.
+        # An empty template is used as it is, and is not replaced with our template.
         ("", 2, "line 1 cannot be rendered by the chat template"),
         ("{% generation %}a{% endgeneration %}", 0, "samples            0"),  # one token
         ("{% generation %}{% endgeneration %}ab", 0, "left out           1 no answer to train on"),

@@ -1,5 +1,5 @@
-"""Test faults: a rank stops, fails or is killed, or the launcher, the terminal, the reader or the
-disk disappears. The run must end soon, its record must have the reason, and no process may
+"""Test faults: a rank hangs, fails or is killed, the launcher is killed, the terminal closes, or
+the disk is full. The run must end soon, its record must contain the reason, and no process may
 remain."""
 
 import platform
@@ -24,7 +24,7 @@ from tests.e2e.support import (
     wait_for,
 )
 
-LIMIT_S = 150  # limit for a hang; on an idle machine it takes a tenth
+LIMIT_S = 150  # time limit of a run; on an idle machine, a run needs a tenth of it
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
@@ -38,7 +38,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     error, *also = {
         "frozen": (
             f"lost {rank_1} in step 5: it has shown no sign of life for 10 s",
-            r"exit codes \[1, -9\]",  # it is ended as well
+            r"exit codes \[1, -9\]",  # the frozen rank is killed
         ),
         "hangs": (
             rf"step 5 has hung for 1\d s: waiting for {rank_1}, in step 5 at ",
@@ -53,7 +53,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
 
 @pytest.mark.parametrize(("rank", "codes", "words"), [
     (1, [0, -9], "lost rank 1 on "),
-    (0, [-9, 0], r"rank 1 on \S+ lost rank 0 on "),  # it has the store
+    (0, [-9, 0], r"rank 1 on \S+ lost rank 0 on "),  # rank 0 hosts the store
 ])  # fmt: skip
 def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(rank, codes, words, tmp_path):
     values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path}
@@ -82,7 +82,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
         second = script(values, "--num_gpus", "2")
         assert_refused(second, "is still in use", f"Process {process.pid} on {platform.node()}")
         assert len(run_folders(output_dir)) == 1
-        process.kill()  # A process that is not reaped counts as dead.
+        process.kill()  # a zombie process counts as dead
         begin = time.monotonic()
         while processes_with(log) and time.monotonic() < begin + 60:
             time.sleep(0.1)
@@ -129,7 +129,7 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
 
 
 def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
-    """With --max_restarts, a killed process costs only the steps since the last checkpoint."""
+    """With --max_restarts, a killed rank costs only the steps since the last checkpoint."""
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
     values["checkpoint_every"] = 50
@@ -184,7 +184,8 @@ def small_disk(tmp_path):
     ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
 )
 def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
-    """The run saves after 3 steps and has no disk space to save after 6."""
+    """The run saves a checkpoint after step 3, but has no disk space for a checkpoint after step
+    6."""
     folder = request.getfixturevalue(disk)
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
     said = run_case("fault_cases:with_full_disk", values, how=how, disk=str(folder))

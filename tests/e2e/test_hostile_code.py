@@ -1,4 +1,5 @@
-"""Run every command on untrusted folders that name code, and check that none of the code runs."""
+"""Run every command on untrusted folders whose files name code, and check that none of this code
+runs."""
 
 import json
 import shutil
@@ -19,7 +20,7 @@ NOT_RUN = "is code and was not run"
 
 
 def edit(file: Path, **values: object) -> None:
-    """Set dotted keys of a JSON file."""
+    """Set keys of a JSON file. `a__b=1` sets document["a"]["b"]."""
     document = json.loads(file.read_text())
     for name, value in values.items():
         *path, last = name.split("__")
@@ -32,7 +33,8 @@ def edit(file: Path, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return a run with hf/, best/ and a checkpoint, and a token cache beside it."""
+    """Return the folder of a run with hf/, best/ and a checkpoint. A token cache is next to the
+    folder."""
     output_dir = tmp_path_factory.mktemp("runs")
     values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
     assert_ok(train(values))
@@ -42,7 +44,8 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(run_dir, tmp_path_factory):
-    """Return folders and files by their kind, and the mark that their code would leave."""
+    """Return untrusted folders and files by name. "mark" is the file that their code would
+    create."""
     root = tmp_path_factory.mktemp("hostile")
     mark = root / "code-ran"
     evil = root / "evil"
@@ -93,7 +96,7 @@ def hostile(run_dir, tmp_path_factory):
     return made
 
 
-# Name -> (arguments, words of the refusal if it is refused)
+# Command -> [(arguments, words of the refusal, or "" if the command succeeds), ...]
 WALK = {
     "train": [
         ("--model {model} --weights {model} --tokenizer {model}", ""),
@@ -128,7 +131,7 @@ WALK = {
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", ""),
     ],
     "push": [
-        ("{named_in_plan} a/b", "was not pushed"),  # which needs no code
+        ("{named_in_plan} a/b", "was not pushed"),  # this refusal loads no code
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],
@@ -139,7 +142,7 @@ WALK = {
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
     paths = {"to": tmp_path / "to", **hostile}
-    for name in ("named_in_plan", "named_in_record", "engine_in_plan"):  # resuming writes plans
+    for name in ("named_in_plan", "named_in_record", "engine_in_plan"):  # resuming changes the plan
         paths[name] = shutil.copytree(hostile[name], tmp_path / name)
     for words, expected in WALK[command]:
         argv = [command, *words.format_map(paths).split()]
@@ -156,8 +159,8 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
 
 
 def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
-    """This concerns the processes that render templates, check a DeepSpeed JSON and inspect the
-    machine."""
+    """Processes that render templates, check a DeepSpeed JSON or inspect the machine do not import
+    modules from the working directory."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)

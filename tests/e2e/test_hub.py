@@ -1,5 +1,5 @@
-"""Test use of the Hub with a stub on loopback that serves, refuses, cuts off, never answers, or has
-ended."""
+"""Test use of the Hub with a stub on loopback that serves files, refuses requests, cuts off
+downloads, never answers, or has stopped."""
 
 import functools
 import io
@@ -19,7 +19,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import free_port
 from tests.support import small_text
 
-AUTO_LIMIT_S = 60  # three seconds per probe, and more for a busy machine
+AUTO_LIMIT_S = 60  # three seconds per probe of the Hub, with a margin for a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
 TRAIN_2 = functools.partial(train, num_processes=2)
 
@@ -32,8 +32,8 @@ def parquet(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="module")
 def wikitext():
-    """Return path on the Hub -> content of a small WikiText-2 with headings, paragraphs and blank
-    rows."""
+    """Return the files of a small WikiText-2 with headings, paragraphs and blank rows, by their
+    path on the Hub."""
     lines = [f" {line} \n" for line in small_text().read_text().splitlines()]
     texts = ["", " = An article = \n", "", " = = Use = = \n", "", *lines]
     rows = [{"text": text} for text in texts]
@@ -44,8 +44,8 @@ def wikitext():
 
 @pytest.fixture(scope="module")
 def own_dataset():
-    """Return path on the Hub -> content of me/chats, with a split, and of me/cards, with
-    configs."""
+    """Return the files of me/chats, which has a validation split, and of me/cards, which has two
+    configs, by their path on the Hub."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     chats = [{"number": n, "messages": messages} for n in range(120)]
@@ -64,8 +64,8 @@ def own_dataset():
 
 @pytest.fixture
 def run(tmp_path):
-    """Run the script with the Hub at `endpoint`. Its cache and its runs are in the test's
-    folder."""
+    """Return a function that runs the script with the Hub at `endpoint`. Downloads and runs are in
+    the test's folder."""
 
     def start(endpoint, values, *arguments, start=script):
         values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}
@@ -83,7 +83,7 @@ def assert_decided(result, **values):
 
 
 def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, tmp_path):
-    """Only rank 0 asks the Hub, so ranks cannot have different data."""
+    """Only rank 0 sends requests to the Hub, so ranks cannot have different data."""
     with serve(wikitext) as hub:
         assert_ok(run(hub.endpoint, {"dataset": "wikitext-2", "max_steps": 2}, start=TRAIN_2))
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]
@@ -94,7 +94,7 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
 
 
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
-    """A small tokenizer replaces GPT-2's here."""
+    """A small tokenizer replaces the one of GPT-2 here."""
     tiny = find_model("gpt2-tiny")
     tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
     names = ("vocab.json", "merges.txt")
@@ -153,7 +153,8 @@ def test_download_that_was_cut_off_is_not_taken_for_the_file(wikitext, run):
 
 
 def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, run, tmp_path):
-    """Only rank 0 asks the Hub. Later the library's cache is enough."""
+    """Only rank 0 sends requests to the Hub. A second run uses the cache of the datasets
+    library."""
     values = {"dataset": "me/chats", "max_steps": 2, "num_samples": "auto", "pack": False}
     with serve(own_dataset) as hub:
         result = run(hub.endpoint, values, start=TRAIN_2)

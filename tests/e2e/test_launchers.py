@@ -1,6 +1,5 @@
-"""Run the same training as in the documents, as on GPUs, under torchrun, and under DeepSpeed's
-launcher. All must end with exit code 0, leave no process, build nothing, and agree with one
-process."""
+"""Train with run.sh, as on GPUs, under torchrun, and under DeepSpeed's launcher. Each run must end
+with exit code 0, leave no process, build no extension, and agree with one process."""
 
 import os
 import sys
@@ -17,7 +16,7 @@ LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspe
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,
-    "num_samples": 30,  # the last step of an epoch is partly empty
+    "num_samples": 30,  # the last batch of an epoch is smaller
     "epochs": 2,
     "generate": "The",
 }
@@ -33,8 +32,8 @@ def on_one(tmp_path_factory):
 
 
 def typed(launcher: str, values: dict[str, object]) -> list[str]:
-    """Return the command as typed. run.sh starts --num_gpus all, which are two processes without a
-    GPU."""
+    """Return the command that a user types. run.sh passes --num_gpus all, which starts two
+    processes on a machine without GPUs."""
     if launcher != "run.sh":
         return launcher_command(launcher, values)
     if not as_required():
@@ -47,7 +46,7 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
     looks = tmp_path / "looks"
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\necho asked >> {looks}\nexit 9\n")  # it finds no GPU
+    program.write_text(f"#!/bin/sh\necho asked >> {looks}\nexit 9\n")  # reports no GPU
     program.chmod(0o755)
     built = tmp_path / "extensions"
     around = {
@@ -59,7 +58,7 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
     }
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": LAUNCHERS[launcher], "output_dir": output_dir}
-    # With the number of threads that the script chooses, and from any folder
+    # Let the script choose the number of threads, and start it from another folder.
     command = ["env", "-u", "OMP_NUM_THREADS", *typed(launcher, values)]
     result = run_command(command, cwd=tmp_path, **around)
     assert_ok(result)
@@ -95,7 +94,7 @@ def test_the_record_says_what_ran_and_what_came_out(on_one):
     assert [row["step"] for row in on_one["evaluations"]] == [0, 8, 16]
     assert on_one["evaluations"][-1]["perplexity"] < on_one["evaluations"][0]["perplexity"]
     assert on_one["performance"]["mfu"] is None, "no GPU, so it is not known"
-    # The data do not fill the last step of either epoch.
+    # The last step of each epoch has a smaller batch and is not timed.
     performance = on_one["performance"]
     assert performance["num_warmup_steps"] + performance["num_timed_steps"] == 14
     rows = metrics(Path(on_one["run_dir"]))
@@ -110,6 +109,6 @@ def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
     first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
     assert (second.returncode, second.stderr) == (2, ""), "said once"
-    # As in a job script of sbatch: one process, which is not a step of srun
+    # A job script of sbatch has these variables. It is one process and not a step of srun.
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert script(values, "--dry-run", **batch).returncode == 0

@@ -1,5 +1,5 @@
-"""Test that no other machine can reach a run on one machine, and that a run never executes received
-data."""
+"""Test that a run on one machine listens only on loopback, and never executes data that it
+receives."""
 
 import base64
 import ipaddress
@@ -22,7 +22,7 @@ LONG = {**SMALL, "num_samples": 1200, "epochs": 80, "checkpoint_every": 0}
 
 @dataclass
 class Trap:
-    """Object that makes a folder when it is unpickled."""
+    """Object that creates the folder `file` when it is unpickled."""
 
     file: Path
 
@@ -53,7 +53,7 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         ]
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
-        # The socket of rank 0 that was open before training began
+        # Rank 0 opened its first listening socket, the store's, before training began.
         (first,) = (rank for rank in ranks if rank.name() == "rank 0")
         listeners = [end for end in first.net_connections("inet") if end.laddr in open_at]
         at = min(listeners, key=attrgetter("fd")).laddr

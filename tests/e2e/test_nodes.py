@@ -1,4 +1,5 @@
-"""Test two machines: network namespaces whose names resolve to loopback. No variable is set."""
+"""Test runs on several nodes, which are network namespaces. Each node resolves its host name to
+loopback."""
 
 import shutil
 
@@ -14,7 +15,7 @@ VALUES = {**SMALL, "strategy": "dp", "num_samples": 48}
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return steps and losses of one process with the same global batch."""
+    """Return the loss curve of one process with the same global batch."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert_ok(train({**VALUES, "batch_size": 6, "output_dir": folder}))
     return only_record(folder)["loss_curve"]
@@ -31,7 +32,7 @@ def run_on(nodes, values, case="on_each_node", **job):
 
 
 def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
-    """The remaining node continues automatically from the last checkpoint, with the same global
+    """The remaining node automatically continues from the last checkpoint with the same global
     batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
     said = run_on(nodes, values, "with_torchrun")
@@ -55,7 +56,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     folders = [node.outside(own) for node in nodes]
     parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
     expected = [["meta.json", f"rank-0000{rank}.safetensors"] for rank in range(3)]
-    expected[0].append("record.json")  # the first node has the run's record
+    expected[0].append("record.json")  # only the first node has the run's record
     assert parts == expected
 
     together = tmp_path / "together"

@@ -1,5 +1,5 @@
-"""Test that a loss or gradient that is not finite stops the run, or is skipped if `on_nonfinite`
-requests it."""
+"""Test that a loss or gradient that is not finite stops the run, or that the run skips its batch if
+`on_nonfinite` requests this."""
 
 import pytest
 
@@ -12,8 +12,8 @@ NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
 
 
 def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, **changes):
-    """Run with bad gradients at `steps` and return the output of its processes, or "" if the run
-    finishes."""
+    """Run with bad gradients at `steps`. Return the output of all processes. Return "" if the run
+    succeeds."""
     values = {**SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "checkpoint_every": EVERY}
     values |= {**NATIVE.get(strategy, {}), "output_dir": output_dir, **changes}
     said = run_case(f"fault_cases:{case}", values, name=NAME, steps=steps, step=step)

@@ -1,4 +1,4 @@
-"""Test the guide's examples of your own data: train on them, and ask the model."""
+"""Test the guide's examples of user data: train on them, and generate answers."""
 
 import re
 import subprocess
@@ -18,8 +18,8 @@ HELD_OUT = 12
 
 
 def write_example(folder: Path, name: str) -> dict:
-    """Write the guide's file with its records repeated, and return values with which a run learns
-    it by heart."""
+    """Write the guide's file with its records repeated. Return CONFIG values with which a run
+    memorizes the records."""
     lines = EXAMPLES[name].splitlines(keepends=True)
     rows = lines[name.endswith(".csv") :]
     head = lines[: -len(rows)]

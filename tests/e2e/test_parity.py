@@ -1,5 +1,5 @@
-"""Test `parity` as a user types it, with layouts that compute the same and one that loses a part of
-a gradient."""
+"""Test `parity` as a user types it, with layouts that agree with one process and one that omits
+part of a gradient."""
 
 import json
 
@@ -10,7 +10,8 @@ from tests.conftest import SMALL, run_command
 from tests.e2e.support import clone
 from tests.support import small_records
 
-# tp does not split norms. Each process has the gradient of its own tokens, which must be summed.
+# tp does not shard norms, so their gradients must be summed over ranks, each of which has other
+# tokens. This engine omits the sum.
 ENGINE = """
 from distributed_training.engines.native import NativeEngine
 from distributed_training.settings.strategies import Traits
@@ -31,12 +32,13 @@ class Forgetful(NativeEngine):
      ("failed, ok", 1)],
 )  # fmt: skip
 def test_exit_code(verdicts, code):
-    """A certificate needs a layout that agrees, and none that differs."""
+    """The exit code is 0 only if at least one layout agrees and none differs or fails."""
     assert exit_code(["reference", "rounding", *verdicts.split(", ")]) == code
 
 
 def test_every_layout_is_held_against_one_process(tmp_path):
-    """One strategy of our own omits a term of some gradients."""
+    """The strategy "forgetful", which the test adds, does not sum the gradients of norms over
+    tp."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()

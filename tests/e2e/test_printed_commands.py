@@ -1,6 +1,6 @@
-"""Test the commands in the documents, and every run.sh, with dry runs. Every line runs as printed
-in warm processes, with --dry-run added if necessary. test_launchers.py trains with a run.sh. A dry
-run is fast, needs no torch, and starts and creates nothing."""
+"""Test the commands in the documents, and every run.sh, with dry runs. Each command runs in warm
+processes, with --dry-run added if necessary. test_launchers.py trains with a run.sh. A dry run is
+fast, does not import torch, and starts and creates nothing."""
 
 import functools
 import json
@@ -25,7 +25,8 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Files, runs and folders that the reader has or makes, and a mistake that is shown deliberately
+# Commands with these words are skipped: files, runs and folders of the reader, and a deliberate
+# mistake.
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
@@ -35,7 +36,7 @@ OTHER_COMMANDS = (
     ".py links ", ".py export ", ".py eval ",
 )  # fmt: skip
 
-# Runs the script like `python SCRIPT ...`, then prints whether torch was imported
+# Runs the script like `python SCRIPT ...`, then prints which heavy packages were imported.
 WITHOUT_TORCH = """
 import atexit, runpy, sys
 heavy = {"torch", "deepspeed", "transformers", "datasets"}
@@ -47,7 +48,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def printed_commands(document: str) -> list[str]:
-    """Return the lines of code blocks and cells of tables that start the script."""
+    """Return the commands in a document's code blocks and table cells that start the script."""
     found, fenced = [], False
     for line in (ROOT / document).read_text().splitlines():
         fenced ^= line.startswith("```")
@@ -60,11 +61,10 @@ def printed_commands(document: str) -> list[str]:
 
 
 def typed(command: str) -> str:
-    """Return the command as it runs here.
+    """Return the command adapted to this machine.
 
-    Commands for two nodes run as the document tests them, without torchrun and with the processes
-    of both. Commands for large models use the small one, because of the RAM. Random weights replace
-    published ones."""
+    Commands for two nodes start all eight processes here, without torchrun. Commands for large
+    models use gpt2, because RAM is limited. Random weights replace published weights."""
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
         arguments = command.partition(".py ")[2]
@@ -77,7 +77,7 @@ def typed(command: str) -> str:
     return command if starts_nothing else f"{command} --dry-run"
 
 
-# Bare calls of run.sh are tested together below.
+# Calls of run.sh without arguments are tested together below.
 COMMANDS = sorted(
     command
     for command in {typed(line) for name in DOCUMENTS for line in printed_commands(name)}
@@ -87,17 +87,18 @@ COMMANDS = sorted(
 
 @functools.cache
 def as_required() -> bool:
-    """Return whether run.sh would use the Python that runs the tests."""
+    """Return whether the Python that runs the tests meets requirements.txt, so that run.sh would
+    use it."""
     check = [sys.executable, ROOT / "strategies/check_requirements.py", ROOT / "requirements.txt"]
     return run_command(check).returncode == 0
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """Return what the command prints on a machine with H200s, or under a launcher on a machine
-    without GPUs.
+    """Return the output of the command on a machine with H200s. If the command has a launcher, the
+    machine has no GPU.
 
-    The script runs on warm processes as the command's launcher would start it, with the environment
-    in front of the command, and with the arguments that a run.sh adds."""
+    The script runs in warm processes, as the command's launcher would start it. It has the
+    variables in front of the command and the arguments that run.sh adds."""
     words = shlex.split(command)
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
     before, program, arguments = words[:place], words[place], words[place + 1 :]
@@ -107,13 +108,13 @@ def dry_run(command: str, tmp_path: Path) -> str:
         environment[name] = value
     launcher = re.search(r"(?:--nproc_per_node|--num_gpus)=(\d+)", " ".join(before))
     count = int(launcher[1]) if launcher else 0
-    if program.endswith(".sh"):  # arguments that the script shared by all run.sh adds first
+    if program.endswith(".sh"):  # strategies/run.sh adds these arguments
         config = json.loads((ROOT / program).with_name("config.json").read_text())
         arguments = ["--strategy", config["name"], "--num_gpus", "all", *arguments]
     if count:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        asked = re.search(r"--num_gpus (\d+)", command)  # otherwise few, because of the RAM
+        asked = re.search(r"--num_gpus (\d+)", command)  # else few, because RAM is limited
         gpus = int(asked[1]) if asked else 2 if "infinity" in command else 4
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
@@ -122,7 +123,7 @@ def dry_run(command: str, tmp_path: Path) -> str:
     )
     if re.search(r"^error: \d+ process(es)? needs? about .* of RAM", result.stderr):
         pytest.skip(result.stderr.strip())
-    if "doctor" in arguments:  # the command says that these GPUs do not exist here
+    if "doctor" in arguments:  # doctor reports that these GPUs do not exist
         assert result.returncode in (0, 1), result.stderr
     else:
         assert_ok(result)

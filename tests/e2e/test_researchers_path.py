@@ -1,5 +1,5 @@
-"""Run the commands of CONTRIBUTING.md: an algorithm of your own, a training under it, and a page
-that compares it with dp."""
+"""Run the commands of CONTRIBUTING.md: add an algorithm, train with it, and write a page that
+compares it with dp."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from tests.conftest import assert_ok, run_command
 from tests.e2e.support import clone, metrics, printed
 
 DOCUMENT = "CONTRIBUTING.md"
-FLOOR = 1e-3  # as printed there
-# Without warm-up, the rate begins above the floor.
+FLOOR = 1e-3  # as in the document
+# Without warm-up, the learning rate begins above the floor.
 SHORT = shlex.split(
     "--num_gpus 1 --num_samples 80 --max_length 64 --epochs 1 --eval_samples 8 --warmup_steps 0"
 )
@@ -38,12 +38,12 @@ def test_from_a_folder_to_a_page(tmp_path):
     assert [record["strategy"]["name"] for record in records] == ["dp", "lr-floor"]
     assert [record["config"].get("lr_floor") for record in records] == [None, FLOOR]
 
-    # Both are the same algorithm until the learning rate of dp falls below the floor.
+    # Both algorithms are equal until the learning rate of dp falls below the floor.
     dp, floor = ([loss for _, loss in record["loss_curve"]] for record in records)
     (rows,) = map(metrics, out.glob("runs/*-dp-*"))
     above = sum(row["learning_rate"] >= FLOOR for row in rows)
     assert 5 < above < len(rows) - 3
-    # The rate of a step affects the loss of the next step.
+    # The learning rate of a step first affects the loss of the next step.
     assert dp[: above + 1] == floor[: above + 1]
     assert not {*dp[above + 1 :]} & {*floor[above + 1 :]}
 

@@ -1,4 +1,4 @@
-"""Test that a run that is stopped and resumed is bitwise equal to a run that was never stopped."""
+"""Test that a stopped and resumed run is bitwise equal to an uninterrupted run."""
 
 import functools
 import json
@@ -26,8 +26,8 @@ from tests.e2e.support import (
 
 EVERY, KEEP = 10, 2
 VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
-# Steps of a run and of an epoch. The long run ends in its second epoch and can receive a signal.
-# The short run saves after two thirds, in its first epoch.
+# Strategy -> (steps of a run, steps of an epoch). The long runs end in their second epoch and leave
+# time for a signal. The short run saves after two thirds of its steps, in its first epoch.
 LENGTHS = {"dp": (90, 70), "fsdp": (90, 70), "zero2": (15, 11)}
 GLOBAL_BATCH = 4
 
@@ -52,7 +52,8 @@ def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, 
 
 
 def checkpoints(output_dir: Path) -> list[str]:
-    """Return the names of everything in checkpoints/ of the only run, including hidden entries."""
+    """Return the sorted names of all entries in the only run's checkpoints/, including hidden
+    ones."""
     return sorted(path.name for path in output_dir.glob("*-gpt2-tiny-x*/checkpoints/*"))
 
 
@@ -61,7 +62,8 @@ def load_record(run_dir: Path) -> dict:
 
 
 def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after: int) -> int:
-    """Start a run, signal it once checkpoint `after` is published, and return its exit code."""
+    """Start a run, signal it once the checkpoint of step `after` is published, and return its exit
+    code."""
     log = output_dir.parent / f"{output_dir.name}.log"
     with running(command, log) as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
@@ -90,7 +92,8 @@ def assert_same_run(actual: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return strategy -> folder of a run that was not stopped, with all its checkpoints."""
+    """Return a function that maps a strategy to the folder of an uninterrupted run, with all its
+    checkpoints."""
 
     @functools.cache
     def run(strategy: str) -> Path:
@@ -107,7 +110,7 @@ def uninterrupted(tmp_path_factory):
 def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
     plan = load_plan(uninterrupted(strategy))
     *_, newest = list_checkpoints(plan.run_dir)
-    fullest = max(read_meta(newest).files.values())  # including headers and random numbers
+    fullest = max(read_meta(newest).files.values())  # including headers and generator states
     assert estimate_copy(plan) == pytest.approx(fullest, rel=0.05)
 
 
@@ -118,7 +121,8 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
 def test_stopped_run_goes_on_as_if_it_had_not_been(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """One of the runs is killed before it continues, which leaves no time to save."""
+    """The run of dp is also killed after it was resumed, with no time to save, and is resumed
+    again."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)
@@ -138,7 +142,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
             process.kill()
         writing = run_dir / "checkpoints" / ".writing-00000070"
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()  # files that a kill during a save leaves behind
+        writing.mkdir()  # a kill during a save leaves such files
         (writing / "rank-00000.safetensors").write_bytes(b"half")
     resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
     assert_ok(resumed)
@@ -153,7 +157,8 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
-    """With DeepSpeed, use the folder of an uninterrupted run in its state after saving step 10."""
+    """Resume a DeepSpeed run from step 10 in a copy of an uninterrupted run without its last
+    checkpoint."""
     whole = uninterrupted("zero2")
     run_dir = tmp_path / "runs" / whole.name
     shutil.copytree(whole, run_dir)
@@ -169,7 +174,8 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
 
 
 def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):
-    """The launcher answers Ctrl-C with a second signal to its workers, which must not end them."""
+    """After Ctrl-C, the launcher sends its workers a second signal, and this signal must not end
+    them."""
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": "zero2", "num_samples": 1200, "epochs": 20}
     values |= {"max_steps": -1, "output_dir": output_dir}

@@ -1,4 +1,5 @@
-"""Test an exported folder as servers read it: dtype, end of an answer, padding."""
+"""Test the settings that servers read from an exported folder: dtype, tokens that end an answer,
+padding."""
 
 import json
 import shutil
@@ -25,7 +26,7 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
     base = transformers.Qwen2ForCausalLM(config).bfloat16()
     base.generation_config = transformers.GenerationConfig(eos_token_id=7, do_sample=True, top_k=5)
     base.save_pretrained(tmp_path / "base")
-    saved = tmp_path / "base/generation_config.json"  # as in most published models
+    saved = tmp_path / "base/generation_config.json"  # most published models have this key
     saved.write_text(json.dumps({**json.loads(saved.read_text()), "_from_model_config": True}))
     shutil.copytree(folder, tmp_path / "base", dirs_exist_ok=True)
     rows = [json.dumps({"messages": SAID[:2]})] * 30

@@ -1,6 +1,6 @@
-"""Run the guide's commands as a student types them, with her own text and a terminal of 80 columns:
-preview, training, Ctrl-C, continuing, report and generation. Every printed line must come from the
-suite itself."""
+"""Run the guide's commands as a student types them, on her own text and in a terminal of 80
+columns. She trains, stops with Ctrl-C, continues, reads the report and generates text. No library
+may print a line."""
 
 import fcntl
 import json
@@ -23,12 +23,12 @@ from tests.support import small_text
 
 GUIDE = "REAL_MODELS_GUIDE.md"
 COLUMNS = 80
-# Lines that torch, DeepSpeed, transformers or Python print about themselves
+# Matches lines that torch, DeepSpeed, transformers or Python print.
 LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Traceback|OMP_NUM")
 
 
 class Terminal:
-    """Command in a terminal of 80 columns, as its user sees it."""
+    """A command that runs in a terminal of 80 columns. `text` is its output so far."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         keyboard, screen = pty.openpty()
@@ -44,7 +44,8 @@ class Terminal:
         self.keyboard, self.text = keyboard, ""
 
     def read_until(self, pattern: str, limit_s: float = 120) -> None:
-        """Wait until the screen has shown the text. `""` waits for the end."""
+        """Wait until the output matches `pattern`. An empty pattern waits for the end of the
+        output."""
         end = time.monotonic() + limit_s
         while not (pattern and re.search(pattern, self.text)):
             ready, _, _ = select.select([self.keyboard], [], [], max(0, end - time.monotonic()))
@@ -53,18 +54,18 @@ class Terminal:
                 pytest.fail(f"{pattern!r} not shown within {limit_s} s:\n{self.text}")
             try:
                 self.text += os.read(self.keyboard, 65536).decode()
-            except OSError:  # the process has closed its end
+            except OSError:  # the process has closed the terminal
                 return
 
     def end(self) -> int:
-        """Read to the end and return the exit code."""
+        """Read the remaining output and return the exit code."""
         self.read_until("", limit_s=400)
         os.close(self.keyboard)
         return self.process.wait(timeout=60)
 
 
 def lines_of(text: str) -> list[str]:
-    """Return lines in their final state, because a progress bar overwrites itself."""
+    """Return the lines in their final state. Progress bars overwrite their line."""
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
 
 
@@ -75,7 +76,7 @@ def assert_readable(text: str) -> None:
 
 
 def type_in(folder: Path, command: list[str]) -> str:
-    """Return what a command prints, after checking that it succeeds."""
+    """Run a command, check that it succeeds, and return its output."""
     terminal = Terminal(folder, command)
     code = terminal.end()
     assert code == 0, terminal.text
@@ -93,7 +94,7 @@ def test_from_a_text_to_answers(tmp_path):
     os.write(terminal.keyboard, b"\x03")
     assert terminal.end() == 130
     assert_readable(terminal.text)
-    # A step or the end of an epoch may have been in progress.
+    # Ignore lines of a step or of the end of an epoch that was in progress.
     said = [line for line in lines_of(terminal.text[before:]) if line.strip()]
     after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
@@ -107,7 +108,7 @@ def test_from_a_text_to_answers(tmp_path):
 
     said = type_in(repository, continuing)
     assert_readable(said)
-    assert f"checkpoints/step-{stopped['step']:08}" in said  # resumed from
+    assert f"checkpoints/step-{stopped['step']:08}" in said  # the step that it resumed from
     record = only_record(repository / "runs")
     assert record["status"] == "ok"
     perplexities = [row["perplexity"] for row in record["evaluations"]]

@@ -1,4 +1,4 @@
-"""Save runs under one layout and continue them under another.
+"""Save runs under one layout and continue each under another layout.
 
 python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.faults.resharding --ring             each layout saved once and resumed once
@@ -6,9 +6,8 @@ python -m tests.faults.resharding --pairs 20 --seed 7
 python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The script's models are wider than the tests', so that infinity keeps Adam moments in files.
-`--work` is gpt2, llama, or lora (adapters beside a llama's frozen weights).
-"""
+The models here are wider than in the tests, so that infinity keeps Adam moments in files. `--work`
+selects the model: gpt2, llama, or lora (LoRA adapters for a llama model)."""
 
 import argparse
 import itertools
@@ -29,18 +28,18 @@ from tests.conftest import new_heavy_pool
 from tests.parity.support import DEEP, cut, reference, run_cases, small_infinity, split
 from tests.pool import Pool
 
-# Two stages for each of four processes, and an embedding with rows of padding.
+# The model is deep enough for two stages on each of four processes. Its embedding has padding.
 EIGHT = {**DEEP, "model": "eight-layers-2050"}
 WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
-NUM_STEPS = 6  # runs are saved after half of these
-AT_ONCE = 40  # approximate number of pairs per job, which share saved runs
+NUM_STEPS = 6  # each run is saved after half of these steps
+AT_ONCE = 40  # approximate number of pairs per job; the pairs of a job share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
-# Name -> CONFIG and, last in the name, processes.
+# Name -> CONFIG. A name ends in the number of processes.
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{
         f"{name} x {count}": {"strategy": name, **cut(1)}
@@ -60,8 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
     "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
 }
-# These are only paired with each other, because their keys are not part of the work of other
-# strategies.
+# These layouts are only paired with each other, because the work of other strategies has no
+# local_steps.
 LOCAL = {
     f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
     for count in (1, 2, 4)
@@ -74,7 +73,7 @@ def all_pairs() -> list[Pair]:
 
 
 def draw_pairs(count: int, seed: int) -> list[Pair]:
-    """Draw distinct pairs at random from all pairs."""
+    """Draw `count` distinct pairs at random."""
     return random.Random(seed).sample(all_pairs(), count)
 
 
@@ -83,7 +82,7 @@ def processes_of(layout: str) -> int:
 
 
 def draw_ring(seed: int) -> list[Pair]:
-    """Return pairs in which each layout is saved once and resumed once."""
+    """Return pairs that form a random ring, so that each layout is saved once and resumed once."""
     names = list(LAYOUTS)
     random.Random(seed).shuffle(names)
     return list(itertools.pairwise([*names, names[0]]))
@@ -92,8 +91,8 @@ def draw_ring(seed: int) -> list[Pair]:
 def reshard(
     pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
 ) -> dict[Pair, dict[str, float]]:
-    """Compare the second half of each pair with one process that was never stopped. Return the
-    largest relative differences of a loss and of a weight's 2-norm."""
+    """Compare the second half of each pair's steps with an uninterrupted run of one process. For
+    each pair, return the largest relative differences of a loss and of a weight (in the 2-norm)."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)
@@ -102,7 +101,7 @@ def reshard(
 def _save(
     layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
 ) -> dict[str, str]:
-    """Train each layout for half of the steps. Return the folders of the runs by layout."""
+    """Train each layout for half of the steps and save. Return the run folder of each layout."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
@@ -120,7 +119,8 @@ def _save(
 def _resume(
     pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
-    """Return the differences of `reshard` for runs in the folders that `_save` returned."""
+    """Continue the runs that `_save` saved in `runs`. Return the differences of each pair, as in
+    `reshard`."""
     expected = reference(dict(work), steps=NUM_STEPS)
     found = {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
@@ -154,7 +154,8 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
 
 
 def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divide pairs into jobs of about AT_ONCE. Only one job at a time may continue a saved run."""
+    """Divide pairs into jobs of about AT_ONCE pairs. All pairs with the same saved layout are in
+    one job."""
     jobs: list[list[Pair]] = []
     for _, own in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
         if not jobs or len(jobs[-1]) > AT_ONCE / 2:
@@ -186,7 +187,7 @@ def main() -> None:
     record = {"model": values["model"], "num_steps": NUM_STEPS, "versions": versions()}
     if not has_libaio():
         record["left_out"] = "infinity: libaio is not installed"
-    reference(dict(values), steps=NUM_STEPS)  # once for all jobs
+    reference(dict(values), steps=NUM_STEPS)  # computed once for all jobs
     own = threading.local()
     moments = list[int]()
 

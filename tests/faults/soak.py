@@ -1,12 +1,13 @@
-"""Inject random faults into runs of all strategies, many runs at a time, and measure the cost.
+"""Inject random faults into runs of all strategies, several runs at a time, and measure the lost
+steps.
 
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
     python -m tests.faults.soak --seed 1 --repeat zero2:3   # one mission again
 
-A mission is one run on two or four CPU processes, started with --num_gpus as a user would. Up to
-three random faults strike at random steps, and the run is started again with `resume=auto` after
-each. It must end with the weights of a run without faults. Goodput is useful steps / executed
-steps."""
+A mission is one run on two or four CPU processes, which is started with --num_gpus as a user would.
+Up to three random faults strike at random steps, and after each fault the run is started again with
+`resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
+number of useful steps divided by the number of executed steps."""
 
 import argparse
 import contextlib
@@ -43,9 +44,9 @@ SAVED_EVERY = 8
 HANG_S = 40
 FAULTS_A_MISSION = 3
 LIMIT_S = 200.0  # time limit of one start
-RESERVE_S = 110.0  # no fault begins in this time before the end
-WEEK_S = 7 * 86400.0  # subprocess accepts no infinite limit
-TOLERANCE = 1e-4  # relative to a weight's 2-norm
+RESERVE_S = 110.0  # no fault begins if less time remains
+WEEK_S = 7 * 86400.0  # longest run; subprocess accepts no infinite timeout
+TOLERANCE = 1e-4  # for a weight's difference in the 2-norm, relative to the weight
 TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
 # Strategy -> (processes, CONFIG).
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -70,24 +71,22 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-BUILDING = ("offload", "infinity")  # strategies that wait for DeepSpeed's extensions
+BUILDING = ("offload", "infinity")  # strategies that need DeepSpeed's extensions
 
 
 @dataclass(frozen=True)
 class Expected:
     """Required end of a run after a fault."""
 
-    status: tuple[str, ...]  # accepted statuses of its record; "" if it may be missing
-    named: str  # pattern of the record's error, or of the output
-    recorded_s: float = 15.0  # time from the fault to its record
-    ended_s: float = (
-        15.0  # time until all processes have ended; a frozen one has 30 s to end by itself
-    )
+    status: tuple[str, ...]  # accepted statuses in the run's record; "" accepts a missing record
+    named: str  # pattern that the record's error or the output must match
+    recorded_s: float = 15.0  # longest time from the fault until the record is written
+    ended_s: float = 15.0  # longest time until all processes have ended; a frozen process has 30 s
     removes: bool = False  # whether the run's folder is removed, so that all its steps are lost
 
 
 KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
-STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # times that launchers allow for saving
+STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # launchers allow this time for saving
 FULL = Expected(("failed",), "is full.*--resume auto")
 FAULTS = {
     "killed": KILLED,
@@ -104,7 +103,7 @@ FAULTS = {
     "disk full": FULL,
     "no quota": FULL,
     "not finite": Expected(("failed",), r"not finite on ranks? ([\d, ]+, )?{rank}\b"),
-    # The record remains if rank 0 writes it while the folder's files are removed.
+    # A record remains if rank 0 writes it during the removal of the folder.
     "folder removed": Expected(("", "failed"), r"was removed or renamed", removes=True),
     # After the export, before the record is finished
     "killed after the export": KILLED,
@@ -117,7 +116,7 @@ FAULTS = {
 
 @dataclass
 class Mission:
-    """One run, its faults and their results. Mission `number` 0 of a strategy has no faults."""
+    """One run with its faults and results. Mission `number` 0 of each strategy has no faults."""
 
     strategy: str
     number: int
@@ -127,7 +126,7 @@ class Mission:
     num_faults: int
     cores: list[int]
     time_left: Callable[[], float]
-    warm: bool = False  # without a launcher, in processes of tests.pool
+    warm: bool = False  # run in processes of tests.pool, without a launcher
 
     def run(self) -> dict[str, Any]:
         """Run the mission. Return its row of the record."""
@@ -201,7 +200,8 @@ class Mission:
         return row
 
     def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> int | None:
-        """Start the launcher and wait. Return its exit code, or None if this test ended it."""
+        """Start the launcher and wait. Return its exit code. Return None if it was killed at the
+        time limit."""
         count, values = STRATEGIES[self.strategy]
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
@@ -238,7 +238,8 @@ class Mission:
         return launcher.returncode
 
     def _judge(self, row: dict[str, Any]) -> None:
-        """Add to `row` the ways in which the end of the run differs from what its fault allows."""
+        """Record a failure if the run did not end as required after this fault. Set
+        `row["named"]`."""
         if not row["struck"] or self.time_left() <= 0:
             return
         expected = FAULTS[row["kind"]]
@@ -289,7 +290,7 @@ class Soak:
         return self.end - time.monotonic()
 
     def run(self, done: Callable[[], None] = lambda: None) -> None:
-        """Run all missions. Call `done` after each."""
+        """Run all missions. Call `done` after each mission."""
         threads = [
             threading.Thread(target=self._work, args=(slot, done), daemon=True)
             for slot in range(self.jobs)
@@ -314,7 +315,8 @@ class Soak:
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the strategy with the fewest missions, or None if the thread must wait for it."""
+        """Return the ready strategy with the fewest missions, and the mission's number. Return None
+        if no strategy is ready, so that the thread must wait."""
         with self.lock:
             ready = [
                 name for name in self.strategies
@@ -337,7 +339,7 @@ class Soak:
                 row = self.one(*found, slot)
                 with self.lock:
                     self._keep(row)
-            except Exception:  # the mission is dropped, and the error is reported
+            except Exception:  # skip the mission and report the error
                 with self.lock:
                     self.broken.append({"mission": found, "error": traceback.format_exc()[-2000:]})
             with self.lock:
@@ -365,7 +367,7 @@ class Soak:
                 self.undisturbed[name] = weights
             return
         if row["status"] != "ok" and self.time_left() <= 0:
-            return  # the time was over
+            return  # stopped because the time was over
         self.struck += sum(start["struck"] for start in row["starts"])
         row |= compare(weights, self.undisturbed[name]) if row["status"] == "ok" else {}
         if row.get("largest_difference", 0) > TOLERANCE:
@@ -376,7 +378,7 @@ class Soak:
         print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """Return the published record of the mission."""
+        """Return the record of all missions that is published."""
         with self.lock:
             starts = [(m, start) for m in self.missions for start in m["starts"] if start["struck"]]
             useful, paid = (
@@ -401,7 +403,7 @@ class Soak:
 def by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
-    """Return a row for each kind of fault or each strategy."""
+    """Return {name: totals}, where `key` gives the name of each (mission, start)."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
         own = [pair for pair in starts if key(*pair) == name]
@@ -433,7 +435,8 @@ def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return the difference between the weights of two runs."""
+    """Return whether the weights of two runs are bit-identical, and their largest relative
+    difference."""
     assert set(ours) == set(theirs)
     far = {}
     for name in ours:
@@ -444,7 +447,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def living(processes: Path) -> Iterator[int]:
-    """Yield the ids of a start's processes that have not ended."""
+    """Yield the ids of the processes of a start that still run."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()
@@ -454,7 +457,7 @@ def living(processes: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def disk(folder: Path) -> Iterator[None]:
-    """Mount a small disk at `folder`."""
+    """Mount a small disk at `folder` until the `with` block ends."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
     try:
         yield
@@ -472,13 +475,14 @@ def can_mount() -> bool:
 
 
 def saved_steps(runs: Path) -> int:
-    """Return the step of the newest checkpoint."""
+    """Return the step of the newest checkpoint. Return 0 if there is none."""
     found = runs.glob("*-*/checkpoints/step-*/meta.json")
     return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
 
 
 def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
-    """Return (the record that was written last, its time) if the record is newer than `since`."""
+    """Return the newest record and its time. Return ({}, 0.0) if no record is newer than
+    `since`."""
     files = {file: file.stat().st_mtime for file in runs.glob("*-*/record.json")}
     file = max(files, key=lambda file: files[file], default=None)
     if file is None or files[file] < since - 1:
@@ -487,7 +491,7 @@ def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
 
 
 def read_weights(runs: Path) -> dict[str, Any]:
-    """Return the weights of the successful run."""
+    """Return the weights that a run exported last. Return {} if there are none."""
     files = sorted(runs.glob("*-*/hf/model.safetensors"), key=lambda file: file.stat().st_mtime)
     return load_file(files[-1]) if files else {}
 
@@ -503,7 +507,7 @@ def soak(
     warm: bool = False,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the record of all missions until the faults have struck or the time is over."""
+    """Run missions until `num_faults` faults have struck or the time is over. Return the record."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         whole = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
         prepare(whole)
@@ -518,8 +522,8 @@ def soak(
 
 
 def prepare(whole: Soak) -> None:
-    """Skip faults that this machine cannot cause, and choose the folder of extensions unless the
-    environment names it."""
+    """Exclude strategies and faults that this machine cannot run. Set the folder of DeepSpeed's
+    extensions unless the environment names one."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(whole.folder / "extensions"))
     if "infinity" in whole.strategies and not has_libaio():
         whole.not_run["infinity"] = "libaio is not installed"

@@ -1,7 +1,7 @@
-"""Run real_model_example.py as soak.py starts it, with a fault in one of its processes.
+"""Run real_model_example.py for soak.py, with a fault in one of the processes.
 
-The environment variable SOAK has the fault as JSON. It includes the folder in which the processes
-write their ids, the time of the fault, and a line for each completed step."""
+The environment variable SOAK contains the fault as JSON, including a folder. In this folder, the
+processes write their ids, the time of the fault, and a line for each completed step."""
 
 import dataclasses
 import json
@@ -22,14 +22,14 @@ from distributed_training.checkpoint import saver
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.start import launch
 
-# Parts of this model are large enough for infinity's files.
+# Some tensors of this model are large enough for infinity to keep them in files.
 SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
 JOB: dict[str, Any] = json.loads(os.environ["SOAK"])
 FOLDER = Path(JOB["folder"])
 KIND = JOB["kind"]
-# Kind -> (signal in a step, whether the launcher receives it instead of the rank)
+# Kind -> (signal that is sent in a step, whether the launcher receives it instead of the rank)
 SIGNALS = {
     "killed": (signal.SIGKILL, False),
     "launcher killed": (signal.SIGKILL, True),
@@ -48,7 +48,7 @@ ENDS = {
 
 
 def struck() -> None:
-    """Record that the fault strikes now."""
+    """Record the current time as the time of the fault."""
     with suppress(OSError):
         (FOLDER / "struck").write_text(repr(time.time()))
 
@@ -62,7 +62,7 @@ def kill_everyone() -> None:
 
 
 def strike_in_step(trainer: Any) -> None:
-    """Cause a fault as a step begins."""
+    """Cause the fault at the start of a step, or prepare it to strike later."""
     if KIND in SIGNALS:
         struck()
         signum, launcher = SIGNALS[KIND]
@@ -75,7 +75,7 @@ def strike_in_step(trainer: Any) -> None:
         shutil.rmtree(trainer.plan.run_dir, ignore_errors=True)
     elif KIND in ENDS and KIND.endswith("at the end"):
         strike_at(trainer.engine, "close")
-    elif KIND == "hangs":  # inside the step, after its start has been reported
+    elif KIND == "hangs":  # within the step, after its start was reported
 
         def hang(_batch: Any) -> None:
             struck()
@@ -91,7 +91,7 @@ def strike_in_step(trainer: Any) -> None:
 
 
 def strike_at(owner: Any, name: str) -> None:
-    """Cause a fault as a method returns."""
+    """Send the fault's signal to this process when the method `name` of `owner` returns."""
     right = getattr(owner, name)
 
     def method(*told: Any) -> Any:
@@ -103,7 +103,8 @@ def strike_at(owner: Any, name: str) -> None:
 
 
 def strike_in_save(checkpoint: Any, own: bool) -> None:
-    """Cause a fault as a checkpoint is written. A quota counts the bytes of all ranks."""
+    """Cause the fault when a checkpoint is written. "no quota" affects all ranks, because a quota
+    counts the bytes of all of them."""
     if KIND == "no quota":
         struck()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -122,7 +123,7 @@ def strike_in_save(checkpoint: Any, own: bool) -> None:
 
 
 def arrange(rank: int) -> None:
-    """Prepare the fault in this rank."""
+    """Prepare the fault on this rank."""
     own = rank == JOB["rank"]
     if own and KIND == "killed at the start":
         struck()
@@ -152,7 +153,7 @@ def arrange(rank: int) -> None:
 
 
 def begin_process() -> None:
-    """Prepare the launcher and each rank of the run for the fault."""
+    """Record this process's id. If it is a rank, prepare the fault."""
     (FOLDER / "processes" / str(os.getpid())).touch()
     if "RANK" in os.environ:
         arrange(int(os.environ["RANK"]))

@@ -1,12 +1,13 @@
-"""Break important lines one at a time and check whether the tests notice. Not part of CI.
+"""Break important lines, one at a time, and check whether the tests fail. Not part of CI.
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
     python -m tests.mutations --check                # in seconds: which no longer apply
 
-Each mutation is applied to a copy of the checkout. There, the narrowest tests that should catch it
-run until the first failure. The tests must pass without the mutation, or "caught" would mean
-nothing. The exit code is 1 if a mutation survives or no longer applies."""
+Each mutation is applied to a copy of the checkout, in which the narrowest tests that should catch
+the mutation run until the first failure. The tests must first pass without the mutation, because a
+failure would otherwise prove nothing. The exit code is 1 if a mutation survives or no longer
+applies."""
 
 import argparse
 import contextlib
@@ -32,7 +33,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 CLEAN_LIMIT_S = 600.0
-# A mutation that makes processes wait for one another is caught by the time limit.
+# The time limit catches mutations that make processes wait for one another.
 SLOWER, PATIENCE_S = 4.0, 60.0
 PASSED, FAILED = 0, 1  # pytest's exit codes
 CAUGHT, DIRTY = "caught", "tests fail without it"
@@ -40,14 +41,14 @@ CAUGHT, DIRTY = "caught", "tests fail without it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
-    """One change that the tests must notice."""
+    """One change to the code that the tests must catch."""
 
     name: str
     breaks: str  # description of the fault in one sentence
     file: str  # path from the repository's root
     old: str  # text that the file contains exactly once
     new: str
-    tests: tuple[str, ...]  # node ids for pytest; in the list, names of sets of them
+    tests: tuple[str, ...]  # pytest node ids; mutations.toml has names of sets of ids
 
 
 def read_list() -> list[Mutation]:
@@ -62,7 +63,7 @@ def read_list() -> list[Mutation]:
 
 
 def find_stale(mutation: Mutation) -> str:
-    """Return the reason why a mutation cannot be applied, or ""."""
+    """Return why a mutation cannot be applied. Return "" if it can."""
     path = ROOT / mutation.file
     if not path.is_file() or path.read_text().count(mutation.old) != 1:
         return f"its old text is not in {mutation.file} exactly once"
@@ -77,8 +78,8 @@ def find_stale(mutation: Mutation) -> str:
 
 
 def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[int, float, str]:
-    """Return (pytest's exit code, seconds, the first test that failed or the end of the output). A
-    run that exceeds the time limit counts as failed."""
+    """Return (pytest's exit code, seconds, reason). The reason is the first failed test or the last
+    line of the output. A run that exceeds the time limit counts as failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     began = time.monotonic()
@@ -118,15 +119,15 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file and remove its bytecode, because Python detects changes only by seconds and
-    size."""
+    """Write a file and remove its bytecode, because Python detects changes only by size and
+    modification time in whole seconds."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def try_group(mutations: list[Mutation]) -> list[str]:
-    """Run the tests of mutations that share them, first without a mutation, then with each. Return
-    a line for each mutation that is not caught."""
+    """Test mutations that share the same tests: run the tests without a mutation, then with each.
+    Return one line per mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

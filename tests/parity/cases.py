@@ -1,8 +1,8 @@
-"""Define the functions that the processes of a parity test run. Each case is a run of
+"""Define the functions that the processes of a parity test call. Each case is a run of
 tools/harness.py.
 
-Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns {name: results},
-as tests.pool calls it on every rank of one process group."""
+tests.pool calls these functions on every rank. Each public function except the last takes {"cases":
+{name: CONFIG values}, ...} and returns {name: results}."""
 
 import functools
 import hashlib
@@ -37,15 +37,15 @@ from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
 from tests.support import save_now, started
 
-# Vocabulary, blocks and width of small models that are deep enough for stages of unequal length, or
-# for two stages per process on four processes.
+# Name -> (vocabulary size, number of blocks, width) of small models. The models are deep enough for
+# stages of unequal length, or for two stages on each of four processes.
 _SHAPES = {
     "four-wide-layers": (2048, 4, 96),
     "six-layers": (2048, 6, 32),
     "eight-layers": (2048, 8, 32),
-    # This is two tokens more than the tokenizer has, so the rows of the embedding are padded.
+    # The vocabulary has two tokens more than the tokenizer, so the embedding is padded.
     "eight-layers-2050": (2050, 8, 32),
-    # Parts of these are large enough for infinity's files.
+    # Some tensors are large enough for infinity to keep them in files.
     "eight-wide-layers-2050": (2050, 8, 120),
 }
 for _name, (_vocabulary, _depth, _width) in _SHAPES.items():
@@ -60,13 +60,13 @@ llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
         intermediate_size=320,
     )
 )  # fmt: skip
-# No number of processes in these tests divides this length.
+# No number of processes in these tests divides the length of the prompt.
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])
 
 
 def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     """Return the result of `use` for each case on this rank."""
-    # Use kernels that give the same sums each time.
+    # Use deterministic kernels if the environment requests them.
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
     found, mine = {}, list[Any]()
     with open_group() as group:
@@ -76,27 +76,27 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return losses (means over the global batch's real tokens), gradient norms and the full fp32
-    weights after `steps` steps. Halfway, also measure the loss of one global batch and the logits
-    of PROMPT."""
+    """Train for `steps` steps. Return losses (means over the targets of the global batch), gradient
+    norms, the final full fp32 weights and, from halfway, the evaluation loss of one global batch
+    and the logits of PROMPT."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
 def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`. Compiled functions are traced, decomposed and partitioned as for
-    Inductor, but their graphs run without generated code, because compiling C++ takes seconds per
-    kernel."""
+    """Train like `train`, but without Inductor's generated code, because compiling C++ takes
+    seconds per kernel. Compiled functions are still traced, decomposed and partitioned as for
+    Inductor."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     return train(arguments)
 
 
 def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, with each record of the packed blocks as a padded sample."""
+    """Train like `train`, with each record of a packed block as a separate padded sample."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
 
 
 def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
-    """Return a step's records, one per row, in the same number of micro-batches."""
+    """Return the batch with one record per row, in the same number of micro-batches."""
     padding_id = run.data.tokenizer.eos_id
     rows = [tuple(rows_of(blocks, padding_id)) for blocks in batch.micro_batches]
     return replace(batch, micro_batches=rows)
@@ -105,8 +105,8 @@ def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train the given `steps`, by default all, of a run of `num_steps`. `take` changes each step's
-    samples."""
+    """Train the given `steps` (all by default) of a run of `num_steps`. `take` replaces the batch
+    of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
@@ -123,13 +123,14 @@ def _train(
 
 
 def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
-    """Return an engine's answers from calls that do not train, which are equal on all ranks."""
+    """Return an engine's evaluation loss and logits, and check that all ranks agree and that the
+    state does not change."""
     before = engine.full_state()
     evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
     logits = engine.logits(PROMPT)
     rounded = 1e-4 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
-    if (past := engine.past()) is not None:  # first a text, then single tokens
+    if (past := engine.past()) is not None:  # with a cache: first a text, then single tokens
         cut = PROMPT.shape[1] // 2
         texts = [PROMPT[:, :cut], *PROMPT[:, cut:].split(1, dim=1)]
         pieces = torch.cat([engine.logits(text, past) for text in texts], dim=1)
@@ -144,15 +145,17 @@ def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
 
 
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
-    """Return the loss of the global batch from every rank's summed losses of its own samples."""
+    """Return the mean loss of the global batch. `sums` are the summed losses of this rank's
+    micro-batches."""
     total = torch.stack([each.double().cpu() for each in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
 
 
 def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`. Also return whether a CUDA graph was replayed at the end. With "failing",
-    rank 0 queries the GPU while a step is captured."""
+    """Train like `train`, and also return whether steps were replayed as a CUDA graph at the end.
+    If "failing" is set, rank 0 synchronizes with the GPU during the capture, so that the capture
+    fails."""
 
     def use(run: Run) -> dict[str, Any]:
         graph: Any = run.engine.step  # type: ignore[attr-defined]
@@ -172,8 +175,9 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return two full states: after uninterrupted steps, and after half of the steps, a save, and
-    the other half in a new engine that loads the save."""
+    """Return the full state after uninterrupted training ("straight") and after a save and a load
+    in a new engine halfway ("resumed"). Also return the state before ("loaded") and after ("kept")
+    steps with a learning rate of 0 that follow a load."""
     return all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
@@ -197,7 +201,8 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     run.engine.close()
     run.engine = build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
-    # Use another number of processes and a learning rate of 0, so nothing may change.
+    # Load without the rank-private state, as on another number of processes. With a learning rate
+    # of 0, no weight may change.
     run.engine.load(saved, counters)
     run.engine.set_learning_rate(0.0)
     loaded = run.engine.full_state()
@@ -212,8 +217,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Save after half of `steps`. Return each case's run folder, which is in the output_dir of the
-    case."""
+    """Train for half of `steps` and save. Return the run folder of each case."""
 
     def use(run: Run) -> str:
         step = arguments["steps"] // 2
@@ -228,7 +232,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, from each case's `resume` up to step `steps`."""
+    """Train like `train`, from the checkpoint in each case's `resume` up to step `steps`."""
 
     def use(run: Run) -> dict[str, Any]:
         assert any("resharding" in note for note in run.plan.notes)
@@ -243,8 +247,8 @@ DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
 
 
 def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
-    """Return torch.nn.functional with functions that record the random generator's state before
-    they draw numbers."""
+    """Return a copy of torch.nn.functional in which the functions in `kinds` record the random
+    generator's state before they draw numbers."""
 
     def watch(name: str) -> Any:
         def watched(*arguments: Any, **words: Any) -> Any:
@@ -259,9 +263,9 @@ def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return {"residual": [state, ...], "attention": [...], "adapter": [...]} for each rank:
-    hashes of the random generator's states before every dropout of one training step. Equal states
-    draw equal masks."""
+    """Return, for each rank, {"residual": [state, ...], "attention": [...], "adapter": [...]}. Each
+    state is a hash of the random generator's state before a dropout of one training step. Equal
+    states draw equal masks."""
     seen: dict[str, list[str]] = {}
     attention.F = decoder.F = _watched(seen, DRAWING)
     lora.F = _watched(seen, {"dropout": "adapter"})
@@ -275,7 +279,8 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, and return the order of FSDP's work in an additional step."""
+    """Train like `train`, and also return the names of FSDP's profiler events in an additional
+    step, in order."""
 
     def use(run: Run) -> dict[str, Any]:
         found = _train(run, arguments["steps"])
@@ -289,8 +294,9 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
-    """Return the gradient of one matrix after the exchange of each step, [steps, rows, columns].
-    `gradients`, [processes, steps, rows, columns], are the gradients before the exchange."""
+    """Return the gradient of one matrix after the compressed exchange of each step, with shape
+    [steps, rows, columns]. `gradients`, with shape [processes, steps, rows, columns], are the
+    gradients before the exchange."""
     options = strategy_options("compressed")(**arguments["options"])
     config = build_config({"strategy": "compressed"})
     engine = load_strategy(config).load_engine()
@@ -310,6 +316,6 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
             assert layer.weight.grad is not None
             return layer.weight.grad.clone()
 
-        step(torch.zeros(rows, columns))  # DDP arranges its buckets in this step
+        step(torch.zeros(rows, columns))  # DDP fixes the order of its buckets in this step
         sys.modules[engine.__module__].apply_compression(module, options)
         return torch.stack([step(gradient) for gradient in gradients])

@@ -1,6 +1,6 @@
 """Train GPT-2 with only PyTorch and Hugging Face, as a reference for the suite's runs. This file
-does not use the suite, because the suite's own parity tests compare it with itself. Tokens,
-targets, order of the samples, AdamW's groups, learning rate, clipping and evaluation are
+does not import the suite, because the other parity tests compare the suite with itself. Tokens,
+targets, sample order, AdamW's parameter groups, learning rate, clipping and evaluation are
 implemented independently."""
 
 import copy
@@ -17,25 +17,25 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
-Settings = SimpleNamespace  # values with their names in CONFIG
+Settings = SimpleNamespace  # attributes have the names of CONFIG keys
 
 
 @dataclass(frozen=True)
 class Records:
-    """Prompts with completions, one per row, truncated or padded at the end."""
+    """Prompts with completions. Each row is one record, truncated or padded at the end."""
 
     ids: torch.Tensor  # [num_records, max_length + 1]
     trained: torch.Tensor  # whether a token belongs to a completion or ends its text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
-        """Return the summed loss of the tokens in the loss. Each token is predicted from the
-        previous ones."""
+        """Return the summed loss of the target tokens in `rows`. Each token is predicted from the
+        tokens before it."""
         ids, trained = self.ids[rows], self.trained[rows]
         logits = model(ids[:, :-1]).logits
         return F.cross_entropy(logits[trained[:, 1:]], ids[:, 1:][trained[:, 1:]], reduction="sum")
 
     def count(self, rows: np.ndarray) -> int:
-        """Return the number of tokens in the loss."""
+        """Return the number of target tokens in `rows`."""
         return int(self.trained[rows, 1:].sum())
 
 
@@ -54,8 +54,8 @@ def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
-    """Yield the rows of each step. Every record is used once per epoch, in an order that seed and
-    epoch decide."""
+    """Yield the rows of each step. Every record is used once per epoch, in an order that depends on
+    the seed and the epoch."""
     epoch = 0
     while True:
         order = np.random.default_rng([settings.seed, epoch]).permutation(num_records)
@@ -65,7 +65,8 @@ def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Return the rate: warm-up from a first step above 0, then half a cosine wave."""
+    """Return the learning rate: linear warm-up, which is above 0 in the first step, then cosine
+    decay to 0."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
@@ -73,7 +74,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
-    """Return AdamW with weight decay for matrices and embeddings, but not for biases and norms."""
+    """Return AdamW with weight decay only for matrices and embeddings, not for biases and norms."""
     decaying, free = [], []
     for name, parameter in model.named_parameters():
         (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)
@@ -85,7 +86,7 @@ def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
 
 
 def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> float:
-    """Update once and return the norm of the gradient before it was clipped."""
+    """Clip the gradient, update the weights once, and return the gradient norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
     for parameter in parameters:
@@ -97,7 +98,7 @@ def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) ->
 
 
 def evaluate(model: GPT2LMHeadModel, records: Records) -> float:
-    """Return the mean loss over the tokens in the loss."""
+    """Return the mean loss over the target tokens."""
     rows = np.arange(len(records.ids))
     with torch.no_grad():
         return float(records.sum_loss(model, rows)) / records.count(rows)
@@ -112,8 +113,8 @@ def train(
     num_replicas: int = 1,
     exchange: Callable[[Sequence[torch.Tensor]], Any] = sum,
 ) -> dict[str, Any]:
-    """Return losses and gradient norms of all steps, and evaluations by the number of steps before.
-    Replicas `exchange` their parts of the whole batch's gradient."""
+    """Return the losses and gradient norms of all steps, and evaluations by the number of completed
+    steps. `exchange` combines the gradients of the replicas, each for its share of the batch."""
     found: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
     optimizer, parameters = new_adamw(model, settings), list(model.parameters())
     batches = draw_batches(len(records.ids), settings)
@@ -146,8 +147,8 @@ def train_apart(
     outer_lr: float,
     outer_momentum: float,
 ) -> dict[str, Any]:
-    """Train with DiLoCo (2311.08105, algorithm 1) or, with outer_lr 1 and no outer momentum, local
-    SGD (1805.09767). `model` holds the last mean of the replicas."""
+    """Train with DiLoCo (2311.08105, algorithm 1). With outer_lr 1 and outer_momentum 0, this is
+    local SGD (1805.09767). `model` holds the weights of the last synchronization."""
     found: dict[str, Any] = {"losses": [], "evaluations": {}}
     replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
     optimizers = [new_adamw(replica, settings) for replica in replicas]
@@ -160,13 +161,13 @@ def train_apart(
             own = records.sum_loss(replica, rows) / num_targets
             loss += own.item()
             optimizer.zero_grad()
-            # The mean over replicas is then the mean of the whole batch.
+            # With this factor, the mean over replicas is the gradient of the whole batch's mean
+            # loss.
             (own * num_replicas).backward()
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
         found["losses"].append(loss)
         if (step + 1) % local_steps == 0:
-            # One Nesterov step from the previous mean of the replicas toward the new one, for all
-            # replicas
+            # Take one Nesterov step from the last synchronized weights toward the replicas' mean.
             everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
             with torch.no_grad():
                 for start, moving, theirs in zip(
@@ -182,7 +183,7 @@ def train_apart(
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
-    """Return each replica's rows, one after the other. The last replica has fewer rows at the end
-    of an epoch."""
+    """Return consecutive rows of the batch for each replica. At the end of an epoch, the last
+    replica has fewer rows."""
     each = settings.global_batch_size // num_replicas
     return [batch[place * each : (place + 1) * each] for place in range(num_replicas)]
