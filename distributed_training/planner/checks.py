@@ -1,4 +1,6 @@
-"""Refuse runs that are known to fail, before processes start or weights are loaded. No torch."""
+"""Refuse runs that are known to fail, before processes start or weights are loaded.
+
+This module does not import torch."""
 
 import importlib.util
 import os
@@ -27,8 +29,8 @@ STALE_LOCK_S = 60.0
 
 
 def check_run(prediction: Prediction, cluster: Cluster) -> None:
-    """Raise UserError for a run that is known to fail, cheapest checks first. Packages, disks and
-    compiler of this machine are not checked for a --cluster."""
+    """Raise UserError if the run is known to fail. With `--cluster`, the packages, the limit of
+    open files, the disks and the compiler of this machine are not checked."""
     plan = prediction.plan
     if cluster.is_here:
         check_packages(plan)
@@ -67,18 +69,18 @@ def check_packages(plan: Draft) -> None:
 
 
 def check_open_files(plan: Draft) -> None:
-    """Raise UserError if processes may not open as many files and sockets as a run needs."""
-    # On CPUs, two processes ran with a limit of 40 and four with one of 64.
+    """Raise UserError if the limit of open files per process is too low for the run."""
+    # On CPUs, two processes ran with a limit of 40, and four processes with a limit of 64.
     needed = 48 + 8 * plan.processes_here
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < needed:  # -1: no limit
+    if 0 <= limit < needed:  # -1 means no limit
         what = f"a process may open only {limit} files here"
         why = f"with {plan.processes_here} processes, it may open {needed}"
         raise UserError(what, why, "raise the limit: ulimit -n 4096")
 
 
 def check_gpus(plan: Draft) -> None:
-    """Raise UserError for more processes than GPUs. A machine without GPUs takes any number."""
+    """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
     gpus = plan.machine.num_gpus
     here = plan.processes_here
     if gpus and here > gpus:
@@ -89,9 +91,9 @@ def check_gpus(plan: Draft) -> None:
 
 def check_swapping(plan: Draft) -> None:
     """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
-    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses it too early, and
-    # gradients were wrong. Parts below the threshold of 1 MiB, such as all parts of gpt2-tiny, are
-    # never swapped.
+    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
+    # early, which made gradients wrong. Shards smaller than the threshold of 1 MiB, such as all
+    # shards of gpt2-tiny, are never swapped.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     swaps = plan.strategy.offload["param"] == "nvme"
@@ -102,8 +104,8 @@ def check_swapping(plan: Draft) -> None:
 
 
 def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) -> None:
-    """Raise UserError if a step needs more memory than the GPU (except with `--force`) or the host
-    has. `suggest` returns settings that would fit the GPUs."""
+    """Raise UserError if a step does not fit into host memory or, without `--force`, into GPU
+    memory. `suggest` returns settings with which the run would fit."""
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
@@ -124,7 +126,8 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
 
 
 def check_disk(plan: Draft) -> None:
-    """Raise UserError if the disk is too small for checkpoints, export and offloaded state."""
+    """Raise UserError if a disk has too little free space for checkpoints, exports and offloaded
+    state, or if a folder for them is not writable."""
     config = plan.config
     count = plan.size.num_learning(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
@@ -149,8 +152,8 @@ def check_disk(plan: Draft) -> None:
 
 
 def check_extensions(plan: Draft) -> None:
-    """Raise UserError if a DeepSpeed extension cannot be built: no compiler, no libaio, or a lock
-    that a killed build left."""
+    """Raise UserError if a DeepSpeed extension cannot be built because the compiler or libaio is
+    missing, or because a killed build left its lock file behind."""
     extensions = built_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
@@ -166,8 +169,8 @@ def check_extensions(plan: Draft) -> None:
 
 
 def built_extensions(strategy: Strategy) -> list[str]:
-    """Return the names of all DeepSpeed extensions that a run builds. Their folders have the same
-    names."""
+    """Return the names of the DeepSpeed extensions that a run needs. Each name is also the name of
+    the extension's folder in torch's cache."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
         names += ["async_io", "pin_memory"]
@@ -175,7 +178,7 @@ def built_extensions(strategy: Strategy) -> list[str]:
 
 
 def unbuilt_extensions(strategy: Strategy) -> list[str]:
-    """Return the names of the DeepSpeed extensions that a run would compile first."""
+    """Return the names of the DeepSpeed extensions that a run would have to compile."""
     names = built_extensions(strategy)
     return [
         name
@@ -185,8 +188,8 @@ def unbuilt_extensions(strategy: Strategy) -> list[str]:
 
 
 def _extension_files(name: str, file: str) -> Iterator[Path]:
-    """Yield the paths of an extension's file, whether or not it exists, in torch's cache: in a
-    folder per Python and CUDA version or, if it is set, in TORCH_EXTENSIONS_DIR."""
+    """Yield the possible paths of an extension's file, whether or not the file exists. torch's
+    cache has one folder per Python and CUDA version, unless TORCH_EXTENSIONS_DIR is set."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     version = sysconfig.get_python_version().replace(".", "")
     cache = Path.home() / ".cache" / "torch_extensions"
@@ -195,7 +198,7 @@ def _extension_files(name: str, file: str) -> Iterator[Path]:
 
 
 def has_libaio() -> bool:
-    """Return whether the compiler finds libaio (it also reads CPATH and LIBRARY_PATH)."""
+    """Return whether the compiler, which also searches CPATH and LIBRARY_PATH, finds libaio."""
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         return False
@@ -205,8 +208,8 @@ def has_libaio() -> bool:
 
 
 def refuse_stale_lock(name: str) -> None:
-    """Raise UserError if a killed build of an extension left its `lock` file. Every later run would
-    wait for this file."""
+    """Raise UserError if a killed build of an extension left its lock file behind. Every later run
+    would wait until the lock file is removed."""
     for lock in _extension_files(name, "lock"):
         age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
         folders = (process.info["cwd"] for process in psutil.process_iter(["cwd"]))

@@ -1,5 +1,6 @@
-"""Turn CONFIG into a draft plan by resolving "auto" for the machine and the layout. No torch
-import."""
+"""Turn CONFIG into a draft plan by resolving "auto" for the machine and the layout.
+
+This module does not import torch."""
 
 import contextlib
 import math
@@ -28,7 +29,7 @@ from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
 
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
-LOSS_CHUNK_COST = 0.01  # maximum cost, as a share of a step's time
+LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
 def lay_out(
@@ -39,10 +40,12 @@ def lay_out(
     *,
     notes: list[str] | None = None,
 ) -> Draft:
-    """Return a draft for CONFIG, whose model, strategy and batch size must be known. `strategy` is
-    the strategy that CONFIG names, if it has been read, and `mesh` replaces its mesh. Raises
-    UserError if the number of processes does not fit the mesh or a setting does not work with
-    it."""
+    """Return a draft plan for CONFIG, in which the model, strategy and batch size must already be
+    chosen.
+
+    `strategy` is the strategy that CONFIG names, if the caller has already loaded it. `mesh`
+    replaces the strategy's mesh. Messages for the user are appended to `notes`. Raises UserError if
+    the number of processes does not fit the mesh, or if settings are incompatible."""
     notes = [] if notes is None else notes
     machine = cluster.machine
     num_processes = cluster.num_processes
@@ -86,7 +89,7 @@ def lay_out(
     offload_dir = None
     if strategy.swaps_to_disk:
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
-        # A name that no other run uses
+        # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
@@ -138,7 +141,7 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def _check_pairs(candidate: Candidate, precision: str) -> None:
-    """Raise UserError for a value that cannot be used with another key, strategy or model."""
+    """Raise UserError if a value in CONFIG is incompatible with another key, strategy or model."""
     _check_model(candidate)
     _check_strategy(candidate, precision)
     _check_base(candidate, precision)
@@ -157,7 +160,7 @@ def _check_model(candidate: Candidate) -> None:
     if config.max_length > size.num_positions:
         why = f"the model has {size.num_positions} positions"
         fix = f"set max_length to {size.num_positions} or less"
-        # transformers' code computes sliding windows in longer samples.
+        # The code of transformers has sliding-window attention, so longer samples are possible.
         hub_name = f"{HUB_PREFIX}{config.model}"
         with contextlib.suppress(UserError):
             if config.max_length <= find_model(hub_name).size.num_positions:
@@ -221,12 +224,12 @@ def _choose_loss_chunk(
 ) -> int:
     """Return the number of tokens whose logits are in memory at the same time. 0 means all tokens.
 
-    Each chunk after the first reads and writes the gradient of the output rows once more. On a GPU,
-    this takes as long as computing that gradient, the logits and the gradient of hidden states for
-    about 150 tokens (4 P D bytes at 3 TB/s, 6 P D FLOPs per token at 680 TFLOP/s).
-    """
+    For each chunk after the first, the gradient of the output layer's weights is read and written
+    once more. On a GPU, this takes as long as the layer's three matrix multiplications for about
+    150 tokens. For P weights in the output layer, these times correspond to 4 P bytes at 3 TB/s and
+    6 P FLOPs per token at 680 TFLOP/s."""
     config = candidate.config
-    # Under gpipe the gradient of the output rows would wait for the backward pass m times.
+    # Under gpipe, m gradients of the output layer would be kept until the backward pass.
     waits = candidate.mesh["pp"] > 1 and candidate.strategy.schedule(config) == "gpipe"
     if machine.num_gpus == 0 or precision == "fp16" or waits:
         return 0
@@ -240,8 +243,8 @@ def _choose_loss_chunk(
 
 
 def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> dict[str, Any]:
-    """Decide whether blocks are compiled, whether communication along tp overlaps matrix
-    multiplications, and whether a step is one CUDA graph."""
+    """Return the values of `compile`, `async_tp` and `cuda_graphs`, with "auto" resolved. Raises
+    UserError if CONFIG enables a switch that cannot be used."""
     config = candidate.config
     on_gpu = machine.num_gpus > 0
 
@@ -262,8 +265,8 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
 
 
 def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> Any:
-    """Return the key's value. "auto" becomes True if the machine is `able` and there is no
-    obstacle. Raises UserError if the user asked for it and there is an obstacle."""
+    """Return the value of `key`. "auto" becomes True if `able` is true and `obstacle` is empty.
+    Raises UserError if CONFIG enables the key although `obstacle` is not empty."""
     value = getattr(config, key)
     if value == AUTO:
         return able and not obstacle
@@ -278,7 +281,7 @@ def _drops(config: RunConfig) -> bool:
 
 
 def _compile_obstacle(candidate: Candidate) -> str:
-    """Return why compiled blocks would be wrong or fail, or ""."""
+    """Return the reason why compiled blocks would be wrong or fail. Return "" if there is none."""
     config = candidate.config
     strategy = candidate.strategy
     named = f"strategy={config.strategy!r}"
@@ -317,7 +320,8 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
 
 
 def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
-    """Return why a step cannot be one CUDA graph, or "". A graph cannot wait for the host."""
+    """Return the reason why a step cannot be captured as one CUDA graph. Return "" if there is
+    none. A CUDA graph cannot wait for the host."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
     skips = config.on_nonfinite == "skip" or _choose_precision(config, machine) == "fp16"
@@ -333,9 +337,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
-    """Order a pipeline's operations by their durations at the cluster's rates or, if these are
-    unknown, at an H200's rates. The plan stores the orders: ranks with different orders would
-    deadlock."""
+    """Find orders of a pipeline's operations that suit the predicted durations. The durations are
+    for the cluster's rates or, if these rates are unknown, for an H200. The plan stores the orders,
+    because ranks with different orders would deadlock."""
     work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage

@@ -1,4 +1,6 @@
-"""Find the tokenizer, weights and text, and fit the plan to the text. No torch."""
+"""Find the tokenizer, weights and dataset of a run, and fit the plan to the dataset.
+
+This module does not import torch."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -27,34 +29,34 @@ from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
-QUICKLY_CUT = 4_000_000  # largest text, in bytes, that a dry run tokenizes
-MAX_SPARE_ROWS = 128  # accepted rows of an embedding beyond its tokenizer's tokens
+QUICKLY_CUT = 4_000_000  # size in bytes of the largest text that a dry run tokenizes
+MAX_SPARE_ROWS = 128  # accepted number of embedding rows beyond the tokenizer's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Files that a run reads, and keys that depend on them."""
+    """Files that a run reads, and values of the keys that depend on these files."""
 
-    decided: dict[str, Any]  # values of keys
+    decided: dict[str, Any]  # key -> value
     model: ModelSpec
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
-    identities: dict[str, str]  # `Plan.sources`
+    identities: dict[str, str]  # value of `Plan.sources`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Keys and counts that depend on the samples."""
+    """Values of keys and counts that depend on the samples."""
 
-    decided: dict[str, Any] = field(default_factory=dict)  # values of keys
+    decided: dict[str, Any] = field(default_factory=dict)  # key -> value
     packing: Packing | None = None
     num_steps: int | None = None
 
 
 def find_sources(draft: Draft, notes: list[str]) -> Sources:
-    """Find model, weights, tokenizer and dataset, and choose the learning rate. Raises UserError if
-    a file or a name on the Hub that CONFIG gives is missing."""
+    """Find the model, weights, tokenizer and dataset, and choose the learning rate. Raises
+    UserError if a file or Hub repository that CONFIG names is not available."""
     config = draft.config
     spec = draft.model
     request = draft.requested
@@ -66,7 +68,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
-    if opened.loads_fast:  # slower ones are checked when they tokenize
+    if opened.loads_fast:  # slower tokenizers are checked when they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train the "
@@ -87,7 +89,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if config.export_dtype == AUTO:
         stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
-    if spec.weights_dir is not None:  # from now on, runs/latest points to another run
+    if spec.weights_dir is not None:  # runs/latest will point to another run
         decided["model"] = spec.path
         spec = find_model(decided["model"])
     sources = dict[str, str]()
@@ -108,8 +110,8 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:
-    """Return the same as `read_data` without writing to the cache. Return None if this would take
-    long."""
+    """Return the samples of a run without writing to the token cache. Return None if a dataset is
+    on the Hub or if the text is larger than QUICKLY_CUT."""
     config = draft.config
     dataset = sources.decided["dataset"]
     named = {"dataset": dataset, "validation_dataset": config.validation_dataset}
@@ -126,12 +128,12 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
 
 
 def read_data(draft: Draft, sources: Sources) -> Data:
-    """Return the samples. If their text is not in the token cache, tokenize it."""
+    """Return the samples of a run. Tokenize the text if its tokens are not in the token cache."""
     return _tokenize(draft, sources.decided["dataset"], sources.tokenizer_dir, token_cache())
 
 
 def cut_data(plan: Plan) -> Data:
-    """Return the samples of a plan, from the token cache if it has them."""
+    """Return the samples of a plan. Tokenize the text if its tokens are not in the token cache."""
     folder = token_cache() / (plan.cache or "")
     if plan.cache and is_whole(folder):
         tokenizer = Tokenizer(plan.tokenizer_dir)
@@ -158,7 +160,8 @@ def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) ->
 
 
 def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
-    """Decide the number of samples and of steps, and limit the warm-up to the steps."""
+    """Decide the number of samples and of steps, and shorten a warm-up that is too long for the
+    run. Raises UserError if the run has too few steps for `profile`."""
     config = draft.config
     train = data.train
     num_parts = len(train.starts)
@@ -176,7 +179,8 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / draft.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
-    # The max_steps of choose_model is only a limit, because 60 epochs of a small text end earlier.
+    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small text
+    # may have fewer steps.
     is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
@@ -202,7 +206,8 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
-    """Return the dataset's name, with "auto" resolved."""
+    """Return the name of the dataset, with "auto" resolved. Raises UserError if `strict` is true
+    and WikiText-2 is not available for "auto"."""
     if dataset != AUTO:
         return dataset
     try:
@@ -220,9 +225,10 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
 def _choose_weights(
     config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
-    """Return the value of the key `weights` and their folder. Weights are random only if the user
-    requests this or names no model that has published weights. Raises UserError if weights that the
-    user names are not available."""
+    """Return the value of the key `weights` and the folder of the weights. Random weights have no
+    folder. Without `weights="random"`, weights are random only if the model is not published, or if
+    the user did not name the model and its weights cannot be used. Raises UserError if required
+    weights are not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id
@@ -272,8 +278,8 @@ def _choose_weights(
 
 
 def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
-    """Return the folders on this machine that the weights come from, adapters first, and whether
-    the model comes from the Hub."""
+    """Return the local folders of the weights and whether the model comes from the Hub. A folder of
+    adapters comes before the folder of their base model."""
     if source in (AUTO, "pretrained", "random"):
         return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
     folder = Path(source).resolve()
@@ -285,8 +291,9 @@ def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
 def choose_tokenizer(
     config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
-    """Return the value of the key `tokenizer` and its folder. The weights that `source` names come
-    with a tokenizer. It is used unless the user names another one."""
+    """Return the value of the key `tokenizer` and the folder of the tokenizer. If the key is
+    "auto", prefer the tokenizer that comes with the weights `source`. Raises UserError if a
+    required tokenizer is not available."""
     named = config.tokenizer
     local, published = _folders_beside(source, spec)
     if named == AUTO:

@@ -1,4 +1,6 @@
-"""Fill in a strategy's DeepSpeed JSON from CONFIG, and refuse it if they disagree. No torch."""
+"""Fill in a strategy's DeepSpeed JSON from CONFIG, and refuse a JSON that contradicts CONFIG.
+
+This module does not import torch."""
 
 import copy
 from typing import Any
@@ -9,7 +11,7 @@ from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
-# Settings of AdamW under every strategy, which a JSON may repeat.
+# AdamW settings that every strategy uses. A DeepSpeed JSON may repeat these values.
 OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "betas": ([0.9, 0.999],),
     "eps": (1e-8,),
@@ -18,15 +20,15 @@ OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "torch_adam": (True, False),
 }
-# With this loss scale, fp16 skips the same steps under every strategy.
+# With these settings of the loss scale, fp16 skips the same steps under every strategy.
 FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
-# DeepSpeed's schedulers -> CONFIG's lr_schedule of that shape.
+# DeepSpeed scheduler -> value of CONFIG's lr_schedule with the same shape
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
-    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if the
-    JSON has other values, or sections that this suite does not run as written."""
+    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if
+    values in the JSON differ from CONFIG, or if this suite does not run a section as written."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))
@@ -56,7 +58,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     if not _same(written, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
         raise UserError(what, fix='write "auto" in the JSON')
-    # These values are the same for every engine.
+    # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
         if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
             continue
@@ -72,8 +74,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         why = "pipeline_cut and activation_checkpointing in CONFIG decide it"
         raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
     if scheduler:
-        # Refuse it even if all its values are "auto", because DeepSpeed's warm-up is logarithmic
-        # and ours is linear.
+        # Refuse a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
+        # logarithmic and ours is linear.
         kind = scheduler.get("type") if isinstance(scheduler, dict) else None
         same = SCHEDULES.get(str(kind), "linear, cosine or constant")
         why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
@@ -90,7 +92,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
                 f"{what}: this run may skip different steps from runs with other strategies"
             )
     zero = document.get("zero_optimization", {})
-    if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
+    if zero.get("stage") == 3:  # slower if blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):
         section = zero.get(part)
@@ -107,7 +109,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
 
 
 def _same(written: object, value: object) -> bool:
-    """Return whether a value is "auto" or equals `value`. True does not equal 1."""
+    """Return whether `written` is "auto" or equals `value`. True does not equal 1."""
     alike = isinstance(written, bool) == isinstance(value, bool)
     return written == AUTO or (alike and written == value)
 

@@ -1,10 +1,9 @@
-"""Decide which sections of a user's DeepSpeed JSON are passed on and which are refused. No torch
-import.
+"""Decide which sections of a user's DeepSpeed JSON are passed on and which are refused.
 
-A section that DeepSpeed acts on without changing results is passed on. A section that would change
-results, memory or speed without being recorded is refused. A section without any effect is also
-refused. DeepSpeed's own classes check unusual values, in a child process, because importing them
-takes seconds."""
+Sections that DeepSpeed uses without changing results are passed on. Sections that would change
+results, memory or speed without appearing in the record are refused. Sections that DeepSpeed does
+not know are also refused. DeepSpeed's own classes check unusual values. They run in a child
+process, because importing DeepSpeed takes seconds. This module does not import torch."""
 
 import json
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, shown
 
-# Sections that CONFIG decides: name -> advice.
+# Sections that CONFIG replaces: section name -> advice for the user
 INSTEAD = {
     "activation_checkpointing": "remove it and set activation_checkpointing in CONFIG",
     "amp": "remove it and set precision in CONFIG",
@@ -32,14 +31,14 @@ INSTEAD = {
     "torch_autocast": "remove it and set precision in CONFIG",
     "wandb": "remove it and set log_to in CONFIG",
 }
-# Other sections and values that would change training. No strategy here has them.
+# Other sections and values that would change training. No strategy of this suite uses them.
 CHANGING = {
     "compression_training", "curriculum_learning", "data_efficiency", "data_types", "datastates",
     "eigenvalue", "expert_parallel", "hybrid_engine", "managed_gradient_accumulation", "nebula",
     "progressive_layer_drop", "quantize_training", "sparse_attention", "weight_quantization",
     "use_data_before_expert_parallelism",
 }  # fmt: skip
-# Values without an effect. Other values would change sums, batches or communication.
+# Key -> values that have no effect. Other values would change sums, batches or communication.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "communication_data_type": (None,),
     "seq_parallel_communication_data_type": (None, "fp32"),
@@ -64,7 +63,7 @@ FILLED = {
     "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "pipeline", "zero_optimization",
 }  # fmt: skip
 KNOWN = {*INSTEAD, *CHANGING, *HARMLESS, *PASSED_ON, *FILLED}
-# Keys of ZeRO, fp16 and bf16 with whole numbers or booleans that decide how state is moved
+# Keys whose usual values are whole numbers (NUMBERS) or booleans (SWITCHES)
 NUMBERS = {
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
@@ -89,7 +88,7 @@ _ALLOCATED = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bu
 _MOST_ALLOCATED = 2**32
 _WORDS = {"device", "nvme_path"}
 _JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
-# Only the default values keep computation, memory and traffic as planned.
+# Any other value would make computation, memory use or communication differ from the plan.
 DEFAULTS: dict[str, Any] = {
     "cpu_offload": False,
     "cpu_offload_param": False,
@@ -113,7 +112,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16_optimizer_states": False,
     "leaf_module": {},
 }
-# Values for "auto" by hidden size d, as in Hugging Face's Trainer
+# Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
 SIZES = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
@@ -135,8 +134,8 @@ ASK_LIMIT_S = 120
 
 
 def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the JSON with each "auto" among ZeRO's sizes replaced by the value of Hugging Face's
-    Trainer."""
+    """Return the JSON with each ZeRO size that is "auto" replaced by the value that the Hugging
+    Face Trainer uses."""
     zero = document.get("zero_optimization")
     if not isinstance(zero, dict):
         return dict(document)
@@ -145,8 +144,9 @@ def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Drop the sections that are switched off. Return the dotted names that only DeepSpeed can
-    check. Raises UserError for a section that this suite does not run as written."""
+    """Remove sections without an effect from `document`. Return the dotted names of the values that
+    only DeepSpeed can check. Raises UserError for a section or value that this suite does not run
+    as written."""
     for name, section in list(document.items()):
         in_braces = isinstance(section, dict)
         off = in_braces and (section.get("enabled") is False or not any(section.values()))
@@ -191,8 +191,8 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
 
 
 def _expected(name: str, value: Any) -> str:
-    """Describe the values that are accepted for a key outside of all sections. Return "" if the
-    value is accepted. DeepSpeed does not check these values."""
+    """Describe the accepted values of a top-level key. Return "" if `value` is accepted. DeepSpeed
+    does not check the values of top-level keys."""
     if value is None:
         return ""
     if name in NUMBERS:
@@ -204,7 +204,7 @@ def _expected(name: str, value: Any) -> str:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of all values. The keys of DEFAULTS are not entered."""
+    """Yield the dotted path and the value of each leaf. Values of keys in DEFAULTS are leaves."""
     if isinstance(node, dict) and node and path.rpartition(".")[2] not in DEFAULTS:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
@@ -213,8 +213,8 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if DeepSpeed's own classes do not accept a filled JSON. This takes seconds.
-    It does nothing if DeepSpeed is not installed here."""
+    """Raise UserError if DeepSpeed's own classes do not accept a filled-in JSON. The check takes
+    seconds. It is skipped if DeepSpeed is not installed or takes longer than ASK_LIMIT_S."""
     ask = [sys.executable, "-c", _ASK]
     text = json.dumps(document)
     try:

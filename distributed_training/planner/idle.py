@@ -1,8 +1,9 @@
-"""Find settings that have no effect with a layout. No torch import.
+"""Find settings that have no effect with a layout. This module does not import torch.
 
-A setting on the command line is refused if it has no effect. In CONFIG or a preset, which may serve
-several strategies, such a setting gets a note, unless the key is strict. A value that the plan has
-in any case, such as a default, also gets a note, so that a resolved CONFIG can be typed."""
+A setting without an effect is refused on the command line. In CONFIG or a preset, which several
+strategies may share, such a setting only causes a note, unless the key is strict. A value that the
+plan has in any case, such as a default, also causes only a note. Therefore the values of a resolved
+CONFIG can be repeated on the command line."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,20 +17,21 @@ from distributed_training.settings.keys import Options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """A condition without which some keys have no effect."""
+    """Condition without which some keys have no effect."""
 
     keys: tuple[str, ...]
     holds: Callable[[Candidate], bool]
     why: str
     fix: str  # setting with which the condition holds
     other: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
-    off: tuple[Any, ...] = (None, AUTO)  # values that ask for nothing
-    resolved: tuple[Any, ...] = ()  # values beside the default that a plan without the effect has
-    is_strict: bool = False  # whether the keys are also refused in CONFIG or a preset
+    off: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
+    # Values, besides the default, that the keys have in a plan that does not meet the condition
+    resolved: tuple[Any, ...] = ()
+    is_strict: bool = False  # True if the keys are also refused in CONFIG or a preset
 
 
 def _used_axes(candidate: Candidate) -> set[str]:
-    """Return the axes that the strategy leaves open or that are larger than 1."""
+    """Return the axes whose size is not 1 in the strategy's mesh or in the candidate's mesh."""
     named_mesh = candidate.strategy.mesh
     return {axis for axis, n in candidate.mesh.items() if (named_mesh[axis], n) != (1, 1)}
 
@@ -78,8 +80,8 @@ NEEDS = (
 
 
 def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str, Need]]:
-    """Yield each key that the user set but that has no effect with the layout, and the condition
-    that it needs."""
+    """Yield each key that the user set but that has no effect with the layout, together with the
+    condition that the layout does not meet."""
     for need in NEEDS:
         for key in need.keys:
             is_off = getattr(request, key) in need.off
@@ -90,8 +92,8 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for a typed key that has no effect with the layout or with the engine's other
-    `options`. Add a note for other keys without an effect."""
+    """Raise UserError for a setting that is refused because it has no effect with the layout or
+    with the engine's other `options`. Add a note for each other setting without an effect."""
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
         is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved)
@@ -110,7 +112,7 @@ def check_settings(
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
-    """Return the keys without effect that a comparison may leave out, because they do not change
-    the work."""
+    """Return the keys without an effect that a comparison may omit, because these keys do not
+    change the work."""
     idle = idle_settings(request, candidate)
     return {key for key, _ in idle if not KEYS[key].work}

@@ -1,12 +1,13 @@
-"""Decide the sizes of the mesh's axes, and partition the model and the batch over them. No torch
-import.
+"""Decide the sizes of the mesh's axes, and partition the model and the batch over the mesh. This
+module does not import torch.
 
     world_size == pp * dp_replicate * dp_shard * tp
 
-This product is never rounded. Every layout that an error suggests has passed the same checks. A
-stage has consecutive blocks. The first stage also has the embeddings. The last stage also has the
-final norm and the output layer, which repeats the weights of a tied embedding. A step has
-batch_size x grad_accum_steps x processes sequences under every strategy, in micro-batches:
+The product must equal world_size exactly. Every layout that an error message suggests has passed
+the same checks. Each pipeline stage has consecutive blocks. The first stage also has the
+embeddings. The last stage also has the final norm and the output layer, with a copy of the
+weights of a tied embedding. Under every strategy, a step has
+batch_size x grad_accum_steps x world_size sequences, which are divided into micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
@@ -27,7 +28,7 @@ from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value that overrides the user's value
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
-# With these values, only a layout's axes can cause a refusal.
+# With these values, a layout can be refused only because of its axes.
 RELAXED_SETTINGS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
@@ -40,7 +41,7 @@ OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """CONFIG under a strategy and a mesh, before it is laid out or refused."""
+    """CONFIG with a strategy and a mesh that have not yet been checked."""
 
     config: RunConfig
     strategy: Strategy
@@ -53,8 +54,8 @@ class Candidate:
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """Return the strategy's mesh with the axis of size -1 filled in. Raises UserError if the mesh
-    does not fit the processes or the model."""
+    """Return the strategy's mesh with the size -1 of an axis resolved. Raises UserError if the mesh
+    does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -81,14 +82,15 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
-    """Return alternative settings, each of which makes a layout of `world_size` processes under the
-    strategy. The nearest to its mesh come first: the fewest settings, then the smallest sum of the
-    logarithms of the ratios."""
+    """Return alternative settings, each of which gives a valid layout of `world_size` processes
+    under the strategy. The alternatives are sorted by the number of settings, then by the distance
+    from the strategy's mesh. The distance is the sum of the absolute logarithms of the ratios of
+    axis sizes."""
     target = dict(candidate.strategy.mesh)
     fixed, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
         target[open_axis] = max(1, world_size // fixed)
-    # An open data-parallel axis gets the remaining processes by itself.
+    # A data-parallel axis of size -1 gets the remaining processes without a setting.
     set_axes = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
     ranked = []
     for axes in all_meshes(candidate.strategy, world_size):
@@ -97,14 +99,14 @@ def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
             settings = {axis: axes[axis] for axis in set_axes if axes[axis] != target[axis]}
             settings |= needed
             distance = sum(abs(math.log(axes[axis] / target[axis])) for axis in set_axes)
-            # If two layouts are equally far, prefer the one with whole copies. Distances are
+            # If two distances are equal, prefer the layout with fewer shards. Distances are
             # rounded, because equal sums may differ in their last digit.
             ranked.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
     return [settings for _, settings in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def show_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings as `--set` reads them, such as "tp=1 dp_shard=4"."""
+    """Format settings for `--set`, for example "tp=1 dp_shard=4"."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 
@@ -113,7 +115,8 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     axes."""
     can = strategy.traits.axes
     free: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
-    # Without its only axis of this kind, a layout would belong to another strategy.
+    # If a strategy has only one of the axes pp and tp, this axis must be larger than 1. Otherwise
+    # the layout would belong to another strategy.
     alone = free if len(free) == 1 and world_size > 1 else ()
     kept = [axis for axis in alone if strategy.mesh[axis] != 1]
     free |= {"dp_replicate"}.intersection(can)
@@ -127,19 +130,21 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
 
 
 def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
-    """Return the product of the sizes in the mesh, and the axis without a size."""
+    """Return the product of the known sizes in the strategy's mesh, and the axis of size -1 (None
+    if there is none)."""
     open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
 
 def _changes(config: RunConfig, wanted: Settings) -> Settings:
-    """Return the members of `wanted` that differ from CONFIG."""
+    """Return the settings of `wanted` that differ from CONFIG."""
     return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the members of RELAXED_SETTINGS that this layout needs: none, one or all. Return None
-    if the layout is refused even with all of them."""
+    """Return the settings of RELAXED_SETTINGS that this layout needs: no setting, one setting or
+    all settings that differ from CONFIG. Return None if the layout is refused even with all
+    of them."""
     changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         tried = replace(candidate, config=candidate.config.model_copy(update=settings))
@@ -151,8 +156,8 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 
 def build_layout(candidate: Candidate) -> Layout:
-    """Partition the model for a mesh. Raises UserError if this is impossible, or if a setting of
-    CONFIG does not work with the mesh."""
+    """Partition the model into pipeline stages. Raises UserError if the mesh cannot divide the
+    model or is incompatible with a setting of CONFIG."""
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
@@ -186,7 +191,7 @@ def build_layout(candidate: Candidate) -> Layout:
 
 
 def _check_divisible(candidate: Candidate) -> None:
-    """Raise UserError if the model cannot be divided over the mesh."""
+    """Raise UserError if the mesh cannot divide the model."""
     size = candidate.model.size
     label = candidate.model.label
     pp = candidate.mesh["pp"]
@@ -207,7 +212,7 @@ def _check_divisible(candidate: Candidate) -> None:
 
 
 def _check_splits(candidate: Candidate) -> None:
-    """Raise UserError if the strategy or its mesh splits a model that cannot be split."""
+    """Raise UserError if the strategy or the mesh splits a model that cannot be split."""
     traits = candidate.strategy.traits
     is_pipeline = traits.takes_json and "pp" in traits.axes
     if candidate.model.size.splits or not (
@@ -220,13 +225,14 @@ def _check_splits(candidate: Candidate) -> None:
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
-    """Return the number of blocks of each stage, at least one, that minimizes the largest cost of a
-    process.
+    """Return the number of blocks of each stage that minimizes the largest cost of a rank. Each
+    stage has at least one block.
 
-    `ranks`: the pipeline rank of each stage, one or two stages per process. The cost is FLOPs per
-    token. It includes the output layer, but not the lookup of embeddings. If a process with two
-    stages has an odd number of blocks, the later stage gets one more, or in a V the earlier stage.
-    In the simulator of pipedream_tutorial, these splits take less time."""
+    `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
+    number of FLOPs per token, including the output layer but not the embedding lookup. If a rank
+    with two stages has an odd number of blocks, its later stage gets one block more. In a V-shaped
+    schedule, the earlier stage gets it instead. These splits take less time in the simulator of
+    pipedream_tutorial."""
     # Multiplications per token in a block and in the output layer
     block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
@@ -237,7 +243,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     costs = [per_rank * block] * pp
     costs[last] += head
     for _ in range(size.num_layers - len(ranks)):
-        # On a tie, the process with the output layer gets the block.
+        # On a tie, the rank with the output layer gets the block.
         rank = min(range(pp), key=lambda rank: (costs[rank], rank != last))
         totals[rank] += 1
         costs[rank] += block
@@ -245,24 +251,25 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
         return totals
     v_shaped = ranks[pp] == pp - 1
     first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
-    # The stage with the output layer should cost as much as the other stage of its process.
+    # The stage with the output layer should cost as much as the other stage of the same rank.
     first[last] = totals[last] - max(1, (totals[last] * block - head) // (2 * block))
     second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
     return first + (second[::-1] if v_shaped else second)
 
 
 def cut_batch(candidate: Candidate) -> Batch:
-    """Divide the batch of one step into micro-batches as CONFIG says or, for "auto", by one rule.
+    """Divide the batch of one step into micro-batches as CONFIG requests or, for "auto", by a rule.
 
-    The rule chooses the fewest micro-batches that the schedule accepts, at least 2 x pp, whose
-    activations need no more memory than `batch_size` sequences under dp. If the batch does not
-    allow both, the memory condition takes precedence."""
+    The rule chooses the smallest number of micro-batches that the schedule accepts and that meets
+    two conditions. Activations need no more memory than `batch_size` sequences under dp. With a
+    pipeline, there are at least 2 x pp micro-batches. If no number meets both conditions, the
+    memory condition takes precedence. Raises UserError if CONFIG requests an impossible number."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
     per_process = int(config.batch_size) * config.grad_accum_steps
     global_batch_size = per_process * math.prod(candidate.mesh.values())
-    sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
+    sequences = global_batch_size // num_replicas  # exact, because num_replicas divides the batch
     possible = candidate.schedule.counts(pp, sequences)
     counts = [
         count
@@ -272,15 +279,15 @@ def cut_batch(candidate: Candidate) -> Batch:
     ]
     if not counts:
         raise _refusal(candidate, possible, sequences)
-    # A block keeps 16 values per hidden unit (predict/memory.py). 4 of them are between the split
-    # layers, where only sequence parallelism shards them.
+    # A block keeps 16 values per hidden unit (predict/memory.py). 4 of these values are between the
+    # layers that tp splits, where only sequence parallelism shards activations.
     tp = candidate.mesh["tp"]
     share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
         kept = size * candidate.schedule.kept(pp, count) / pp * share
-        # The loss is computed for one micro-batch at a time, and its logits are split over tp.
+        # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
         return max(kept, size / tp) <= int(config.batch_size)
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
@@ -294,8 +301,9 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 
 def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """Return the error for numbers that do not fit, with the nearest numbers that do. Micro-batches
-    of one sequence always fit."""
+    """Return the error for a requested number or size of micro-batches that is impossible. The
+    error suggests the nearest possible numbers. Micro-batches of one sequence are always
+    possible."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")
