@@ -1,7 +1,7 @@
-"""Locate and protect the folders in which a user keeps files for later runs. Imports nothing slow.
+"""Locate and protect this user's cache folders. This module imports nothing slow.
 
-Python, torch's compiler, Triton and torch's extensions run code that they find in these folders, so
-each folder must belong to this user alone."""
+Python, torch's compiler, Triton and PyTorch's extension loader run code that they find in these
+folders. Other users must therefore not be able to change the folders."""
 
 import contextlib
 import os
@@ -9,15 +9,16 @@ import stat
 import sys
 from pathlib import Path
 
-# Environment variable with the folder for this suite's files. With /dev/null, only the folder for
-# temporary files is used.
+# Environment variable with this suite's cache folder. If it is /dev/null, a temporary folder is
+# used.
 CACHE = "DISTRIBUTED_TRAINING_CACHE"
 PRIVATE = 0o700
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for caches: DISTRIBUTED_TRAINING_CACHE, or a folder in the home
-    folder. If the home folder is not writable, it is in the folder for temporary files."""
+    """Return this user's cache folder: the value of DISTRIBUTED_TRAINING_CACHE, or
+    ~/.cache/distributed-training. If the latter is not writable, return a folder in $TMPDIR or
+    /tmp."""
     named_folder = os.environ.get(CACHE)
     if named_folder:
         return Path(named_folder)
@@ -27,16 +28,16 @@ def cache_folder() -> Path:
 
 
 def use_private_caches() -> None:
-    """Make torch's compiler, Triton and torch's extensions use folders of this user, in this
-    process and the processes that it starts. By default torch's compiler uses a folder in /tmp,
-    even if another user made it. Raises UserError for a folder that another user owns or may write
-    to."""
+    """Make torch's compiler, Triton and PyTorch extensions use private folders in this process and
+    its child processes. By default, torch's compiler uses a folder in /tmp, even if another user
+    created that folder. Raises UserError if a folder cannot be created, or if another user owns it
+    or may write to it."""
     from importlib.metadata import version
 
     from distributed_training.settings.errors import UserError
     from distributed_training.settings.launchers import is_first
 
-    # Otherwise libraries would make a folder called ~ here
+    # Without a home folder, libraries would create a folder named ~ in the current folder
     if not os.path.isabs(os.path.expanduser("~")):
         home, why = private_folder("home", _temporary_folder())
         if why:
@@ -50,7 +51,7 @@ def use_private_caches() -> None:
             print(f"{note}. To use another folder, set {CACHE}.", file=sys.stderr)
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",  # Triton's folder is inside it
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",  # also contains Triton's folder
         "TRITON_CACHE_DIR": None,
         "TORCH_EXTENSIONS_DIR": f"extensions/{python}-torch-{version('torch')}",
         "PYTHONPYCACHEPREFIX": None,
@@ -69,9 +70,10 @@ def use_private_caches() -> None:
 
 
 def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
-    """Make the folder `name`, with mode 0700, in the first of `roots` that allows it. By default
-    the root is this user's cache folder or, unless CACHE names the cache folder, a temporary
-    folder. Return the folder and the reason why it cannot be used, or ""."""
+    """Create the folder `name`, with mode 0700, in the first of `roots` in which this is possible.
+    The default roots are this user's cache folder and, unless CACHE names a cache folder, the
+    temporary folder. Return the folder and the reason why it must not be used, or "" if it may be
+    used."""
     why = ""
     fallbacks = () if _named_folder() else (_temporary_folder(),)
     for root in roots or (cache_folder().resolve(), *fallbacks):
@@ -83,7 +85,7 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
                 folder /= part
                 folder.mkdir(PRIVATE, exist_ok=True)
                 why = why or _unsafe(folder) or _unsafe(folder.resolve())
-                # A link may point to a folder that other users need, so its mode stays.
+                # A link may point to a folder that other users need, so the folder's mode is kept.
                 if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
                     folder.chmod(PRIVATE)
             return folder, why
@@ -98,8 +100,8 @@ def _named_folder() -> str:
 
 
 def _unsafe(folder: Path) -> str:
-    """Return why other users could put files into a folder, or "" if only this user and root
-    can."""
+    """Return the reason why `folder` is unsafe: it belongs to another user, or every user may write
+    to it. Return "" if the folder is safe or does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = folder.lstat()
         if status.st_uid not in (0, os.geteuid()):
@@ -110,13 +112,13 @@ def _unsafe(folder: Path) -> str:
 
 
 def _obstacle_to_creating(folder: Path) -> str:
-    """Return why a missing folder cannot be created, or "". Nothing is left behind, because the
-    folder may never be needed."""
+    """Return the reason why `folder` cannot be created. Return "" if it exists or can be created.
+    The test leaves no folder behind, because the folder may never be needed."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         for path in missing[-1:]:
             path.mkdir(PRIVATE, exist_ok=True)
-            with contextlib.suppress(OSError):  # another process has just used it
+            with contextlib.suppress(OSError):  # another process already uses the folder
                 path.rmdir()
     except OSError as error:
         return f"it cannot be created: {error.strerror}"

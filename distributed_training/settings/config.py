@@ -1,8 +1,9 @@
-"""Define CONFIG's keys and the Request, in which a user sets them. No torch import.
+"""Define CONFIG's keys and the Request, which holds the user's values. This module does not import
+torch.
 
-Each field of RunConfig defines a key: its type, default, aliases, whether it is part of the work,
-and its help text below the field. Errors, `--help`, `--key value` and the guide's reference are
-derived from it."""
+Each field of RunConfig defines the type, default, aliases and help text of a key. The field also
+defines whether the key is part of the work, on which comparable runs must agree. Error messages,
+`--help`, `--key value` options and the guide's reference are derived from the fields."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
-# Keys are grouped by the purpose for which a user looks them up.
+# Keys are grouped by purpose, as in --help and in the guide.
 data = functools.partial(key, work=True, group="Model and data")
 learning = functools.partial(key, work=True, group="Batch and optimizer")
 layout = functools.partial(key, work=False, group="Strategy and layout")
@@ -223,31 +224,32 @@ class RunConfig(Options):
     # fmt: on
 
     def to_user_words(self) -> dict[str, Any]:
-        """Return the values under CONFIG's keys, in CONFIG's order."""
+        """Return the value of each CONFIG key, in the order of the fields."""
         return {name: getattr(self, name) for name in KEYS}
 
 
 class Request(RunConfig):
-    """CONFIG as the user requested it: the value of each key and who set it. No value is
-    derived."""
+    """CONFIG as the user requested it: the value of each key and the source that set it. Values of
+    "auto" are not resolved yet."""
 
     # Values of the keys that the strategy's engine declares
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    # key -> who set it; "CONFIG" only if the value differs from the key's default
+    # key -> source of the value; "CONFIG" only if the value differs from the key's default
     set_by: dict[str, Literal["CONFIG", "preset", "command line", "strategy"]] = Field(
         default_factory=dict
     )
     preset: str | None = None
-    force: bool = False  # run even if the predicted memory does not suffice
-    # Fail if data, weights or tokenizers are missing, instead of using those of the package
+    force: bool = False  # start the run even if it is predicted not to fit
+    # Fail if data, weights or tokenizers are missing, instead of using the embedded ones
     strict: bool = False
 
     def is_set(self, *names: str) -> bool:
-        """Return whether the user set any of these keys. A strategy's defaults do not count."""
+        """Return whether the user set any of the keys `names`. A strategy's defaults do not
+        count."""
         return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
 
     def to_user_words(self) -> dict[str, Any]:
-        """Return the values under CONFIG's keys, then the engine's own options."""
+        """Return the value of each CONFIG key, followed by the engine's own options."""
         return super().to_user_words() | self.engine_options
 
 
@@ -256,16 +258,16 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
-    """Return a copy with changed values, or `config` itself if nothing changes. Raises UserError
-    for a value that its key does not accept."""
+    """Return a copy of `config` with changed values. Return `config` itself if no value changes.
+    Raises UserError for a value that its key does not accept."""
     if all(getattr(config, name) == value for name, value in changes.items()):
         return config
     return validate(type(config), {**dict(config), **changes}, KEYS)
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
-    """Return `values` as an instance of `model`, whose fields are `keys`. Raises UserError for a
-    value that is not accepted."""
+    """Return an instance of `model` with these `values`. `keys` describes the fields of `model`.
+    Raises UserError for a value that is not accepted."""
     try:
         return model(**values)
     except ValidationError as error:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from distributed_training.settings.launchers import is_first
 
-# A full or read-only disk, and files that belong to other users
+# A full or read-only disk, a file-size limit, and missing permissions
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
-    """Mistake that the user can fix. Its three sentences say what is wrong, why, and what to type
-    instead. The command line prints the sentences without a traceback and exits with code 2. A
-    command at the end of `fix`, after "run:", gets a line of its own."""
+    """Mistake that the user can fix. The message says what is wrong, why, and how to fix it. The
+    command line prints the message without a traceback and exits with `exit_code`. A command after
+    "run:" at the end of `fix` is printed on a separate line."""
 
     exit_code = 2
 
@@ -28,7 +28,7 @@ class UserError(ValueError):
 
     @property
     def printed(self) -> str:
-        """Message for a terminal, with the command on a separate line."""
+        """Return the message for a terminal, with the command on a separate line."""
         message = f"error: {self}"
         if not self.command:
             return message
@@ -36,34 +36,36 @@ class UserError(ValueError):
 
 
 def _sentence(text: str) -> str:
-    """Return a text on one line with a full stop, except after a command that the reader will
-    copy."""
+    """Return `text` on one line, ending with a period. No period follows a question mark, a colon
+    or a command that the reader will copy."""
     line = printable(" ".join(text.split())).rstrip(".")
     ends_in_command = re.search(r"(?i)\brun: ", line)
     return line if not line or line[-1] in "?:" or ends_in_command else f"{line}."
 
 
 def _capitalize(sentence: str) -> str:
-    """Start a sentence with a capital letter unless its first word is a path, a key or another
+    """Capitalize the first letter of a sentence unless its first word is a path, a key or another
     name."""
     is_word = re.match(r"[a-z]+[ ,]|run: ", sentence)
     return sentence[0].upper() + sentence[1:] if is_word else sentence
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which could rewrite a terminal if they are in a file's name."""
+    """Escape nonprintable characters. Control characters, for example in a file name, could
+    otherwise overwrite text on a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class RunError(UserError):
-    """Reason why a run ended after it had begun. It is printed like a UserError, and the exit code
-    is 1."""
+    """Error that ends a run after it has begun. The message is printed like a UserError's, and the
+    exit code is 1."""
 
     exit_code = 1
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """Run `act`, print a UserError without its traceback, and return the exit code."""
+    """Call `act` and return the exit code. Print a UserError or a refused file access without a
+    traceback. `trains`: whether `act` trains, for the message that Ctrl-C prints."""
     try:
         code = act()
         sys.stdout.flush()

@@ -1,4 +1,5 @@
-"""Read paths and JSON that users provide, with errors that they can act on. No torch import."""
+"""Read paths and JSON that users provide, and raise errors that users can act on. This module does
+not import torch."""
 
 import contextlib
 import difflib
@@ -27,8 +28,8 @@ _CHUNK_BYTES = 16 * 2**20
 _WHOLE_BYTES = 10**9
 _NUM_PARTS = 1024
 _PART_BYTES = 4096
-_SMALL_BYTES = 64_000_000  # of JSON, which takes one to two seconds to parse
-# Beginnings of the messages of Python's parser, and our messages for the same mistakes
+_SMALL_BYTES = 64_000_000  # largest JSON file, which takes one to two seconds to parse
+# Beginning of a message of Python's JSON parser -> our message for the same mistake
 _JSON_FAULTS = {
     "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
     "Expecting value": "a value is missing, or is not JSON",
@@ -45,8 +46,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Expand `~` in text that may be a path. Raises UserError if the path cannot be looked up, for
-    example because the user is unknown, the name is too long or a folder is not accessible."""
+    """Expand `~` in `text`, which may be a path. Raises UserError if the path cannot be looked up:
+    the user is unknown, the name is too long or a folder is not accessible."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -59,26 +60,27 @@ def expand_home(key: str, text: str) -> str:
 
 
 def given_path(text: str | Path) -> Path:
-    """Return the path of a file or folder that a command names, relative to the current folder. If
-    it exists only in the checkout, return that path."""
+    """Return the path of a file or folder that the user names. A relative path refers to the
+    current folder, or to the checkout if it exists only there."""
     path = Path(text).expanduser()
     in_checkout = ROOT / path
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
 def obstacle_to_writing(folder: Path, *files: str) -> str:
-    """Try to create and remove a file in `folder`, or in its nearest existing parent, and to open
-    those of its `files` that exist. Describe the failure, or return "" if there is none."""
+    """Return the reason why `folder` or its `files` cannot be written. Return "" if there is none.
+    The test creates and removes a file in `folder`, or in the nearest existing parent, and opens
+    each existing file in `files`."""
     tested = folder = folder.absolute()
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(folder)
         tested = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         with tempfile.NamedTemporaryFile(prefix=".probe-", dir=tested) as probe:
-            probe.write(bytes(4096))  # a full disk can still create an empty file
+            probe.write(bytes(4096))  # even on a full disk, an empty file can be created
         for tested in (folder / name for name in files):
             if os.path.lexists(tested):
-                # Opening a pipe without a reader would block.
+                # Without O_NONBLOCK, opening a pipe that has no reader would block.
                 os.close(os.open(tested, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         return f"{tested} cannot be written: {error.strerror or error}"
@@ -86,14 +88,15 @@ def obstacle_to_writing(folder: Path, *files: str) -> str:
 
 
 def require_writable(folder: Path, fix: str, *files: str) -> None:
-    """Raise UserError if `folder` or its `files` cannot be written. Commands call this before long
-    work whose results would be lost."""
+    """Raise UserError if `folder` or its `files` cannot be written. Commands call this function
+    before long work whose results would otherwise be lost."""
     if obstacle := obstacle_to_writing(folder, *files):
         raise UserError(obstacle, fix=fix)
 
 
 def publish(made: Path, final: Path) -> None:
-    """Rename a file or folder into place, replacing an older one, once its content is on disk."""
+    """Sync the file or folder `made` to disk and rename it to `final`. An existing `final` is
+    replaced."""
     for path in (*made.rglob("*"), made):
         _sync(path)
     if final.is_dir():
@@ -103,7 +106,7 @@ def publish(made: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, or a link that a user put in its place."""
+    """Remove a folder. If a symbolic link has replaced the folder, remove only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -129,8 +132,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path) -> bytes:
-    """Read a settings file, or a shell's `<(...)`. Raises OSError if the file is not regular or is
-    too long."""
+    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError if the file
+    is not a regular file or is larger than 64 MB."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(_SMALL_BYTES + 1)
     if len(data) > _SMALL_BYTES:
@@ -139,8 +142,8 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:
-    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep, for an
-    unpaired surrogate and, if `unique`, for a key that an object has twice."""
+    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep and for an
+    unpaired surrogate. If `unique` is True, a duplicate key is also an error."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
         if "\\ud" in text or "\\uD" in text:
@@ -162,8 +165,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
-    """Parse a JSON file. Raises UserError with line and column if the JSON is invalid, and if
-    `unique`, for a key that an object has twice."""
+    """Parse a JSON file. Raises UserError if the file cannot be read or, with the line and column,
+    if the JSON is invalid. `what` describes the file in the message. If `unique` is True, a
+    duplicate key is also an error."""
     try:
         return parse_json(read_small(path).decode(), unique=unique)
     except FileNotFoundError:
@@ -185,8 +189,8 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
 
 
 def _json_fault(error: json.JSONDecodeError) -> str:
-    """Describe a syntax error with its line and column. Comments and trailing commas, which other
-    formats allow, are mentioned explicitly."""
+    """Describe a syntax error and its position. Comments and trailing commas, which other formats
+    allow, have messages of their own."""
     remaining = error.doc[error.pos :].lstrip()
     line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
     preceding = error.doc[: error.pos].rstrip()
@@ -199,13 +203,14 @@ def _json_fault(error: json.JSONDecodeError) -> str:
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
-    """Return our own words for a message of Python's parser."""
+    """Return our description of an error from Python's JSON parser, or else the parser's
+    message."""
     mistakes = (text for start, text in _JSON_FAULTS.items() if error.msg.startswith(start))
     return next(mistakes, error.msg)
 
 
 def crc32(file: Path, checksum: int = 0) -> int:
-    """Return the CRC-32 of a file. `checksum` is the CRC-32 of preceding data."""
+    """Return the CRC-32 of a file. `checksum` is the CRC-32 of the data that precedes the file."""
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
@@ -213,10 +218,11 @@ def crc32(file: Path, checksum: int = 0) -> int:
 
 
 def sample_file(file: Path) -> str:
-    """Return a file's size and CRC-32, or "" if it cannot be read.
+    """Return a file's size and CRC-32 as text. Return "" if the file cannot be read.
 
-    Reading a file above 1 GB takes long, so only 1,024 parts of it are read. A change of 1/1024 of
-    the file in a row, as in any large matrix, is detected. A smaller change may be missed."""
+    Reading a file above 1 GB takes long, so only 1,024 evenly spaced blocks of 4 KiB are read. A
+    contiguous change of at least 1/1,000 of the file is detected. A smaller change may be
+    missed."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -232,18 +238,18 @@ def sample_file(file: Path) -> str:
 
 
 def crc32_of(values: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of values in JSON form."""
+    """Return the CRC-32 of `values` serialized as JSON with sorted keys."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
-    """Return a JSON document parsed as `model`. Raises UserError that begins with `source` and
-    names the key."""
+    """Validate a JSON document and return it as an instance of `model`. Raises UserError. The
+    message begins with `source` and, if possible, names the invalid key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-    # Raised by a validator that computes
+    # Validators that compute with a value may raise these errors
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"{source}: a value is of a type that is not accepted", str(error), fix
@@ -256,7 +262,8 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
-    """Return the element of `names` that begins with `word` or is closest to it, or None."""
+    """Return the element of `names` that begins with `word` or is most similar to it. Return None
+    if no element is similar."""
     lower = {name.lower(): name for name in names}
     if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
         return lower[min(begun, key=len)]
@@ -267,7 +274,8 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None
 def did_you_mean(
     word: str, names: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
 ) -> str:
-    """Return a hint for an unknown `word`: the nearest of `names`, or else `otherwise`."""
+    """Return a hint for an unknown `word` that suggests the nearest element of `names`. Return
+    `otherwise` if no element is similar."""
     close = nearest(word, names, cutoff)
     return f"did you mean {close!r}?" if close else otherwise
 
@@ -279,8 +287,8 @@ def shown(value: object) -> str:
 
 
 def folder_label(folder: Path) -> str:
-    """Return a short name for a model's folder: its own name or, in a run's folder, the run's
-    model."""
+    """Return a short name for a model's folder. For hf/, best/ or merged/ in a run's folder, return
+    the run's model and the folder's name, such as gpt2-hf. Otherwise, return the folder's name."""
     if folder.name not in ("hf", "best", "merged"):
         return folder.name
     run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
