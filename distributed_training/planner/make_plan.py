@@ -1,4 +1,4 @@
-"""Turn CONFIG and a machine into the plan of a run. No torch import."""
+"""Make the plan of a run from CONFIG and a machine. This module does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +29,9 @@ def make_plan(
     cluster: Cluster,
     read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
 ) -> Plan:
-    """Decide and check everything about a run. Downloads follow the checks of this machine. `read`
-    returns the run's samples, or None if they are not needed. Raises UserError at the first
-    obstacle."""
+    """Return the plan of a run, after checking that the run can start. Files are downloaded only
+    after the machine has passed the checks. `read` returns the run's samples, or None if the plan
+    does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []
     request = take_over(request, cluster.num_processes, notes)
     draft = draft_plan(request, cluster, notes)
@@ -66,12 +66,13 @@ def make_plan(
 
 
 def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:
-    """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
-    The only check is that the layout exists."""
+    """Return a draft plan with the model, strategy, mesh, batch and switches that follow from
+    CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
+    not checked."""
     notes = [] if notes is None else notes
     strategy = named_strategy(request)
     decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
-    find_model(decided.model)  # raises now, and not for each layout that "auto" tries
+    find_model(decided.model)  # raises here, not for each layout that "auto" considers
     if AUTO in (decided.strategy, decided.batch_size):
         decided, strategy = choose_spread(decided, cluster, strategy, notes)
     if request.checkpoint_every == 0:
@@ -81,8 +82,8 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the work, the strategy and the checkpoint interval of the run that
-    `resume` names, except for keys that were typed. If `resume` names no run, CONFIG is unchanged.
-    Raises UserError if the run is missing."""
+    `resume` names. Keys that the user set are kept. If `resume` is None or "auto", return CONFIG
+    unchanged. Raises UserError if the run is missing."""
     if config.resume in (None, AUTO):
         return config
     before = load_plan(named_checkpoint(str(config.resume)).parents[1])
@@ -96,8 +97,8 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
         values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
         notes.append(f"as in the run: {values}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
-    # These values depend on the earlier dataset, so request them again. If the run used all
-    # samples, by request or because it had no GPU, it still does.
+    # The decided values depend on the earlier dataset, so use the requested values instead. A
+    # decided num_samples of -1 (all samples) is kept.
     if config.is_set("dataset"):
         of_data = {"pack"} if decided["num_samples"] == -1 else {"num_samples", "pack"}
         taken |= {name: asked_before[name] for name in of_data.intersection(taken)}
@@ -115,8 +116,8 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
 
 
 def share_batch(config: Request, before: Plan, num_processes: int, notes: list[str]) -> Request:
-    """Return CONFIG with the global batch of an earlier run, divided over `num_processes`. Raises
-    UserError if they cannot share it evenly."""
+    """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
+    processes. Raises UserError if the processes cannot share the batch evenly."""
     size = before.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:

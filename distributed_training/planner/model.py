@@ -1,4 +1,6 @@
-"""Choose the model of a run, and the settings that follow from it. No torch import."""
+"""Choose the model of a run, and the settings that depend on the model.
+
+This module does not import torch."""
 
 import math
 from pathlib import Path
@@ -15,9 +17,9 @@ from distributed_training.settings.request import load_preset
 from distributed_training.settings.strategies import Strategy
 
 WORDS_PRESET = "words"  # for training on a small text without a GPU
-# Keys that this preset does not set here
+# Keys of WORDS_PRESET that are ignored here
 PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
-CPU_EVAL_SAMPLES = 50  # samples of 512 tokens, which take half a second on two cores
+CPU_EVAL_SAMPLES = 50  # evaluating them takes 0.5 s on two cores with 512 tokens per sample
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 
 
@@ -28,9 +30,9 @@ def choose_model(
     strategy: Strategy | None,
     notes: list[str],
 ) -> Request:
-    """Choose the model if it is "auto" and, on a CPU, the training settings for the user's own
-    text. If training continues adapters, they set their own keys. `strategy` is None if the planner
-    has to choose it."""
+    """Return CONFIG with the model chosen if it is "auto". If the model is chosen for a CPU, also
+    choose training settings for the user's own text. If training continues adapters, the adapters
+    determine the LoRA keys. `strategy` is None if the planner still has to choose the strategy."""
     decided = _continue_adapters(config, notes)
     if decided.get("model", config.model) != AUTO:
         pass
@@ -47,7 +49,7 @@ def choose_model(
 def _choose_for_cpu(
     config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the model, and settings for the user's own text."""
+    """Return the model for a CPU, and settings for a local text or a short evaluation."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
@@ -74,8 +76,9 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the keys that a folder in `weights` decides: the model, if CONFIG names none, and the
-    rank, alpha, targets and dropout of the folder's adapters, if it has any."""
+    """Return the values that a folder in `weights` determines. They are the model, if CONFIG does
+    not name a model, and the rank, alpha, targets and dropout of adapters in the folder. Raises
+    UserError if CONFIG sets another rank, alpha or targets."""
     folder = Path(config.weights)
     decided: dict[str, Any] = {}
     if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():

@@ -1,5 +1,5 @@
-"""Rank every layout of every strategy for one CONFIG, the fastest that fits first. No torch
-import."""
+"""Rank the layouts of all strategies for one CONFIG. Layouts that fit come first, sorted from
+fastest to slowest. This module does not import torch."""
 
 import contextlib
 import functools
@@ -25,24 +25,26 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 
-# Difference in time below which the simpler layout is chosen. It is about the error of predictions.
+# Relative difference in step time below which the simpler layout is chosen. The value is about as
+# large as the error of predictions.
 ALIKE = 0.03
 ALIKE_ON_CPU = 0.2
 ALIKE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-SAFE = 0.05  # how much longer the layout with the least memory may take
-NEAR_BEST = 0.95  # share of the best tokens/s that is enough
-MOST_BATCH = 8  # power of two of the largest batch size to test
-MOST_COUNTS = 4  # numbers of micro-batches to test per pipeline schedule
+SAFE = 0.05  # relative extra step time that the layout with the least memory may take
+NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
+MOST_BATCH = 8  # the largest batch size to test is 2 to this power
+MOST_COUNTS = 4  # how many numbers of micro-batches to test per pipeline schedule
 
 
 def rank_layouts(
     build: Callable[[str], Request], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
-    """Return all layouts that can start, the best first. `build` returns CONFIG under a strategy's
-    name and raises UserError if they are incompatible. Algorithms that compute different results
-    are included only if `asked` names them. On CPUs, strategies that offload state to the host are
-    included only if `asked` names them or CONFIG has a DeepSpeed JSON. `only` names the single
-    strategy to rank."""
+    """Return the predictions of all valid layouts, sorted from best to worst.
+
+    `build` returns CONFIG for the name of a strategy. It raises UserError if CONFIG and the
+    strategy are incompatible. Algorithms that compute different results are included only if
+    `asked` names them. On CPUs, strategies with CPU offload are included only if `asked` names them
+    or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):
@@ -50,7 +52,7 @@ def rank_layouts(
             continue
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(build(name), cluster):
-                # The key is equal for two names of one layout.
+                # Two strategies that give the same layout have the same key.
                 strategy = plan.strategy
                 named = name == asked or plan.config.deepspeed_config
                 if strategy.steps_on_host and not named and not cluster.machine.num_gpus:
@@ -65,21 +67,21 @@ def rank_layouts(
 
 
 def _detours(plan: Draft) -> tuple[int, bool]:
-    """Return a sort key for two names of one layout. The name that needs fewer settings comes
-    first, and for sharded replicas (HSDP) the name fsdp."""
+    """Return a sort key for strategies that give the same layout. The strategy that needs the
+    fewest settings comes first. On a tie, fsdp comes before dp for sharded replicas (HSDP)."""
     shards = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(settings_of(plan)), shards and plan.strategy.mesh["dp_shard"] == 1
 
 
 def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Show a progress bar in a terminal after two seconds."""
+    """Return the items with a progress bar, which a terminal shows after two seconds."""
     form = "{desc} {bar} {n_fmt}/{total_fmt}"
     return tqdm(items, what, bar_format=form, leave=False, disable=None, delay=2)
 
 
 def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
-    """Yield drafts of every mesh, with the schedules and some numbers of micro-batches that CONFIG
-    leaves open."""
+    """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and
+    the number of micro-batches if CONFIG leaves them open."""
     strategy = load_strategy(config)
     config = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
     cut_is_open = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
@@ -88,7 +90,7 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
-            # A search for orders takes 1 to 2 s, so it runs only on request.
+            # Searching for an order takes 1 to 2 s, so a search runs only on request.
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             with contextlib.suppress(UserError):
@@ -114,14 +116,14 @@ def _more_microbatches(plan: Draft) -> list[int]:
 
 
 def settings_of(plan: Draft) -> dict[str, Any]:
-    """Return the settings besides `strategy` that give this layout."""
+    """Return the settings that give this layout, besides `strategy`."""
     named_mesh = plan.strategy.mesh
     mesh = plan.mesh
     settings: dict[str, Any] = {
         axis: size for axis, size in mesh.items() if named_mesh[axis] not in (-1, size)
     }
-    # An open axis gets all remaining processes, which may not be intended. Only one axis may be
-    # open.
+    # An axis of size -1 gets all remaining processes, which may not be intended. Only one axis may
+    # have size -1.
     open_axes = [axis for axis in mesh if named_mesh[axis] == -1]
     if plan.num_processes > 1 and any(mesh[axis] == 1 for axis in open_axes):
         settings |= {axis: size for axis, size in mesh.items() if size > 1}
@@ -136,8 +138,8 @@ def settings_of(plan: Draft) -> dict[str, Any]:
 
 
 def layout_name(plan: Draft) -> str:
-    """Return a name such as "3d pp=4 tp=2 1f1b m8": strategy, axes if the strategy does not imply
-    them, schedule and number of micro-batches."""
+    """Return a name such as "3d pp=4 tp=2 1f1b m8". It contains the strategy, the axes unless the
+    strategy implies them, the pipeline schedule and the number of micro-batches."""
     words = [plan.strategy.name]
     if settings_of(plan).keys() & plan.mesh.keys():
         words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
@@ -149,8 +151,9 @@ def layout_name(plan: Draft) -> str:
 
 
 def as_chosen(config: Request, name: str) -> Request:
-    """Return CONFIG under a strategy that "auto" may choose. Keys that are set stay, even if the
-    strategy does not accept them. Raises UserError for an engine that adds its own options."""
+    """Return CONFIG with the strategy `name` and its defaults. Keys that the user set are kept,
+    even if the strategy does not accept them. Raises UserError if "auto" never chooses the
+    strategy, because its engine adds options."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
     defaults = {"engine_options": {}, **defaults_for(config, name)}
@@ -158,12 +161,13 @@ def as_chosen(config: Request, name: str) -> Request:
 
 
 def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
-    """Return settings with which a plan's work fits its cluster: more micro-batches, recomputation,
-    a quantized base or smaller optimizer state, and the fastest other strategy."""
+    """Suggest settings with which a plan fits into the memory of the cluster, such as "set
+    num_microbatches=8". Candidates are more micro-batches, recomputation, a quantized base model,
+    another strategy and a smaller optimizer state."""
     config = plan.config
 
     def fits(**settings: object) -> bool:
-        # The settings may decide if a step is one CUDA graph.
+        # Request `cuda_graphs` again, because the settings may decide whether graphs are possible.
         decided = config.to_user_words() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
         request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
@@ -192,9 +196,9 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
 
 
 def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction | None:
-    """Return the simplest of the fastest layouts that fit, or None. `build` is described in
-    `rank_layouts`."""
-    # The checks of the run report a lack of host memory.
+    """Return the simplest of the fastest layouts that fit into GPU memory. Return None if no layout
+    fits. For `build`, see `rank_layouts`."""
+    # Host memory is not considered here, because check_memory reports a lack of host memory.
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
@@ -204,7 +208,8 @@ def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction
 
 
 def first_choice(choices: Sequence[Prediction]) -> Prediction:
-    """Return the simplest of the layouts that are as fast as the best, within prediction error."""
+    """Return the simplest of the layouts that are as fast as the best layout, within the error of
+    predictions."""
     best = choices[0]
     alike, among_simple = (ALIKE, ALIKE) if best.validated else (ALIKE_UNVALIDATED, SAFE)
     if best.plan.machine.num_gpus == 0:
@@ -220,13 +225,13 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 
 def _within(choices: Sequence[Prediction], best: Prediction, share: float) -> list[Prediction]:
-    """Return the layouts that fit as well as `best` and take at most `share` longer."""
+    """Return the layouts that fit as well as `best` and take at most 1 + `share` times as long."""
     room, seconds = best.order
     return [choice for choice in choices if choice.order <= (room, seconds * (1 + share))]
 
 
 def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
-    """Return the layouts of a ranking to show first, each with its labels."""
+    """Return the recommended layouts of a ranking, each with labels such as "first, fastest"."""
     best = choices[0]
     safest = min(_within(choices, best, SAFE), key=lambda choice: choice.memory.needed_bytes)
     labeled: dict[int, tuple[list[str], Prediction]] = {}
@@ -238,14 +243,15 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
 def choose_spread(
     config: Request, cluster: Cluster, strategy: Strategy | None, notes: list[str]
 ) -> tuple[Request, Strategy]:
-    """Choose the strategy and the batch size that are predicted to be fastest, if they are "auto".
-    `strategy` is None if it is "auto"."""
+    """Choose the strategy and the batch size by their predicted speed if they are "auto". Return
+    CONFIG with the choices, and the strategy. `strategy` is None if CONFIG leaves it open. Raises
+    UserError if no strategy fits."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
         best = best_layout(build, cluster)
         if best is None:
-            # Raise the most specific error. If there is none, the memory does not suffice.
+            # lay_out raises a more specific error. If it succeeds, memory is insufficient.
             plainest = "dp"
             if config.deepspeed_config:
                 plainest = "zero2"
@@ -264,7 +270,7 @@ def choose_spread(
         config = best.plan.requested.model_copy(update=settings)
         strategy = load_strategy(config)
     if config.batch_size == AUTO:
-        # The smallest power of two that fits and reaches NEAR_BEST of the best predicted tokens/s
+        # Choose the smallest power of two that fits and has NEAR_BEST of the best tokens/s.
         speeds: dict[int, float] = {}
         for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
             with contextlib.suppress(UserError):

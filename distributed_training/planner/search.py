@@ -1,4 +1,6 @@
-"""Search for `zb-auto`'s order of operations. No torch."""
+"""Search for the order of operations of the pipeline schedule `zb-auto`.
+
+This module does not import torch."""
 
 import functools
 import random
@@ -14,19 +16,19 @@ from distributed_training.plan.orders import (
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.predict.simulate import by_operation, flow, length_of, simulate
 
-# Parameters of the search for `zb-auto`, fitted on durations of gpt2-medium over 4 H200s (3f6f234),
-# p 2 to 8 and m 1 to 32.
-CHANGES = 150  # changes tried per operation
-SIMULATED = 5_000_000  # most operations simulated in total, which takes 1 to 2 s
-FARTHEST = 6  # most positions by which an operation is moved
-ALONE = 0.3  # share of changes that move one operation, not one in each of several periods
-HEAT = 0.16  # mean operations by which the first changes may make a step longer
+# Parameters of the search, tuned with durations of gpt2-medium on 4 H200 GPUs (commit 3f6f234) for
+# 2 to 8 ranks and 1 to 32 micro-batches.
+CHANGES = 150  # changes tested per operation
+SIMULATED = 5_000_000  # maximum number of simulated operations, which takes 1 to 2 s
+FARTHEST = 6  # maximum number of positions by which an operation is moved
+ALONE = 0.3  # fraction of changes that move one operation, not one in each of several periods
+HEAT = 0.16  # initial limit of the slowdown by a change, in mean operation times
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
     """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before 25
-    November 2026 used this order, and `zb-auto` may start from it. Operations of micro-batches
-    beyond `m`, which torch would add, are left out."""
+    November 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less
+    than 2 p - 1, torch adds micro-batches. Their operations are omitted here."""
     number = max(2 * p - 1, m)
     orders = []
     for rank in range(p):
@@ -44,21 +46,23 @@ def search_orders(
     m: int,
     message_s: float,
 ) -> FoundOrders:
-    """Return the shortest order found for `m` micro-batches under `zb-auto`. `zb-v`'s order is the
-    longest that it returns.
+    """Return the fastest order found for `m` micro-batches under `zb-auto`. This order is never
+    slower than the order of `zb-v` in the simulation.
 
-    `seconds` has the durations of F, I and W of each stage. `blocks` has the number of blocks in
-    each stage, whose activations a micro-batch holds from F to W. Rank r has stages r and 2 p - 1 -
-    r. A result reaches another rank after `message_s`.
+    `seconds` has the time in seconds of F, I and W for each stage. `blocks` has the number of
+    blocks in each stage. A micro-batch holds the activations of these blocks from F to W. Rank r of
+    p has the stages r and 2 p - 1 - r. `message_s` is the time in seconds to send a result to
+    another rank.
 
-    `zb-v` assumes equal stages, but the last stage also computes the loss. Therefore simulated
-    annealing with random thresholds improves its order, or torch's if that is shorter, on estimated
-    durations. Equal arguments give equal orders on any machine, because the search uses only
-    additions, products and comparisons of floats, and `random()`, which Python does not change."""
+    The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
+    starts from the order of `zb-v`, or from torch's ZB-V order if it is faster. Simulated annealing
+    with random thresholds then improves this order on the estimated durations. Equal arguments give
+    equal orders on any machine. The reason is that the search uses only basic float arithmetic,
+    comparisons and `random()`, whose sequence does not depend on the version of Python."""
     last = len(blocks) - 1
     p = len(blocks) // 2
     took = by_operation(seconds)
-    # The loss runs its backward pass at once, before the logits of another micro-batch exist.
+    # The last stage runs I right after F, before the logits of another micro-batch exist.
     at_once = ("I", last)
     took["F", last] += took[at_once]
     gives = flow(SCHEDULES["zb-v"].ranks(p), message_s)
