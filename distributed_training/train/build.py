@@ -1,4 +1,4 @@
-"""Build the parts of a run from its plan: topology, sampler, extensions, model and engine."""
+"""Build the components of a run from its plan: topology, sampler, extensions, model and engine."""
 
 import time
 from functools import partial
@@ -31,7 +31,7 @@ def build_topology(plan: Plan, process: Process, device: torch.device) -> Topolo
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
-    """Return the sampler, which decides the training samples of each step on this rank."""
+    """Return the sampler, which selects the training samples of each step on this rank."""
     return Sampler(
         num_samples=len(data.train),
         **plan.batch.model_dump(),
@@ -41,9 +41,9 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile DeepSpeed's extensions before the run, in one process per machine, and report how
-    long it takes. Collective."""
-    # All ranks import the engine at the same time instead of one after another.
+    """Compile and load the DeepSpeed extensions of the plan's strategy in one process per machine,
+    and print how long this takes. All ranks must call this function."""
+    # Import the engine on all ranks at the same time instead of one after another.
     plan.strategy.load_engine()
     names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
@@ -57,9 +57,9 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 
 
 def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -> Engine:
-    """Build the plan's engine with its initial weights, which are equal under every strategy, and
-    seed the dropout. `drawn` holds random weights if they were drawn earlier. Collective. Raises
-    UserError if adapters do not fit the weights."""
+    """Build the plan's engine with the initial weights, which are the same under every strategy,
+    and seed dropout. `drawn` is a model with random initial weights, if the caller has one. All
+    ranks must call this function. Raises UserError if adapters do not fit the weights."""
     config = plan.config
     model, fingerprint = build_model(plan, topology, drawn)
     initial = None
@@ -78,13 +78,14 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
 def build_model(
     plan: Plan, topology: Topology, drawn: Decoder | None
 ) -> tuple[Decoder, Fingerprint]:
-    """Return the model and a fingerprint of its frozen weights, if it has any.
+    """Return the model and a fingerprint of its frozen weights. Without LoRA, the fingerprint has
+    no samples.
 
-    For PyTorch's parallelism the model is on the device "meta", and its `fill` method loads the
-    weights of this rank's shards once the shards are known. DeepSpeed receives the whole model on
-    the CPU. An NF4 base model is whole on this rank's device. All weights are rounded to the
-    compute dtype. Frozen weights keep the compute dtype (or `base_dtype` for the matrices of
-    blocks), and trained weights are stored in fp32."""
+    For PyTorch's parallelism, the model is on the device "meta", and `model.fill` loads the weights
+    of this rank's shards once the shards are known. DeepSpeed receives the whole model on the CPU.
+    An NF4 base model is complete on this rank's device. All weights are rounded to the compute
+    dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the matrices of
+    blocks), and trained weights in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Training loop and its history. The loop calls an Engine and does not depend on strategies."""
+"""Run the training loop. The loop calls an `Engine` and does not depend on the strategy."""
 
 import math
 import shutil
@@ -36,8 +36,8 @@ PATIENCE_S = 10.0  # Signals within this time after the first one are ignored.
 
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `num_steps`: linear warm-up, then the
-    schedule."""
+    """Return the learning rate of step `step` (0-based) of a run with `num_steps` steps. A linear
+    warm-up is followed by the schedule `lr_schedule`."""
     peak = float(config.learning_rate)
     warmup = config.warmup_steps
     if step < warmup:
@@ -49,10 +49,10 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 
 @dataclass
 class Trainer:
-    """One run: the engine's steps, with evaluation, logging and checkpoints between them.
+    """Run the steps of the engine, and evaluate, log and save checkpoints between the steps.
 
-    The history is the same on every rank, except for times. Rank 0 also writes it to the record,
-    prints it and sends it to the tracker."""
+    The history is the same on every rank, except for times. Rank 0 also writes the history to the
+    record, prints it and sends it to the tracker."""
 
     engine: Engine
     plan: Plan
@@ -63,7 +63,7 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    # Reports the current activity to the watch
+    # Function that reports the current activity to the watch
     at: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
 
@@ -72,7 +72,7 @@ class Trainer:
         self.num_steps = self.plan.num_steps
         self.timer = metrics.StepTimer(self.topology.device)
         self.memory = metrics.PeakMemory(self.topology.device)
-        # (step, seconds) of the steps that this process ran
+        # (step, seconds) of each step that this process ran
         self.timed: list[tuple[int, float]] = []
         # Bytes read and written during training; empty if they are not counted
         self.disk: dict[str, int] = {}
@@ -84,19 +84,20 @@ class Trainer:
         self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
         self._first = 0  # first step of this process, which includes compilation
-        # True if the save in progress is the last of the run, and is reported
+        # True if the save in progress is the last save of the run and should be reported
         self._says_saved = False
         self._noted_waiting = False
-        self._num_bytes: int | None = None  # bytes of the validation text, None until counted
+        self._num_bytes: int | None = None  # size of the validation text; None until counted
         self.faults = Faults(self.plan, self.history, self.engine)
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done so far."""
+        """Number of completed optimizer steps."""
         return self.history.step
 
     def run(self) -> int:
-        """Train to the end or until a signal. Return the number of the signal, or 0. Collective."""
+        """Train to the end or until a signal arrives. Return the number of the signal that stopped
+        the run. Return 0 if there is none. All ranks must call this method."""
         if self.step == 0:
             sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
             self.history.sample_before = sample
@@ -132,8 +133,9 @@ class Trainer:
         return stop if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
-        """Run one step. Then evaluate, end the epoch or save a checkpoint if it is due. Return the
-        number of the signal to stop for, or 0. It is equal on every rank. Collective."""
+        """Run one step. Then evaluate, end the epoch and save a checkpoint, if due. Return the
+        number of the signal that stops the run. Return 0 if there is none. All ranks return the
+        same number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:
             self._flush()
@@ -180,7 +182,7 @@ class Trainer:
         return stop
 
     def _update(self) -> None:
-        """Run one optimizer step. Its results stay on the device until `_flush`."""
+        """Run one optimizer step. The results of the step stay on the device until `_flush`."""
         self.at(f"step {self.step + 1}", is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
@@ -198,11 +200,12 @@ class Trainer:
             self.saver.prepare(self.engine)
 
     def _agree(self) -> tuple[int, bool]:
-        """Agree after a step on (number of the signal to stop for, whether to flush).
+        """Agree with the other ranks after a step. Return the number of the signal that stops the
+        run (0 if there is none), and whether to flush.
 
         Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
-        exchanged integers are on the CPU, so GPUs do not wait for them. If a save has ended on any
-        rank, all ranks finish it. Collective."""
+        exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has ended
+        on any rank, all ranks finish the save. All ranks must call this method."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
         saved = self.saver.ending is not None and self.saver.ending.done()
@@ -213,10 +216,12 @@ class Trainer:
         return int(votes[0]), bool(votes[1])
 
     def _flush(self) -> None:
-        """Sum the pending losses over ranks; write, print and track them. Collective.
+        """Sum the pending losses over the ranks, and write, print and track the results. All ranks
+        must call this method.
 
-        Raises NonFiniteError on all ranks at the first step that is not finite. Every evaluation
-        and save flushes first, so that no bad step is evaluated or saved."""
+        Raises NonFiniteError on all ranks for the first step that is not finite and may not be
+        skipped. Every evaluation and save flushes first, so that no bad step is evaluated or
+        saved."""
         self._flushed_at = time.monotonic()
         config = self.plan.config
         pending = self._pending
@@ -264,9 +269,9 @@ class Trainer:
         self.display.progress(rows, self._first)
 
     def _evaluate(self, then: str = "") -> None:
-        """Compute loss, perplexity and bits per byte over the validation samples. Print them on
-        one line that ends with `then`. Export the model if its loss is the lowest so far.
-        Collective."""
+        """Compute loss, perplexity and bits per byte on the validation samples. Print the results
+        on one line that ends with `then`. With `keep_best`, export the model if its loss is the
+        lowest so far. All ranks must call this method."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
@@ -290,19 +295,20 @@ class Trainer:
                 written.result()
 
     def _save(self, *, says_saved: bool) -> None:
-        """Wait for the previous save, then begin to save a checkpoint. Collective."""
+        """Wait for the previous save, then begin to save a checkpoint. All ranks must call this
+        method."""
         self._finish_saving()
         self._says_saved = says_saved
         self.at(f"saving step {self.step}")
-        # The checkpoint stores the record, so it must be complete before the save begins.
+        # The checkpoint stores the record, so the record must be complete before the save begins.
         self.write_record()
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
         if self.saver.memory is None:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for a save in progress and add it to the history. Raises the error if the save
-        failed. Collective."""
+        """Wait for the save in progress, if there is one, and add it to the history. Raises the
+        error of a save that failed. All ranks must call this method."""
         if self.saver.ending is None:
             return
         self.at("the end of a save", thread=self.saver.thread)
@@ -321,13 +327,14 @@ class Trainer:
             self.display.note("training waits during saves: there is no free memory for a copy")
 
     def _leave(self) -> None:
-        """Export the model while the last save is written, and generate a sample. Collective."""
+        """Export the model while the last save is written, and generate a sample. All ranks must
+        call this method."""
         self.at("the export")
         config = self.plan.config
         last = self.plan.run_dir / records.LAST
         best = self.history.best
         written: Future[None] | None = None
-        # These weights are already gathered and written
+        # The best weights are the last weights, and best/ already has them.
         if config.export and best and best["step"] == self.step:
             if self.topology.rank == 0:
                 best_folder = self.plan.run_dir / records.BEST
@@ -340,9 +347,9 @@ class Trainer:
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
-        """Gather the weights if `weights` is empty, and begin to write the model to `folder` in
-        a thread. Return the thread's future, or None on ranks that have nothing to write.
-        Collective."""
+        """Begin to write the model to `folder` in a thread. If `weights` is empty, gather the
+        weights first. Return the future of the thread. Return None on ranks that have nothing to
+        write. All ranks must call this method."""
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
@@ -350,8 +357,8 @@ class Trainer:
         return export.in_thread(export.write_folder, state, *about, folder)
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Return to the last checkpoint and skip the failed batch from then on. Raises `error` if
-        `on_nonfinite` is not "rollback". Collective."""
+        """Restore the last checkpoint, and skip the failed batch when training reaches it again.
+        Raises `error` if a rollback is not possible. All ranks must call this method."""
         checkpoint = self.faults.checkpoint_to_return_to(error)
         self._pending = []  # Steps are pending if a save detected the fault.
         self.memory.end()
@@ -361,7 +368,7 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Restore the run from a checkpoint: engine, random numbers, history, record and metrics.
-        Collective."""
+        All ranks must call this method."""
         began = time.monotonic()
         step = saver.load_checkpoint(
             folder, self.engine, self.plan, self.topology, self.data.fingerprint
@@ -372,7 +379,7 @@ class Trainer:
         self.write_record()
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
-            if self.history.best is None:  # best/ may hold a later step, which runs again.
+            if self.history.best is None:  # best/ may have a later step, which will run again.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def _begin_training(self) -> None:
@@ -381,10 +388,10 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _receive(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal, and end the process at a later one.
+        """Remember the first signal. End the process if another signal arrives after PATIENCE_S.
 
-        Launchers forward Ctrl-C and then send SIGTERM at once, so only a signal that comes after
-        PATIENCE_S means that the user does not want to wait."""
+        Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore only a later signal
+        means that the user does not want to wait."""
         now = time.monotonic()
         if not self._signum:
             self._signum = signum
@@ -397,7 +404,7 @@ class Trainer:
             signal.raise_signal(signum)
 
     def write_record(self) -> None:
-        """Write the history to the record, on rank 0."""
+        """On rank 0, write the history to the record."""
         if self.record is not None:
             self.record.update(**vars(self.history), startup_s=self.startup.seconds)
 

@@ -1,5 +1,5 @@
-"""Handle losses and gradients that are not finite: find the cause and the checkpoint to return
-to."""
+"""Handle losses and gradients that are not finite: find the cause and choose the checkpoint to
+restore."""
 
 import math
 from pathlib import Path
@@ -19,8 +19,9 @@ SKIPS_IN_A_ROW = 10
 
 
 class NonFiniteError(RunError):
-    """Error for a step whose loss or gradients are not finite. `saved`: the checkpoints of the run.
-    `passed_over`: the step that a rollback has already skipped, or 0."""
+    """Error for a step whose loss or gradients are not finite. `saved` has the earlier checkpoints
+    of the run. `passed_over` is the step that a rollback has already skipped (0 if there is
+    none)."""
 
     def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
         fix = "nothing was saved before, so lower learning_rate or look for a bad sample"
@@ -39,27 +40,27 @@ class NonFiniteError(RunError):
 def has_fault(result: StepResult, config: RunConfig) -> bool:
     """Return whether this rank's gradients are not finite.
 
-    An overflow in fp16 is no fault, because the engine then skips the update and lowers the loss
-    scale. An engine may report -1 as the norm of such gradients."""
+    An overflow in fp16 is not a fault, because the engine then skips the update and lowers the loss
+    scale. For gradients that are not finite, an engine may report a norm of -1."""
     if result.skipped:
         return config.precision != "fp16"
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
 class Faults:
-    """Cause of steps that are not finite, and the step that a rollback skips."""
+    """Find the cause of steps that are not finite, and remember the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
         self.run_dir = plan.run_dir
         self.history = history
         self.engine = engine
-        self.passed_over = 0  # step whose batch is skipped after a rollback
+        self.passed_over = 0  # step whose batch is skipped after a rollback; 0 if there is none
 
     def describe(self, step: int, result: StepResult) -> str | None:
         """Name the ranks whose loss is not finite and the first gradient, in the order of the
         model, that is not finite. Return None if on_nonfinite=skip skipped the update and too few
-        steps in a row were skipped to stop the run. Collective."""
+        steps in a row were skipped to stop the run. All ranks must call this method."""
         skips = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))
@@ -83,16 +84,17 @@ class Faults:
         return what
 
     def error(self, step: int, what: str) -> NonFiniteError:
-        """Return the error for a step that is not finite. Collective."""
-        # All ranks use rank 0's list. It may contain later checkpoints if the run was resumed from
-        # an earlier one, because they stay until the next save.
+        """Return the error for a step that is not finite. All ranks must call this method."""
+        # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
+        # may contain later checkpoints, which remain until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
         saved = [Path(folder) for folder in folders if Path(folder).name <= name_of(step)]
         return NonFiniteError(step, what, saved, self.passed_over)
 
     def checkpoint_to_return_to(self, error: NonFiniteError) -> Path:
-        """Return the checkpoint to go back to, and skip the failed step from then on. Raises the
-        error if `on_nonfinite` is not "rollback", or if a step was skipped before."""
+        """Return the checkpoint to restore, and remember to skip the failed step. Raises `error` if
+        `on_nonfinite` is not "rollback", if there is no checkpoint, or if a rollback has already
+        skipped a step."""
         if self.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
         self.passed_over = error.step

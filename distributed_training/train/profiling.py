@@ -1,8 +1,8 @@
 """Trace a few steps on every rank and, on GPUs, record memory snapshots (the key `profile`).
 
-Traces are Chrome JSON files, which ui.perfetto.dev opens and results/lab/overlap.py reads. Memory
-snapshots open at pytorch.org/memory_viz. The first steps are left out, because they compile,
-allocate and capture graphs."""
+Traces are Chrome JSON files, which you can open at ui.perfetto.dev and analyze with
+results/lab/overlap.py. You can open memory snapshots at pytorch.org/memory_viz. The first steps are
+not traced, because they compile, allocate memory and capture graphs."""
 
 import os
 
@@ -21,8 +21,9 @@ SILENT = "6"  # log level at which Kineto prints nothing
 def steps_to_trace(plan: Plan, last_step: int) -> range:
     """Return the steps to trace, counted from 1, of a run that continues after `last_step`.
 
-    The traced steps follow the warm-up. If the run is shorter than warm-up and trace together, its
-    last steps are traced. Its first step and the step that captures a graph are never traced."""
+    The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
+    last possible steps are traced. The first step and the step that captures a graph are never
+    traced."""
     config = plan.config
     num_left = (plan.num_steps or 0) - last_step
     warm_up = MAX_WARMUP_STEPS
@@ -35,13 +36,13 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
 
 
 class Profile:
-    """Trace of `steps` in a run that continues after `last_step`. Call `step_ended` after each step
-    and `stop` at the end."""
+    """Profiler that traces `steps` in a run that continues after `last_step`. Call `step_ended`
+    after each step and `stop` at the end."""
 
     def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
         self.record: dict[str, object] | None = None  # the steps and files that were written
-        # Steps whose times do not count. Profiling begins in the step before the first traced one,
-        # and files are written until the end of the step after the last one.
+        # Steps that profiling slows down. Profiling begins in the step before the first traced
+        # step, and files are written until the end of the step after the last traced step.
         self.slowed = range(steps.start - 1, steps.stop + 1)
         self._steps = steps
         self._done = last_step
@@ -54,7 +55,7 @@ class Profile:
                 for file in self._run_dir.glob(name.format("*")):
                     file.unlink()
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        # The profiler warms up in the step before the first traced one.
+        # The profiler warms up in the step before the first traced step.
         wait = steps.start - last_step - 2
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(steps), repeat=1),
@@ -70,12 +71,12 @@ class Profile:
         self._profiler.step()
 
     def stop(self) -> None:
-        """Stop the profiler and write the steps traced so far. Do not call this after a rank has
-        failed, because the profilers of the other ranks could wait for it forever."""
+        """Stop the profiler and write the steps traced so far. Do not call this method after a rank
+        has failed, because the profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        # A signal stopped the run before the first traced step ended.
+        # Nothing was traced if a signal stopped the run before the first traced step ended.
         if self._done < self._steps[0]:
             return
         if self._on_gpu:

@@ -1,4 +1,4 @@
-"""Run one process's part of a run, from loading the data to the finished record."""
+"""Execute a training run on one rank, from loading the data to the finished record."""
 
 import shutil
 import sys
@@ -29,15 +29,15 @@ from distributed_training.train.loop import Trainer
 
 
 def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
-    """Run this process's part of a training run, from loading data to the finished record. Return
-    the exit code. Collective."""
+    """Execute a training run on this rank, from loading the data to the finished record. Return the
+    exit code. All ranks must call this function."""
     first = topology.rank == 0
     display = Display(enabled=first)
     for note in plan.notes:
         display.note(note)
     data = cut_data(plan)
-    # Machines may hold different files under the same name, or different versions of Python, whose
-    # sources are the embedded corpus.
+    # Machines may have different files under the same name. They may also have different versions
+    # of Python, whose source code is the embedded corpus.
     agree.check_ranks_agree({"training data": data.fingerprint}, ask)
     build_extensions(plan, topology, display)
     startup.end("data")
@@ -46,7 +46,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     record = None
     resumed_step = 0
     if first:
-        if plan.checkpoint is None:  # Remove the rows of an attempt that saved no checkpoint.
+        if plan.checkpoint is None:  # Remove rows of an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
             meta = resume.read_meta(plan.checkpoint)
@@ -123,8 +123,8 @@ def push(run_dir: Path, name: str) -> int:
 
 
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """Return the values that a record has before the first step. records/record.py documents
-    them."""
+    """Return the values that a record has before the first step. records/record.py documents these
+    values."""
     config = plan.config
     strategy = plan.strategy
     pp = plan.mesh["pp"]
@@ -175,14 +175,15 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
 
 
 def collect_results(trainer: Trainer) -> dict[str, Any]:
-    """Return the values that a record has at the end: history, performance, memory by rank, and
-    disk traffic including checkpoints. Collective."""
+    """Return the values that a record gets at the end of a run: history, profile, performance,
+    memory per rank, disk traffic including checkpoints, and sample. All ranks must call this
+    function."""
     plan = trainer.plan
     config = plan.config
     sampler = trainer.sampler
     timed = trainer.timed
-    # Time only full steps without tracing. The last step of an epoch has fewer tokens but takes as
-    # long.
+    # Use only the times of full steps without profiling. The last step of an epoch may have fewer
+    # tokens but takes as long.
     slowed = trainer.profile.slowed if trainer.profile else ()
     full_steps_s = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)

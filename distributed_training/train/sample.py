@@ -14,9 +14,9 @@ from distributed_training.settings.errors import UserError
 def generate_sample(
     engine: Engine, plan: Plan, data: Data, display: Display, when: str
 ) -> str | None:
-    """Generate and print a continuation of CONFIG's prompt, and return the text. Return None if
-    CONFIG has no prompt. If the model is trained on conversations, the prompt is a user's
-    message. Collective."""
+    """Generate, print and return a text that continues CONFIG's prompt. Return None if CONFIG has
+    no prompt or the chat template refuses it. If the model is trained on conversations, the prompt
+    is a user message. All ranks must call this function."""
     config = plan.config
     if config.generate is None:
         return None
@@ -31,16 +31,16 @@ def generate_sample(
             else:
                 prompt_ids = tokenizer.begin(config.generate)
             encoded = prompt_ids, tokenizer.ends_of(chat=data.is_chat)
-        except UserError as error:  # Some templates refuse a question without a system message.
+        except UserError as error:  # Some chat templates require a system message.
             display.note(f"no sample is generated: {error}")
     encoded = from_rank_0(encoded)
     if encoded is None:
         return None
     prompt, eos_ids = encoded
-    # Sequence parallelism pads the window to a multiple of its axis. Padding needs positions.
+    # Sequence parallelism pads the context to a multiple of tp, and padding needs positions.
     context = plan.size.num_positions // topology.tp * topology.tp
-    # Rank 0 chooses each token. All ranks must run to the end of the text, because sharded
-    # engines gather parameters.
+    # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
+    # with shards gather parameters from all ranks.
     ids = list(continuation(
         engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
         past=engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
