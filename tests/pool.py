@@ -1,13 +1,13 @@
-"""Run jobs in warm processes, which a server forks after importing slow packages.
+"""Run jobs in warm processes. A server imports slow packages once and forks the processes of each
+job.
 
     pool = Pool(HEAVY)
     result = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
     result = pool.script(["--dry-run"])                      # real_model_example.py, as a process
 
-The server only imports and forks, so that no thread and no state of torch or DeepSpeed is passed
-from one job to the next. It ends with the process that started it. Each job has its own port and
-its own time limit, after which its whole process group is killed.
-"""
+The server only imports and forks, so that jobs share no threads and no state of torch or DeepSpeed.
+The server ends when the process that started it ends. Each job has a separate port and a time
+limit, after which the job's process group is killed."""
 
 import contextlib
 import gc
@@ -33,8 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
-# Modules to import before the first job. "name.*" means a package with all its modules, and
-# "name:function" is called.
+# Modules to import before the first job. "name.*" imports a package with all its modules.
+# "name:function" also calls the function.
 LIGHT = (
     f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*",
     f"{PACKAGE}.predict.*", f"{PACKAGE}.planner.*", f"{PACKAGE}.start.launch",
@@ -47,15 +47,15 @@ HEAVY = (
     f"{PACKAGE}.start.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
-GRACE_S = 10.0  # time for the other processes after one has failed
-FAILED = 70  # exit code of a job's function that raised
-# These ports are below those that Linux gives to connections (ip_local_port_range). Otherwise a
-# connection could take the port in the seconds before a launcher listens on it.
+GRACE_S = 10.0  # time that other processes have to end after one has failed
+FAILED = 70  # exit code if a job's function raises an exception
+# These ports are below the range that Linux uses for outgoing connections (ip_local_port_range).
+# Otherwise a connection could occupy the port before a launcher listens on it.
 PORTS = range(10_000, 29_000)
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback on which nothing listens."""
+    """Return a free TCP port on loopback."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         try:
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Pool:
-    """A server and its jobs, one at a time."""
+    """A server that forks the processes of one job at a time."""
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
         self.server: subprocess.Popen[str] | None = None
@@ -75,15 +75,16 @@ class Pool:
     def call(
         self, function: str, arguments: Any, *, num_processes: int, grace_s: float = GRACE_S
     ) -> Any:
-        """Return the result of "module:function"(arguments) on rank 0 of a new group of processes.
+        """Call "module:function" with `arguments` on every rank of a new group of processes. Return
+        the result of rank 0.
 
-        Raises RuntimeError with the output of every rank if one fails or the time runs out.
-        """
+        Raises RuntimeError with the output of every rank if a rank fails or the time limit is
+        exceeded."""
         job = {"function": function, "environment": {}, "launched": True, "grace_s": grace_s}
         given = pickle.dumps(arguments)
         codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if -signal.SIGSEGV in codes:
-            # This happened in one of two runs of the whole suite, inside gloo. None of our code is
+            # This happened in one of two runs of all tests, inside gloo. None of our code is
             # native.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
             codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
@@ -104,8 +105,8 @@ class Pool:
         script: Path = SCRIPT,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python real_model_example.py ARGUMENTS`, or the same on each process of a
-        launcher."""
+        """Run `python real_model_example.py ARGUMENTS` in one process, or in each process that a
+        launcher would start."""
         job = {
             "argv": [str(script), *map(str, arguments)],
             "cwd": str(cwd),
@@ -121,7 +122,7 @@ class Pool:
     def _run(
         self, job: dict[str, Any], num_processes: int, limit_s: float, arguments: bytes = b""
     ) -> tuple[list[int], list[list[str]], bytes]:
-        """Return exit codes and outputs by rank, and rank 0's result."""
+        """Run a job. Return the exit codes and outputs by rank, and rank 0's pickled result."""
         if self.server is None or self.server.poll() is not None:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "tests.pool", *self.modules],
@@ -162,9 +163,9 @@ def serve(modules: Iterable[str]) -> None:
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork could hang"
     gc.collect()
-    gc.freeze()  # garbage collection then ignores the imports and does not copy their memory
+    gc.freeze()  # so that garbage collection in forks does not copy the imports' memory
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that printed text does not mix with the answers
+    os.dup2(2, 1)  # so that printed text is not mixed with answers
     for line in sys.stdin:
         answers.write(json.dumps(_fork(json.loads(line))) + "\n")
         answers.flush()
@@ -179,7 +180,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
         if child == 0:
             os.setpgid(0, children[0] if children else 0)
             _work(job, rank, port)
-        with contextlib.suppress(OSError):  # the first of two events
+        with contextlib.suppress(OSError):  # parent and child both call it; the first call counts
             os.setpgid(child, children[0] if children else child)
         children.append(child)
     codes: dict[int, int] = {}
@@ -201,7 +202,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
 
 
 def _work(job: dict[str, Any], rank: int, port: int) -> None:
-    """Run one process of a job. This does not return."""
+    """Run one process of a job, then exit. This function does not return."""
     code = FAILED
     try:
         folder, count = Path(job["folder"]), job["num_processes"]
@@ -222,7 +223,7 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
             _call(job["function"], folder, rank)
         code = 0
     except SystemExit as end:
-        if isinstance(end.code, str):  # as Python prints it if it is not caught
+        if isinstance(end.code, str):  # Python prints such a code if it is not caught
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -235,7 +236,8 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
 
 
 def run_script(script: str, *arguments: str) -> None:
-    """Run a file in this process as `python FILE ARGUMENTS` does. SystemExit has the exit code."""
+    """Run a file in this process as `python FILE ARGUMENTS` would. SystemExit may carry the exit
+    code."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

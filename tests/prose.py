@@ -78,9 +78,9 @@ def phrases(text: str, first_line: int) -> Iterator[tuple[int, str]]:
 
 
 def in_python(source: str, in_tests: bool) -> Iterator[tuple[int, str]]:
-    """Yield the findings in docstrings, comments, messages and (outside tests) assigned names."""
-    skip = set()  # docstrings, which have their own line numbers, and parts of f-strings
-    for node in ast.walk(ast.parse(source)):  # a parent comes before its children
+    """Yield findings in docstrings, comments, messages and (outside tests) assigned names."""
+    skip = set()  # docstrings, which are checked separately, and parts of f-strings
+    for node in ast.walk(ast.parse(source)):  # ast.walk yields parents before children
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 docstring = node.body[0].value  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def blank(match: re.Match[str]) -> str:
 
 
 def in_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the findings outside code and outside parts that a program generates."""
+    """Yield findings in Markdown text, except in code and in generated parts."""
     text = re.sub(r"(?s)<!-- ?\[\[\[cog.*?\[\[\[end\]\]\].*?-->", blank, text)
     text = re.sub(r"(?ms)^\s*```.*?^\s*```|<!--(?! prose:).*?-->|^(    |>)[^\n]*", blank, text)
     yield from phrases(re.sub(r"`[^`\n]+`|\]\([^)]*\)", blank, text), 1)
@@ -136,8 +136,8 @@ def findings(path: Path) -> list[Finding]:
 
 
 def folder_of(path: Path) -> str:
-    """Return the folder for which a file's findings are counted. Each page is counted
-    separately."""
+    """Return the name under which a file's findings are counted: the folder, or the path of a
+    page."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts if path.suffix == ".md" else parts[:2] if len(parts) > 2 else parts[:1])
 

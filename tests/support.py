@@ -1,4 +1,4 @@
-"""Helpers of the unit tests. No test here touches the network or starts a GPU."""
+"""Helpers of the unit tests. They use neither the network nor a GPU."""
 
 import contextlib
 import copy
@@ -54,8 +54,8 @@ paper letter market winter summer bridge engine forest signal
 
 @functools.cache
 def small_text() -> Path:
-    """Return a text file of 300 kB, the same on every machine. Tokenizing the embedded corpus would
-    take longer than most trainings of the tests."""
+    """Return a text file of 300 kB that is the same on every machine. Tokenizing the embedded
+    corpus would take longer than most runs of the tests."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -69,8 +69,8 @@ def small_text() -> Path:
 
 @functools.cache
 def small_records() -> Path:
-    """Return a file of 400 questions and answers, most of a few words, the same on every
-    machine."""
+    """Return a file of 400 questions and answers that is the same on every machine. Most records
+    have only a few words."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -86,13 +86,14 @@ def _write_once(file: Path, text: str) -> Path:
     if not file.exists() or file.read_text() != text:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             new.write(text)
-        os.replace(new.name, file)  # atomic: concurrent readers see a whole file
+        os.replace(new.name, file)  # atomic, so that concurrent readers see the whole file
     return file
 
 
 @contextlib.contextmanager
 def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """Check that the block raises UserError with a one-line text that contains each of `words`."""
+    """Check that the `with` block raises a UserError whose message is one line and contains each of
+    `words`."""
     with pytest.raises(UserError) as caught:
         yield caught
     text = str(caught.value)
@@ -102,12 +103,12 @@ def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
 
 
 def named_strategy(name: str) -> Strategy:
-    """Return a shipped strategy by its name."""
+    """Return the shipped strategy of this name."""
     return load_strategy(build_config({"strategy": name}))
 
 
 def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
-    """Return the position of one process of a plan without a GPU."""
+    """Return the topology of process `rank` of a plan on CPUs."""
     return Topology(
         world_size=plan.num_processes, rank=rank, local_rank=rank, device_type="cpu", **plan.mesh
     )
@@ -184,30 +185,30 @@ _RESULTS = {
 
 
 def made_record(*, finished: bool = True, **changes: Any) -> Record:
-    """Return a run's record, parsed by the schema. See `record_values`."""
+    """Return the values of `record_values` as a validated Record."""
     return Record.model_validate(record_values(finished=finished, **changes))
 
 
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
-    """Return the JSON of a run's record at its start or its end. `a__b=1` changes
+    """Return the JSON values of the record of a finished or a started run. `a__b=1` sets
     values["a"]["b"]."""
     return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
 
 
 def started(run_dir: Path) -> RunRecord:
-    """Return a run's record that this process has just created."""
+    """Create the record of a run that starts, and return it."""
     values = record_values(finished=False)
     del values["started_at"]
     return start_record(run_dir, **values)
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a strategy. A dotted key changes one value."""
+    """Return the DeepSpeed JSON of a strategy with `changes`. A dotted key sets a nested value."""
     return changed(named_strategy(name).document, changes, ".")
 
 
 def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -> dict[str, Any]:
-    """Return a copy with changed values at the paths "a<dot>b"."""
+    """Return a copy of `document` with `changes`. `dot` separates the parts of a key's path."""
     values = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *parents, last = path.split(dot)
@@ -219,7 +220,8 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -
 
 
 def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
-    """Save a checkpoint, wait for it and return its folder. Collective."""
+    """Save a checkpoint, wait until it is complete, and return its folder. All ranks must call this
+    function."""
     from distributed_training.checkpoint.saver import Saver
 
     saver = Saver(plan, topology)
@@ -228,7 +230,7 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
 
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
-    """Return the checksum of a folder's weights, as LoRA training computes it."""
+    """Return the fingerprint of a folder's weights, as LoRA training computes it."""
     import torch
 
     from distributed_training.models.decoder import Fingerprint
@@ -242,7 +244,7 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
-    """Return the model with the weights in a Hugging Face folder."""
+    """Return the model of `spec` with the weights of a Hugging Face folder."""
     with torch.device("meta"):
         model = spec.build(dropout=0.0, seed=0)
     fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))

@@ -1,5 +1,5 @@
-"""Test the command line: every key as an option, commands and hints, and which process plans,
-prints and trains."""
+"""Test the command line: options for every key, commands, hints, and which process plans, prints
+and trains."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_help_is_complete_grouped_and_narrow():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that runs the script up to training, in this process and on a described
+    """Return a function that runs the script in this process, up to training, on the given
     machine."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
@@ -134,7 +134,7 @@ def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_
     assert list(tmp_path.iterdir()) == []
     assert run("--num_gpus", "3", process=rank(0)) == 2
     assert "--num_gpus 3 but the launcher started 2 processes" in capsys.readouterr().err
-    # On several machines, the option counts the processes of each machine.
+    # On several machines, the option is the number of processes per machine.
     assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
     assert "= 8 replicas x" in capsys.readouterr().out
 

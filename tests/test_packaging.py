@@ -1,5 +1,5 @@
-"""Test that imports are declared and declarations are pinned, and import rules beyond
-import-linter's."""
+"""Test that imported packages are declared and pinned, and test import rules that import-linter
+does not cover."""
 
 import ast
 import re
@@ -21,8 +21,8 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# matplotlib always brings Pillow, pydantic the one pydantic-core that it works with, and DeepSpeed
-# py-cpuinfo.
+# matplotlib always installs Pillow, pydantic installs the matching pydantic-core, and DeepSpeed
+# installs py-cpuinfo.
 BROUGHT_ALONG = {"pillow", "pydantic-core", "py-cpuinfo"}
 
 
@@ -40,8 +40,8 @@ def listed(file: str) -> list[Requirement]:
 
 
 def imported(*patterns: str) -> set[str]:
-    """Return the packages that files import, except Python's own and those of the checkout. A
-    module that is not installed counts as its own package."""
+    """Return the packages that files import, except the standard library and modules of the
+    checkout. A module that is not installed counts as a package of the same name."""
     found = set()
     for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -104,6 +104,6 @@ def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python
 
 def test_the_loop_names_no_strategy():
     text = (ROOT / "distributed_training/train/loop.py").read_text().lower()
-    # This does not mean topology.tp, which is an axis.
+    # This pattern does not match topology.tp, which is an axis.
     names = [*list_strategies(), "ddp", "zero", "deepspeed", "native"]
     assert [name for name in names if re.search(rf"(?<![.\w]){name}\b", text)] == []

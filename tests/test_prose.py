@@ -1,4 +1,5 @@
-"""Test that the check of our prose finds what it names, and nothing in code or silenced lines."""
+"""Test that tests/prose.py finds forbidden phrases, but nothing in code or in lines with a
+reason."""
 
 from pathlib import Path
 

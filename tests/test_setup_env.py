@@ -1,4 +1,4 @@
-"""Test which build of torch strategies/setup_env.sh selects."""
+"""Test which torch build strategies/setup_env.sh selects."""
 
 import os
 import shutil
@@ -16,7 +16,8 @@ NO_GPU = "#!/bin/sh\nexit 9\n"
 
 
 def installed(tmp_path, nvidia_smi, index):
-    """Return uv's arguments from a copy of the folder, on a machine with this nvidia-smi."""
+    """Run a copy of setup_env.sh with this nvidia-smi, and return the arguments that uv
+    received."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
     programs, told = tmp_path / "bin", tmp_path / "told"
@@ -44,7 +45,7 @@ def installed(tmp_path, nvidia_smi, index):
 def test_the_cpu_build_is_taken_without_a_gpu_where_it_is_in_reach(
     nvidia_smi, reached, taken, tmp_path
 ):
-    with serve({}) as hub:  # an index that answers
+    with serve({}) as hub:  # a package index that answers
         address = f"{hub.endpoint if reached else 'http://127.0.0.1:1'}/whl/cpu"
         line, said = installed(tmp_path, nvidia_smi, address)
     assert (f"--extra-index-url {address}" in line) == taken

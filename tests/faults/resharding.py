@@ -1,4 +1,4 @@
-"""Save runs under one layout and continue each under another layout.
+"""Save runs under one layout and continue them under another.
 
 python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.faults.resharding --ring             each layout saved once and resumed once
@@ -6,8 +6,9 @@ python -m tests.faults.resharding --pairs 20 --seed 7
 python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The models here are wider than in the tests, so that infinity keeps Adam moments in files. `--work`
-selects the model: gpt2, llama, or lora (LoRA adapters for a llama model)."""
+The script's models are wider than the tests', so that infinity keeps Adam moments in files.
+`--work` is gpt2, llama, or lora (adapters beside a llama's frozen weights).
+"""
 
 import argparse
 import itertools

@@ -1,5 +1,4 @@
-"""Inject random faults into runs of all strategies, several runs at a time, and measure the lost
-steps.
+"""Inject random faults into runs of all strategies, many runs at a time, and measure the cost.
 
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
     python -m tests.faults.soak --seed 1 --repeat zero2:3   # one mission again

@@ -1,13 +1,12 @@
-"""Break important lines, one at a time, and check whether the tests fail. Not part of CI.
+"""Break important lines one at a time and check whether the tests notice. Not part of CI.
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
     python -m tests.mutations --check                # in seconds: which no longer apply
 
-Each mutation is applied to a copy of the checkout, in which the narrowest tests that should catch
-the mutation run until the first failure. The tests must first pass without the mutation, because a
-failure would otherwise prove nothing. The exit code is 1 if a mutation survives or no longer
-applies."""
+Each mutation is applied to a copy of the checkout. There, the narrowest tests that should catch it
+run until the first failure. The tests must pass without the mutation, or "caught" would mean
+nothing. The exit code is 1 if a mutation survives or no longer applies."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Helpers of the parity tests: the common work, its split, reference runs, and comparisons."""
+"""Helpers of the parity tests: the common work, its layouts, reference runs, and comparisons."""
 
 import functools
 import json
@@ -24,22 +24,23 @@ BASE = {
     "learning_rate": 1e-3,
     "precision": "fp32",
 }
-# Six blocks, so that stages can have unequal lengths. With this seed, Adam divides by no gradient
-# that consists of rounding. Otherwise sums in another order would give different steps.
+# The model has six blocks, so that stages can have unequal lengths. With this seed, Adam normalizes
+# no gradient that consists only of rounding errors. Such gradients would differ if sums had another
+# order.
 DEEP = {**BASE, "model": "six-layers", "seed": 7}
 GLOBAL_BATCH = 8
 NUM_STEPS = 6
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # norms have the tolerance of losses
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # gradient norms use LOSS_TOLERANCE
 
 
 def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
-    """Return CONFIG of a global batch that each replica splits into this number of
+    """Return CONFIG values for a global batch that each replica splits into `num_microbatches`
     micro-batches."""
     return {"global_batch": global_batch, "num_microbatches": num_microbatches}
 
 
 def split(**axes: int) -> dict[str, Any]:
-    """Return CONFIG of the strategy with all axes. Axes that are not given are 1."""
+    """Return CONFIG values of strategy "3d", which has all axes. Axes that are not given are 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
 
@@ -54,8 +55,8 @@ def run_cases(
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Return the result of the function `what` of a module for each case, which may set
-    `global_batch` instead of batch_size. It runs on `pool` or on the pool that all tests share."""
+    """Call the function `what` of a module in `pool`, or in the pool that all tests share. Return
+    the result of each case. A case may set `global_batch` instead of batch_size."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
@@ -70,17 +71,17 @@ def run_cases(
 
 @functools.cache
 def _pool(**environment: str) -> Pool:
-    """Return the shared pool. On GPUs it imports nothing before the fork, because CUDA would not
-    survive it."""
+    """Return the shared pool. With an `environment` (for GPUs), return a pool that imports nothing
+    before it forks, because CUDA does not survive a fork."""
     return Pool((), clean_environment(**environment)) if environment else heavy_pool()
 
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """Return CONFIG of infinity with buffers as small as the models here, because filling the
-    gigabytes of the shipped one takes longer than a case. `zero` is added to the JSON. With a
-    sub_group_size of 2**18, models of a million parameters have their largest groups on the
-    disk."""
+    """Return CONFIG values of infinity with buffers as small as the models here, because filling
+    the shipped buffers of gigabytes takes longer than a case. `zero` is merged into
+    zero_optimization. With a sub_group_size of 2**18, models of a million parameters keep their
+    largest groups on disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
@@ -88,15 +89,15 @@ def small_infinity(**zero: int) -> dict[str, str]:
     file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{words}.json"
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
         json.dump(deepspeed, new)
-    os.replace(new.name, file)  # atomic: concurrent readers see a whole file
+    os.replace(new.name, file)  # atomic, so that concurrent readers see the whole file
     return {"strategy": "infinity", "deepspeed_config": str(file)}
 
 
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
 ) -> dict[str, Any]:
-    """Return the result of one process with the whole batch at once, unless `values` splits it. It
-    runs when it is first requested."""
+    """Return the result of one process with the whole batch in one micro-batch, unless `values`
+    splits the batch. The result is cached."""
     return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
 
 
@@ -110,7 +111,7 @@ def assert_same_bits(
     expected: dict[str, Any],
     answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Check that these answers and the final weights do not differ at all."""
+    """Check that these answers and the final weights are bitwise equal."""
     for answer in answers:
         assert found[answer] == expected[answer]
     for name, weight in expected["state"].items():
@@ -118,8 +119,8 @@ def assert_same_bits(
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
-    """Check that runs that continue from a checkpoint equal uninterrupted runs bit for bit, and
-    that nothing changes in a run without training."""
+    """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs, and
+    that steps with a learning rate of 0 do not change the weights."""
     for found in run_cases(cases, count, what="resume", **words).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():
@@ -127,9 +128,8 @@ def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -
 
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that losses, gradient norms and final weights agree within the tolerances above, and so
-    do the evaluation and the logits halfway. The loss of an evaluation has the tolerance of a loss,
-    and logits that of weights."""
+    """Check that two runs agree. Losses, gradient norms and the evaluation halfway agree within
+    LOSS_TOLERANCE, final weights and the logits halfway within WEIGHT_TOLERANCE."""
     for what in ("losses", "grad_norms", "evaluation"):
         assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])

@@ -1,5 +1,5 @@
-"""Test fewer, smaller or rescheduled exchanges: they equal plain data parallelism if they should,
-and resumed runs are bitwise equal."""
+"""Test runs with fewer, smaller or rescheduled exchanges: exchanges without loss equal plain data
+parallelism, and resumed runs are bitwise equal to uninterrupted ones."""
 
 import torch
 
@@ -33,7 +33,7 @@ def test_one_local_step_and_all_of_top_k_are_data_parallelism():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-# After three steps, a round is half done, and compression already has errors.
+# After three steps, a round of local steps is incomplete, and compression has stored errors.
 TO_RESUME = {
     "local": {**LOCAL, "local_steps": 2},
     "diloco": {**DILOCO, "local_steps": 2},
@@ -56,7 +56,8 @@ MOVED = {
 
 
 def gathered_while(names):
-    """Return for each block the pass that was running when its all-gather began."""
+    """Return {(pass, block): running block}: the block that was running when the all-gather of
+    `block` began."""
     found, current = {}, ""
     for name in names:
         what, _, block = name.removesuffix(")").partition(" (blocks.")
@@ -68,16 +69,17 @@ def gathered_while(names):
 
 
 def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
-    """Use two processes: a sum of two does not depend on its position in a bucket."""
+    """Use two processes, because a sum of two values does not depend on their position in a
+    bucket."""
     found = run_cases(MOVED, 2, steps=3, what="train_and_trace")
     for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
         assert_same_bits(found[ours], found[theirs])
     gathered = {ahead: gathered_while(found[ahead]["names"]) for ahead in (0, 1, 2)}
-    for block in range(2, BLOCKS - 2):  # with two blocks before and two after
+    for block in range(2, BLOCKS - 2):  # blocks with two blocks before and after them
         for ahead in (0, 2):
             assert gathered[ahead]["forward", block] == block - ahead
             assert gathered[ahead]["backward", block] == block + ahead
-        # In the forward pass, FSDP need not do this, because the next gather's stream waits for
-        # nothing.
+        # In the forward pass, FSDP does not prefetch explicitly, because the stream of all-gathers
+        # waits for nothing.
         assert gathered[1]["forward", block] == block
         assert gathered[1]["backward", block] == block + 1

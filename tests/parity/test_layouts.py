@@ -1,5 +1,5 @@
-"""Compare every strategy with one process: both families, weights or adapters, split by tp,
-partitioned into stages by pp, combined with data parallelism, and compiled."""
+"""Compare every strategy with one process. Cases cover both model families, full training and LoRA,
+tp, pp, their combination with data parallelism, and compiled code."""
 
 import functools
 import itertools
@@ -22,10 +22,10 @@ from tests.parity.support import (
     split,
 )
 
-# References that one process trains, by the word before the slash in a case's name
+# CONFIG values of the reference runs of one process. A case names its reference before the slash.
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
-TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # groups of heads with norms
+TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # grouped-query attention with norms
 # biases, scaled positions and an untied output layer
 UNTIED = {"model": str(LLAMAS / "untied"), "weights": "random"}
 LORA = {**UNTIED, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
@@ -39,11 +39,12 @@ REFERENCES = {
     "tied": TIED,
     "untied": UNTIED,
     "lora": LORA,
-    # Layouts in which all processes draw the masks of one process, for inputs that all of them have
+    # These adapters have inputs that are equal on all tp ranks, so all ranks draw the masks of one
+    # process.
     "dropped": {**LORA, "lora_dropout": 0.3, "lora_targets": "qkv,mlp_in"},
 }
-# Activation checkpointing and a loss in chunks (of a size that divides no micro-batch) occur with
-# mechanisms that other cases test without them.
+# Activation checkpointing and the chunked loss are combined with mechanisms that other cases test
+# without them. The chunk size divides no micro-batch.
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CHUNKED = {"loss_chunk_tokens": 50}
@@ -66,8 +67,7 @@ CASES = {
         "padded/pp2-1f1b-2": {**split(pp=2), **cut(2), "pipeline_cut": "5,1"},
         "padded/pp2-interleaved-4": {**split(pp=2), **cut(4), **INTERLEAVED},
         "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), **ZB_V},
-        # Numbers of micro-batches that are not multiples of the number of stages. Five do not form
-        # rounds of two.
+        # These numbers of micro-batches are not multiples of the number of stages.
         "odd/pp2-interleaved-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **INTERLEAVED},
         "odd/pp2-zb-v-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **ZB_V},
         "ten/pp2-zb-h1-5": {**split(pp=2), **cut(5, global_batch=10), **ZB_H1, **CHUNKED},
@@ -99,7 +99,7 @@ CASES = {
         "padded/copies2-pp2-zb-h1": {
             **split(dp_replicate=2, pp=2), **cut(4), **ZB_H1, "pipeline_cut": "2,4",
         },
-        # Two stages of two processes each, or four stages
+        # The first case has two stages of two processes each, the second has four stages.
         "twelve/hybrid-3": {**HYBRID, **cut(3, global_batch=12)},
         "padded/hybrid-8-pp4": {**HYBRID, **cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
         "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
@@ -112,13 +112,14 @@ CASES = {
         },
     },
 }  # fmt: skip
-if has_libaio():  # test_shipped_config.py runs infinity with the buffers of its own JSON
+if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
     for name in ("packed", "tied"):
         CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
 if shutil.which("c++") is not None:  # these cases run Inductor's generated code, in fp32
     CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **cut(2), **COMPILED}
     CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED, **CHUNKED}
-# These cases test how generated code is called, with each kind of parameters and hooks in a graph.
+# These cases test how compiled functions are called, with each kind of parameters and hooks in a
+# graph.
 TRACED = {
     1: {"packed/whole": {"strategy": "dp", **cut(1), "compile": "whole", **CHUNKED}},
     2: {
@@ -127,7 +128,7 @@ TRACED = {
         "packed/pp2-zb-h1": {**split(pp=2), **cut(4), **ZB_H1, **COMPILED},
         "packed/zero3-traced": {"strategy": "zero3", **cut(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **cut(4), **COMPILED},
-        # The only family whose blocks receive the embeddings unchanged
+        # Only in this family do the blocks receive the embeddings unchanged.
         "tied/tp2-traced": {**split(tp=2), **cut(1), **COMPILED},
     },
     4: {"packed/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **COMPILED}},
@@ -142,8 +143,8 @@ NAMED = [
 
 
 def work(name, values):
-    """Return CONFIG of the reference of a case. The model is deep enough for the stages of the
-    case, or has two blocks."""
+    """Return CONFIG values of a case's reference. The model has two blocks, or more if the case has
+    pipeline stages."""
     stages = values.get("pp", 1) > 1 or values["strategy"] == "hybrid"
     model = {} if stages else {"model": "gpt2-tiny"}
     return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
@@ -151,8 +152,8 @@ def work(name, values):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return the results of the selected cases with this number of processes, computed when first
-    requested."""
+    """Return a function that returns the results of all selected cases with a number of processes.
+    Results are computed at the first call."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -185,7 +186,7 @@ def test_adapters_drop_the_same_wherever_a_process_has_the_same_samples():
         assert_equal_runs(found[name], found["dp"])
 
 
-# Include zb-v, in which one process holds both copies of the tied embedding.
+# The cases include zb-v, in which one process holds both copies of the tied embedding.
 TO_RESUME = {
     2: {
         "zb-v": {**split(pp=2), **cut(2), **ZB_V},
@@ -207,7 +208,8 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """Weights are rounded once per step, and gradients of micro-batches are added up in fp32."""
+    """In both runs, weights are rounded once per step, and gradients of micro-batches are added in
+    fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}
@@ -217,7 +219,8 @@ def test_stages_in_bf16_follow_one_process():
 
 
 def test_what_is_exported_after_an_evaluation_in_bf16():
-    """cases.py compares the export with the state before. FSDP's gathered copies would differ."""
+    """cases.py checks that the full state after the evaluation equals the state before. FSDP's
+    gathered bf16 copies would differ."""
     noted = {**DEEP, "precision": "bf16"}
     cases = {
         "fsdp": {**noted, "strategy": "fsdp", **cut(1)},
@@ -246,10 +249,9 @@ def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
                 if kind == "residual" and (one, other) in alike:
                     assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
                 elif kind == "adapter" and (one, other) in alike:
-                    # Only one of a block's four matrices is neither in attention nor split by
-                    # columns.
+                    # Of a block's four matrices, only one has the same input on all tp ranks.
                     assert len(drawn[one] & drawn[other]) == len(drawn[one]) / 4
                 else:
                     assert not drawn[one] & drawn[other], f"{name}, {kind}: {one}, {other}"
-    # Recomputed activations draw the same masks as the forward pass.
+    # With activation checkpointing, recomputation draws the same masks as the forward pass.
     assert all(len(rank["attention"]) == 2 * len(set(rank["attention"])) for rank in out["whole"])

@@ -1,5 +1,5 @@
 """Compare LoRA training with a plain loop, and test the export of adapters. test_layouts.py tests
-them under every strategy."""
+adapters under every strategy."""
 
 import json
 import shutil
@@ -29,11 +29,11 @@ CPU = torch.device("cpu")
 
 
 class Adapted(torch.nn.Module):
-    """A GPT-2 of Hugging Face whose matrices are W + SCALE (B A)^T with frozen W."""
+    """A Hugging Face GPT-2 whose matrices are W + SCALE (B A)^T with frozen W."""
 
     def __init__(self, model, initial):
         super().__init__()
-        self.model = [model]  # its parameters do not belong to this module
+        self.model = [model]  # in a list, so that its parameters are not registered here
         self.names = [name.removeprefix(PREFIX) for name in initial]
         self.values = torch.nn.ParameterList(initial.values())
 
@@ -49,7 +49,8 @@ class Adapted(torch.nn.Module):
 
 
 def draw(spec):
-    """Return our model with the adapters that a run begins with, and these under PEFT's names."""
+    """Return our model with the initial adapters of a run, and copies of these adapters under
+    PEFT's names."""
     config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
     model = read_model(spec, spec.weights_dir)
     apply_lora(model, config, torch.device("cpu"))
@@ -58,7 +59,7 @@ def draw(spec):
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
-    """Return the folder and the record of a run as typed."""
+    """Return the run folder and the results of a LoRA run."""
     runs = tmp_path_factory.mktemp("runs")
     found = run(folder, runs, strategy="dp", checkpoint_every=None, **ADAPTERS)
     return Path(only_record(runs)["run_dir"]), found
@@ -77,7 +78,7 @@ def test_the_first_step_has_the_weights_of_the_base(folder):
     for name, values in draw(find_model(str(folder / "model")))[1].items():
         if "lora_B" in name:
             assert not values.any()
-        else:  # Kaiming's uniform distribution, as in PEFT
+        else:  # Kaiming uniform initialization, as in PEFT
             limit = values.shape[1] ** -0.5
             assert 0.9 * limit < values.abs().max() <= limit, name
 
@@ -96,7 +97,7 @@ def test_dropout_is_of_the_inputs_and_in_training_only():
 
 
 def assert_exports_agree(adapters, merged, vocab_size):
-    """Check that PEFT merges the adapters into the weights of the merged folder."""
+    """Check that PEFT's model with the adapters has the logits of the model in `merged`."""
     library = pytest.importorskip("peft")
     base = json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids = torch.randint(0, vocab_size, (2, 32))
@@ -146,7 +147,7 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
 
 
 def made_by_peft(folder, **options):
-    """Return adapters that PEFT trained for a tiny Llama, and the folders of both."""
+    """Save a tiny Llama and PEFT adapters with random values for it. Return both folders."""
     library = pytest.importorskip("peft")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -165,7 +166,8 @@ def made_by_peft(folder, **options):
 
 
 def continued(spec, base, adapters):
-    """Return our model with adapters that training continues, and CONFIG for them."""
+    """Return our model with the adapters of a folder, ready for training, and the adapters'
+    CONFIG."""
     initial = peft.read_initial(spec, adapters)
     targets = ",".join(initial.targets)
     config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)
@@ -262,7 +264,8 @@ def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
-    """Two runs of DeepSpeed with and without files agreed in bf16 on a CPU, but not in fp32."""
+    """Frozen fp32 weights are refused, because DeepSpeed runs with and without files differed in
+    fp32 on a CPU."""
     values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
     assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4
     with refused("precision='fp32'", "16 bits"):

@@ -1,5 +1,5 @@
-"""Test packed records under every strategy: losses, gradients and weights equal those of the same
-records with one record per row."""
+"""Test packed records under every strategy: losses, gradients and weights equal those of a run with
+the same records in separate rows."""
 
 import functools
 
@@ -36,8 +36,8 @@ CASES = {
         "gpt2/fsdp": {"strategy": "fsdp", **cut(1), **SELECTIVE},
         "gpt2/zero2": {"strategy": "zero2", **cut(2)},
         "gpt2/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
-        # Between the split layers, activations are sharded by tokens, not at all, or (tied/tp2) by
-        # samples.
+        # Between the layers that tp shards, activations are sharded by tokens, by samples
+        # (tied/tp2), or not at all.
         "gpt2/tp2-by-tokens": {**split(tp=2), **cut(8)},
         "gpt2/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS},
         "deep/pp2-1f1b": {**split(pp=2), **cut(4), **FULL},
@@ -62,8 +62,8 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return the results of the selected cases with this number of processes, computed when first
-    requested."""
+    """Return a function that returns the results of all selected cases with a number of processes.
+    Results are computed at the first call."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -87,7 +87,7 @@ def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
 
 
 def test_processes_that_train_apart_do_with_packed_records_what_they_do_with_each_alone():
-    """Local SGD does not compute what one process does, so both runs have two processes."""
+    """Local SGD computes other results than one process, so both runs have two processes."""
     case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
     packed, alone = (
         run_cases(case, 2, what=what, steps=4)["local"] for what in ("train", "train_apart")

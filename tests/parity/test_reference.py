@@ -1,7 +1,6 @@
-"""Compare runs with a plain loop that shares nothing with the suite (reference.py). The runs have
+"""Compare runs with a plain loop that shares no code with the suite (reference.py). The runs have
 twenty steps with large weight decay, a learning rate that changes every step, effective clipping,
-answers of very different lengths, an epoch with a short last step, and a vocabulary with padding.
-"""
+answers of very different lengths, an epoch with a smaller last batch, and a padded vocabulary."""
 
 import functools
 import json
@@ -24,14 +23,14 @@ SETTINGS = Settings(
     max_length=32, global_batch_size=8, max_steps=20, seed=3, learning_rate=5e-3, warmup_steps=5,
     weight_decay=2.0, max_grad_norm=2.2, eval_every=4,
 )  # fmt: skip
-NUM_RECORDS = 70  # 9 steps per epoch, and the last step has 6
+NUM_RECORDS = 70  # 9 steps per epoch; the last step has 6 records
 WORDS = ("red", "green", "blue", "one", "two", "three")
-VOCABULARY = 2050  # two more than the tokenizer's, and padded to 2176
+VOCABULARY = 2050  # two tokens more than the tokenizer has; padded to 2176
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with initial weights in Hugging Face's format, and with questions and
+    """Return a folder with initial weights in the Hugging Face format and a file of questions and
     answers."""
     folder = tmp_path_factory.mktemp("reference")
     torch.manual_seed(0)
@@ -60,7 +59,8 @@ def load(folder):
 
 
 def run(folder, output_dir, num_processes=2, **changes):
-    """Return the results of the script for the same training on `num_processes`."""
+    """Run the script with the same training on `num_processes` processes, and return its
+    results."""
     values = {
         **vars(SETTINGS), "model": folder / "model", "weights": folder / "model",
         "tokenizer": "embedded", "dataset": folder / "train.jsonl", "pack": False,
@@ -87,7 +87,7 @@ def one_process(folder):
 
 
 def assert_follows(found, expected, *, far=5e-5):
-    """Check every loss, norm and evaluation that the reference has, and the final weights."""
+    """Check losses, evaluations, final weights and, if the reference has them, gradient norms."""
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     if "grad_norms" in expected:
         assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
@@ -96,12 +96,14 @@ def assert_follows(found, expected, *, far=5e-5):
     assert set(found["state"]) == set(expected["state"]) - {"lm_head.weight"}
     for name, weight in found["state"].items():
         error = (weight - expected["state"][name]).norm() / weight.norm()
-        # The gradients of the keys' biases consist of rounding, and AdamW turns these into steps.
+        # The gradients of key biases are only rounding errors, which AdamW scales to full steps.
         assert error <= (20 * far if name.endswith("c_attn.bias") else far), f"{name}: {error:.1e}"
 
 
 def test_the_work_shows_what_it_should(folder):
-    """Otherwise the comparisons would also pass without weight decay, clipping or masks."""
+    """The training has effective clipping, answers of very different lengths and large changes of
+    weights. Without these, the comparisons would also pass without clipping, masks or weight
+    decay."""
     found, (start, records, _) = one_process(folder), load(folder)
     assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
     trained = records.trained[:, 1:].sum(dim=1)
@@ -125,8 +127,8 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
 
     expected = reference.train(model, *records, SETTINGS, num_replicas=2, exchange=exchange)
     found = run(folder, tmp_path, strategy="dp", gradient_compression="bf16")
-    # If a gradient lies between two values of bf16, sums in another order may round to the other
-    # value. Without any rounding, weights differ about ten times as much.
+    # If a gradient is near the middle of two bf16 values, a sum in another order may round
+    # differently. Without rounding in the reference, weights differ about ten times as much.
     assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
 
 
@@ -134,7 +136,7 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
     ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
 )
 def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
-    """Epochs end and are evaluated between two exchanges."""
+    """Some epochs end, and are evaluated, between two exchanges."""
     model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
     expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)
@@ -146,7 +148,8 @@ ROWS, COLUMNS, STEPS = 12, 10, 30
 
 
 def exchanged(gradients, **options):
-    """Return the gradients [processes, STEPS, ROWS, COLUMNS] of each step after the exchange."""
+    """Return the gradient of each step after the exchange, with shape [STEPS, ROWS, COLUMNS].
+    `gradients` has shape [processes, STEPS, ROWS, COLUMNS]."""
     job = {"gradients": gradients, "options": options}
     return heavy_pool().call("tests.parity.cases:exchange", job, num_processes=len(gradients))
 
@@ -156,9 +159,9 @@ def random_gradients(*shape):
 
 
 def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
-    """1905.09767, algorithm 2: the part that a step leaves out is added to the next step's
-    matrix. The summed updates therefore stay within one step of the summed gradients, which are
-    constant."""
+    """Test error feedback (1905.09767, algorithm 2): the compression error of a step is added to
+    the gradient of the next step. The sum of the updates therefore stays close to the sum of the
+    gradients, which are constant."""
     gradients = random_gradients(2, 1, ROWS, COLUMNS).expand(-1, STEPS, -1, -1)
     found = exchanged(gradients, compression_rank=2)
     for step in found:
@@ -178,10 +181,11 @@ def test_topk_int8_is_its_formula():
 
 
 def topk_int8(gradients, share):
-    """Return the mean of `gradients`, [processes, steps, values] -> [steps, values], as the
-    exchange computes it. Each process sends the p-th part to process p, which returns the mean. In
-    both directions, the values of largest magnitude are exact, and the others are rounded to 1/127
-    of the largest of them. The rounding errors are added to the next step."""
+    """Return the mean over processes as the exchange computes it: [processes, steps, values] ->
+    [steps, values]. Each process sends its p-th shard to process p, which returns the mean. In both
+    directions, the k values of largest magnitude are exact. The other values are rounded to
+    multiples of 1/127 of the largest remaining magnitude. The rounding errors are added to the next
+    step."""
     num_processes, num_steps, num_values = gradients.shape
     part = num_values // num_processes
     k = round(share * part)

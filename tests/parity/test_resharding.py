@@ -1,4 +1,4 @@
-"""Test that runs continue under another strategy and number of processes as if nothing happened."""
+"""Test that runs continue under another strategy and number of processes with unchanged results."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANC
 from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
 from tests.parity.test_packing import PACKED
 
-# Layouts that shard state in different ways: by ranges of elements, rows, columns or layers
+# These layouts shard state in different ways: by ranges of elements, rows, columns or layers.
 PAIRS = [
     ("zero2 x 2", "3d-shard-tp x 4"),
     ("3d-tp-pp x 4", "zero3 x 2"),
@@ -20,7 +20,7 @@ RECORDS = {**EIGHT, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
-    """Check that each pair of layouts continues like one process that was never stopped."""
+    """Check that each pair of layouts gives the results of an uninterrupted run of one process."""
     for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair
@@ -37,7 +37,7 @@ def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, wor
 
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
 def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
-    """Keep one of the model's three groups on the disk. The others are too small for files."""
+    """One of the model's three parameter groups is on disk. The others are too small for files."""
     files = tmp_path / "files"
     infinity = {**small_infinity(sub_group_size=2**18), **cut(1), "offload_dir": str(files)}
     wide = {**DEEP, "model": "four-wide-layers"}
