@@ -1,6 +1,6 @@
-"""Define a CONFIG key, and the parser that every command uses. Checks, parsing, error messages and
-help follow from the key. pydantic checks the values, and messages come from its JSON schema. No
-torch import."""
+"""Define a CONFIG key and the argument parser of all commands. Validation, parsing, error messages
+and help are derived from a key. pydantic validates the values, and its JSON schema gives the
+accepted values in messages. This module does not import torch."""
 
 import argparse
 import contextlib
@@ -28,8 +28,9 @@ _KINDS = {
 
 
 class Options(BaseModel):
-    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's engine. An
-    engine's OPTIONS override the methods to declare the costs of the engine."""
+    """Base class of classes whose fields are keys: RunConfig and the OPTIONS of a strategy's
+    engine. An engine's OPTIONS may override the methods to check the options and to declare the
+    costs of the engine."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
@@ -37,29 +38,30 @@ class Options(BaseModel):
     )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
-        """Return the number of steps between two exchanges of as many fp32 values as the model
-        has parameters. Return None if gradients are exchanged in every step, during the backward
-        pass."""
+        """Return the number of steps between two exchanges of one fp32 value per parameter of the
+        model. Return None if gradients are exchanged in every step, during the backward pass."""
         return None
 
     def check(self, precision: str, hidden_size: int) -> None:
-        """Raise UserError if these options do not work with the compute dtype or the model."""
+        """Raise UserError if these options do not work with the compute dtype `precision` or with a
+        model of this hidden size."""
 
     def idle(self) -> dict[str, str]:
-        """Return the options that have no effect with the values of the others, each with the
-        reason."""
+        """Return the options that have no effect because of the values of other options, each with
+        the reason."""
         return {}
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
-        """Return the bytes per parameter of state that the engine keeps besides weights, gradients
-        and Adam moments."""
+        """Return the number of bytes per parameter that the engine stores in addition to weights,
+        gradients and Adam moments."""
         return 0
 
     def sent_bytes(
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
-        """Return the bytes of one exchange by the kind of operation. The exchange contains
-        `num_values` gradients, and some of them form `matrices` of (rows, columns)."""
+        """Return the size of one exchange in bytes, by kind of collective operation. The exchange
+        contains `num_values` gradients. `matrices` has the (rows, columns) of gradients that are
+        matrices."""
         return {"all_reduce": 4 * num_values}
 
 
@@ -71,22 +73,22 @@ def key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field that is a key. Its help is given here or as a string below the field. `work`:
-    whether two runs must agree on the key to be comparable."""
+    """Declare a field that is a key. The help text is `help` or a string below the field. `work`:
+    whether two runs must have the same value to be comparable."""
     schema: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=schema)
 
 
 class Key(BaseModel):
-    """A CONFIG key with its description for users."""
+    """CONFIG key and its description for users."""
 
     name: str
     default: Any
     help: str  # help text on one line
     group: str  # heading in --help and in the guide
-    work: bool  # whether it changes the computation under every strategy
-    aliases: tuple[str, ...]  # names that other programs use for it
-    forms: list[dict[str, Any]]  # JSON schemas of accepted values; one of them must match
+    work: bool  # whether comparable runs must have the same value
+    aliases: tuple[str, ...]  # names of the same setting in other programs
+    forms: list[dict[str, Any]]  # JSON schemas; a value must match one of them
 
     @property
     def choices(self) -> list[str]:
@@ -113,7 +115,8 @@ class Key(BaseModel):
         return " or ".join(descriptions)
 
     def parse(self, text: str) -> Any:
-        """Return the value that command-line `text` represents, or the text if no form matches."""
+        """Return the value that `text` from the command line represents. Return `text` itself if no
+        form matches."""
         word = text.strip().lower()
         kinds = {form.get("type", "") for form in self.forms}
         values: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
@@ -129,7 +132,7 @@ class Key(BaseModel):
 
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
-    """Return the keys that a model's fields declare, in field order."""
+    """Return the keys that the fields of a pydantic model declare, in the order of the fields."""
     keys = {}
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
@@ -141,8 +144,8 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
 def by_key(
     pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
 ) -> dict[str, Any]:
-    """Return the values under each key's main name. Raises UserError for an unknown name, or for
-    two names of the same key."""
+    """Return the values of (name, value) `pairs` by the main name of each key. Raises UserError for
+    an unknown name, or for two names of the same key."""
     key_names = _all_names(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -162,15 +165,16 @@ def by_key(
 
 
 def foreign_key(name: str) -> str | None:
-    """Return advice on an option of transformers' Trainer, accelerate or a launcher: the
-    corresponding option of this suite. Return None for an unknown name."""
+    """Return advice on an option of transformers' Trainer, accelerate or a launcher, such as the
+    corresponding option of this suite. Return None for an unknown option."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(name.lower().replace("-", "_"))
     return advice
 
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
-    """Return the key, or the element of `others`, whose name is close to `word`, or None."""
+    """Return the name of the key, or the element of `others`, that is most similar to `word`.
+    Return None if no name is similar."""
     names = _all_names(keys) | {name: name for name in others}
     close = nearest(word, names, cutoff=0.7)  # a name that differs more would mislead the user
     return names[close] if close else None
@@ -185,7 +189,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        # The deepspeed launcher passes it
+        # The deepspeed launcher passes this option.
         self.add_argument("--local_rank", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
@@ -193,7 +197,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: Number) -> Callable[[str], Number]:
-    """Return an option's `type` that accepts numbers of at least `least`, of the same type."""
+    """Return an argparse `type` function. The function accepts numbers of at least `least` and
+    returns them in the type of `least`."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):

@@ -1,5 +1,5 @@
-"""Define the variables in which launchers pass a process its rank, one row per launcher. No torch
-import."""
+"""Define the environment variables in which launchers pass ranks to processes, with one row per
+launcher. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Variables of one launcher. If the launcher does not set the local numbers, the ranks derive
-    them from their hosts at the rendezvous (`rendezvous.locate`)."""
+    """Environment variables of one launcher. If the launcher does not set the local rank and local
+    world size, `rendezvous.locate` derives them from the hosts of all ranks."""
 
     launcher: str
     rank: str
@@ -18,21 +18,22 @@ class Source:
     unless: str = ""  # if this variable is set, the row does not apply
 
     def applies(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this launcher has set all its variables, for more than one process."""
+        """Return whether this launcher has set all its variables. Unless the launcher sets RANK, it
+        must also have started more than one process."""
         if self.unless in environment:
             return False
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         if not all(name in environment for name in names if name):
             return False
-        # torchrun may start a single process, but a step of srun with one task is an ordinary
+        # torchrun may start a single process, but an srun step with one task is an ordinary
         # command.
         return self.rank == "RANK" or environment[self.world_size] != "1"
 
 
-# The first row that applies is used. mpirun starts its daemons with srun inside a SLURM job, so
-# srun's variables are also set. `srun --mpi=pmi2` sets PMI's variables without the local numbers.
+# The first row that applies is used. Inside a SLURM job, mpirun starts its daemons with srun, so
+# srun's variables are also set. `srun --mpi=pmi2` sets PMI's variables, but no local ranks.
 SOURCES = (
-    # Also accelerate, and Kubeflow's TrainJob with torchrun in its command
+    # Also for accelerate and for Kubeflow's TrainJob if its command is torchrun
     Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Source("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
     Source("by hand", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -41,7 +42,7 @@ SOURCES = (
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # A container or wrapper that passes on only these two
+    # For a container or wrapper that passes only these two variables
     Source("mpirun without local ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     Source(  # MVAPICH
         "mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
@@ -50,25 +51,26 @@ SOURCES = (
     # MPICH, Intel MPI
     Source("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Source("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
-    # Flux's brokers may run as the tasks of one srun.
+    # Flux's brokers may run as tasks of one srun, so this row precedes srun's.
     Source("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Source(  # LSF
         "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
     ),
-    # sbatch also sets SLURM_PROCID, but starts no step. A shell from srun --pty sets the last one.
+    # sbatch also sets SLURM_PROCID, but no variable of a step. SLURM_PTY_PORT is set in a shell
+    # that srun --pty starts.
     Source(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", unless="SLURM_PTY_PORT",
     ),
 )  # fmt: skip
 
-# Ranks of launchers that set no number of processes, or none that is read: PRRTE's prun, PALS and
-# ALPS of Cray, horovodrun, MVAPICH 1
+# Variables with the rank from launchers whose number of processes is not set or not read: PRRTE's
+# prun, Cray's PALS and ALPS, horovodrun, MVAPICH 1
 _UNCOUNTED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK")
-# Numbers of nodes, each of which starts the command: Kubeflow's TrainJob, SkyPilot, AWS Batch and
-# SageMaker, which lists the hosts
+# Variables with the number of nodes that start this command: Kubeflow's TrainJob, SkyPilot, AWS
+# Batch, and SageMaker, whose variable lists the hosts
 _NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "AWS_BATCH_JOB_NUM_NODES", "SM_HOSTS")
 
-# Variables in which accelerate passes settings -> accelerate's names of the settings
+# Variable in which accelerate passes a setting -> accelerate's name of the setting
 _ACCELERATE = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism",
@@ -78,7 +80,8 @@ ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 def describe_unread(environment: Mapping[str, str], precision: str) -> str:
     """Return a note about settings of `accelerate launch` that have no effect because CONFIG
-    decides them, or "". Other code compares accelerate's DeepSpeed JSON with CONFIG's."""
+    decides them. Return "" if there are none. `run_dir.refuse_other_json` compares accelerate's
+    DeepSpeed JSON with the plan's."""
     names = [
         name
         for variable, name in _ACCELERATE.items()
@@ -94,32 +97,33 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
 
 
 def find_source(environment: Mapping[str, str]) -> Source | None:
-    """Return the variables of the launcher that started this process as one of several, or None."""
+    """Return the variables of the launcher that started this process. Return None if no launcher in
+    SOURCES did."""
     return next((source for source in SOURCES if source.applies(environment)), None)
 
 
 def find_uncounted(environment: Mapping[str, str]) -> str:
-    """Return the variable with this process's rank if other processes exist although `find_source`
-    returns None. Otherwise return ""."""
+    """Return the name of the variable with this process's rank if there may be other processes,
+    otherwise "". Call this function only if `find_source` returns None."""
     # sbatch sets SLURM_PROCID without starting processes.
     ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
     is_counted = any(source.world_size in environment for source in SOURCES)
     for name in (*ranks, *_UNCOUNTED):
-        # A launcher that starts one process may also set its rank in other variables.
+        # A launcher that starts one process may also set the rank in other launchers' variables.
         if name in environment and not (is_counted and environment[name] == "0"):
             return name
     return ""
 
 
 def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return (variable, number of nodes that start this command). The number is 1 if no variable
-    has more."""
+    """Return the name of the variable with the number of nodes that start this command, and the
+    number. Return ("", 1) if no variable has more than one node."""
     for name in _NODES:
         value = environment.get(name, "")
         if value.startswith("["):
             nodes = value.count(",") + 1
         else:
-            most = value.rpartition(":")[2]  # torchrun accepts a range
+            most = value.rpartition(":")[2]  # torchrun accepts a range, MIN:MAX
             nodes = int(most) if most.isascii() and most.isdecimal() else 1
         if nodes > 1:
             return name, nodes
@@ -127,8 +131,8 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints for the run. It does if it is rank 0, the only process, or
-    has an invalid rank, which no other process would report."""
+    """Return whether this process prints messages for the whole run. It does if it is rank 0 or the
+    only process, or if its rank is invalid, which no other process would report."""
     source = find_source(environment)
     if source is None and (uncounted := find_uncounted(environment)):
         return environment[uncounted] == "0"

@@ -1,13 +1,13 @@
-"""Detect this machine without importing torch. Read the datasheets of GPUs in gpus.json, from which
-rates are estimated.
+"""Detect this machine's hardware without importing torch. Read the data of GPUs in gpus.json, from
+which rates are estimated.
 
 Sources: NVIDIA's datasheets; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
-the A10G, which is AWS's variant, the values that CUDA reports. Rates are dense, without sparsity.
-Memory is as reported by nvidia-smi. Bandwidths of links in GB/s in each direction: NVLink 5 has
-900, NVLink 4 has 450, NVLink 3 has 300, NVLink 2 has 150, and the NVLink of H800 and A800 has 200.
-PCIe 5 x16 has about 63, PCIe 4 has 31.5, and PCIe 3 has 15.75. Entries whose names contain other
-names come first. If a model has several forms, the form that its plain name means comes before the
-PCIe form."""
+the A10G, an AWS variant of the A10, the values that CUDA reports. Rates are dense, without
+sparsity. Memory is as reported by nvidia-smi. Link bandwidths are in GB/s per direction: NVLink 5
+has 900, NVLink 4 has 450, NVLink 3 has 300, NVLink 2 has 150, and the NVLink of H800 and A800 has
+200. PCIe 5 x16 has about 63, PCIe 4 has 31.5, and PCIe 3 has 15.75. An entry whose name contains
+another entry's name comes before that entry. If a model has several forms, the form that its plain
+name denotes comes before the PCIe form."""
 
 import json
 import os
@@ -40,23 +40,23 @@ _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-ADAPTER_BYTES_PER_S = 50e9  # between nodes, per GPU: one 400 Gbit/s adapter each
+ADAPTER_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s adapter per GPU
 Positive = Annotated[float, Field(gt=0)]
 _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Properties of a machine that "auto" values and preflight checks depend on."""
+    """Machine properties on which "auto" values and preflight checks depend."""
 
     num_gpus: int  # NVIDIA GPUs that this process may use, according to `CUDA_VISIBLE_DEVICES`
     gpu_name: str | None
-    # Memory of the smallest visible GPU, or of the host if they share it; 0 without GPUs
+    # Least memory of the visible GPUs, or the available RAM if GPUs share it; 0 without GPUs
     gpu_memory_bytes: int
     compute_capability: tuple[int, int]  # lowest of the visible GPUs; (0, 0) without GPUs
     ram_bytes: int  # available bytes, limited by free RAM and by the cgroup
     num_cpus: int
-    power_w: float | None = None  # power limit of each GPU; None if unknown
+    power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
     cpu_has_bf16: bool = (
         False  # whether the CPU has instructions for matrix multiplications in bf16
     )
@@ -78,8 +78,9 @@ def detect_machine() -> Machine:
 
 
 def has_bf16(info: Path) -> bool:
-    """Return whether Linux lists instructions for matrix multiplications in bf16 among a CPU's
-    features: AVX-512 or AMX on x86, or Arm's instructions. Return False if there is no list."""
+    """Return whether the CPU has instructions for bf16 matrix multiplications: AVX-512 or AMX on
+    x86, or Arm's instructions. `info` is the path of Linux's /proc/cpuinfo. Return False if the
+    file does not exist."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (
         re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
@@ -87,7 +88,8 @@ def has_bf16(info: Path) -> bool:
 
 
 def threads_per_process(processes_here: int) -> int:
-    """Return an equal share of the cores, at least 1."""
+    """Return the number of cores for each of `processes_here` processes on this machine, at least
+    1."""
     return max(1, available_cpus() // processes_here)
 
 
@@ -99,7 +101,7 @@ class _Visible(NamedTuple):
 
 
 def _visible_gpus() -> list[_Visible]:
-    """Return the GPUs that CUDA would list."""
+    """Return the GPUs that CUDA would list. Return [] if nvidia-smi is missing or fails."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         return []
@@ -118,8 +120,8 @@ def _visible_gpus() -> list[_Visible]:
     gpus = []
     for line in result.stdout.splitlines():
         index, uuid, name, mebibytes, version, *watts = line.split(", ")
-        # A GPU that shares the host's memory (GB10, Jetson) reports [N/A]. It can use the available
-        # RAM.
+        # For a GPU that shares the host's memory (GB10, Jetson), nvidia-smi reports [N/A]. Such a
+        # GPU can use the available RAM.
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
         power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
@@ -145,8 +147,8 @@ def available_ram_bytes() -> int:
         used = _read_numbers(group / used_file)
         if limit and used:
             fields = _read_fields(group / "memory.stat")
-            # The page cache counts as used, but the kernel frees it on demand. Version 1 counts the
-            # cache of groups below separately.
+            # The page cache counts as used, but the kernel frees it on demand. In version 1, only
+            # the fields with the prefix total_ include child groups.
             total = "total_" if "total_active_file" in fields else ""
             names = (f"{total}active_file", f"{total}inactive_file")
             cache = sum(fields.get(name, 0) for name in names)
@@ -155,8 +157,8 @@ def available_ram_bytes() -> int:
 
 
 def available_cpus() -> int:
-    """Return the number of cores that this process may use, at least 1. It is limited by CPU
-    affinity and the quota of a container."""
+    """Return the number of cores that this process may use, at least 1. CPU affinity and the CPU
+    quota of a container limit the number."""
     cpus = len(os.sched_getaffinity(0))
     for group, version in _control_groups("cpu"):
         if version == 1:
@@ -170,8 +172,8 @@ def available_cpus() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, version) of the cgroups that contain this process, including parent groups,
-    because a job's limit may be on any of them. In a container the paths may be the host's, and the
+    """Yield (folder, version) for each cgroup that contains this process, including parent groups,
+    because any of them may limit a job. In a container, the paths may be those of the host, and the
     root is the container's own group."""
     lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
     for line in lines:
@@ -179,7 +181,7 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS
-        if not root.is_dir():  # for example cpu,cpuacct without the usual link cpu
+        if not root.is_dir():  # for example, cpu,cpuacct exists without the usual link named cpu
             root = _CGROUPS / controllers
         folder = root / path.lstrip("/")
         while True:
@@ -208,19 +210,20 @@ def _read_fields(file: Path) -> dict[str, int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """Type of GPU: an entry of the table, or of `--gpu '{"memory_gib": 48, ...}'`."""
+    """GPU model: an entry of the table, or a description such as `--gpu '{"memory_gib": 48,
+    ...}'`."""
 
     name: str = "own GPU"
     memory_gib: Positive
-    tflops: Positive  # rate of 16-bit matrix multiplications with fp32 sums
+    tflops: Positive  # rate of 16-bit matrix multiplications with fp32 accumulation
     # Rate of fp32 matrix multiplications without TF32
     fp32_tflops: Positive = Field(default_factory=lambda values: values.get("tflops", 0) / 4)
     memory_gb_s: Positive
-    link_gb_s: Positive = 31.5  # bandwidth to a neighbor in the node, each way
-    # Multiprocessors. Each computes one tile of a matrix multiplication at a time.
+    link_gb_s: Positive = 31.5  # bandwidth to another GPU in the node, per direction
+    # Streaming multiprocessors. Each computes one tile of a matrix multiplication at a time.
     num_sms: Annotated[int, Field(ge=1)] = 100
     compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)
-    power_w: Positive = 1000  # power limit, which bounds long matrix multiplications
+    power_w: Positive = 1000  # power limit, which bounds the rate of long matrix multiplications
 
     @property
     def flops(self) -> float:
@@ -232,16 +235,16 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
-    """Return the entry for a device name from nvidia-smi or CUDA. Return None if the device is not
-    in the table, is a partial GPU (MIG) or a laptop GPU."""
+    """Return the entry for a device name from nvidia-smi or CUDA. Return None for a device that is
+    not in the table, for a partial GPU (MIG) and for a laptop GPU."""
     name_parts = (device_name or "").upper().replace("-", " ").split()
     if "MIG" in name_parts or "LAPTOP" in name_parts:
         return None
     for gpu in GPUS.values():
         if set(gpu.name.upper().split("-")) <= set(name_parts):
             return gpu
-    # If no entry matches with its memory, use the first entry of the same form that contains the
-    # model's word.
+    # If no entry matches completely, for example because the memory differs, use the first entry of
+    # the same model and form (PCIe, NVL).
     forms = {"PCIE", "NVL"}
     for gpu in GPUS.values():
         model, *suffixes = gpu.name.upper().removeprefix("RTX-").split("-")
@@ -256,8 +259,9 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 
 
 def known_gpu(name: str) -> Gpu:
-    """Return the entry that a user names, in any case, or a GPU described as JSON. "@500W" limits
-    its power. Raises UserError with the nearest names if there is no such entry."""
+    """Return the GPU that a user names, in upper or lower case, or describes as JSON. A suffix such
+    as "@500W" lowers the power limit. Raises UserError, with the nearest name, for an unknown
+    GPU."""
     if name.lstrip().startswith("{"):
         try:
             document = json.loads(name)
@@ -275,6 +279,6 @@ def known_gpu(name: str) -> Gpu:
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:
-    """Return the GPU with its power limit lowered to `power_w`. None means that no limit is
-    known."""
+    """Return `gpu` with its power limit lowered to `power_w` watts. If `power_w` is None, the limit
+    is unknown, and `gpu` is returned unchanged."""
     return gpu if power_w is None else gpu.model_copy(update={"power_w": min(power_w, gpu.power_w)})

@@ -1,8 +1,9 @@
-"""Run code outside the package: the user's own model families and engines. No torch import.
+"""Run code from outside the package: the user's own model families and engines. This module does
+not import torch.
 
-Only `load_code` runs such code, and only if the user has named it: by a path in CONFIG or on the
-command line, or as an engine in this checkout's strategies/. A file that comes with data (an
-adapter, a run's plan or record, a preset, a list of runs) never runs code."""
+Only `load_code` runs such code. The user must have named the code by a path in CONFIG or on the
+command line. Engines in this checkout's strategies/ are also allowed. Data files (an adapter, a
+run's plan or record, a preset, a list of runs) never cause code to run."""
 
 import contextlib
 import functools
@@ -21,25 +22,26 @@ _allowed_folders: set[Path] = set()  # folders whose code may run
 
 
 def name_code(folder: Path) -> None:
-    """Allow the code in `folder` to run, because the user names it now or it is part of this
-    checkout."""
+    """Allow the code in `folder` to run. Call this function only for a folder that the user has
+    named or that is part of this checkout."""
     _allowed_folders.add(folder.resolve())
 
 
 def named_code() -> list[str]:
-    """Return the folders that were named, for the processes that this process starts."""
+    """Return the folders whose code may run, so that they can be passed to child processes."""
     return sorted(map(str, _allowed_folders))
 
 
 def name_families(models: Iterable[object]) -> None:
-    """Allow the model families that CONFIG or the command line names by paths to run."""
+    """Allow the code of each model family that an element of `models` names by a path to run. The
+    elements must come from CONFIG or the command line."""
     for model in models:
         if folder := _folder_of(model):
             name_code(folder)
 
 
 def refuse_unnamed(folder: Path, what: str) -> None:
-    """Raise UserError unless the user has named the code in `folder`. `what` describes the code in
+    """Raise UserError unless the code in `folder` is allowed to run. `what` describes the code in
     the message."""
     if folder.resolve() not in _allowed_folders:
         why = "a file names it, and code runs only if you name it yourself"
@@ -48,18 +50,18 @@ def refuse_unnamed(folder: Path, what: str) -> None:
 
 
 def refuse_unnamed_family(model: str) -> None:
-    """Raise UserError if a merged CONFIG's `model` is code that only a preset or a list of runs
-    names. Processes that are started for this CONFIG would receive the model on their command
-    line."""
+    """Raise UserError if `model`, a value of the merged CONFIG, is code that only a preset or a
+    list of runs names. Otherwise, child processes would run the code, because they receive the
+    model on their command line."""
     folder = _folder_of(model)
     if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
         refuse_unnamed(folder, f"the model family {folder}")
 
 
 def _folder_of(model: object) -> Path | None:
-    # A bare word, such as auto, does not mean a folder that happens to be here.
+    # A bare word, such as auto, does not name a folder, even if a folder of that name exists.
     if isinstance(model, str) and os.sep in model:
-        # The text is not a usable path
+        # Text that is not a usable path names no folder
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             return Path(model.partition(":")[0]).expanduser().resolve()
     return None
@@ -67,9 +69,9 @@ def _folder_of(model: object) -> Path | None:
 
 @functools.cache
 def load_code(file: Path, what: str) -> ModuleType:
-    """Import a Python file outside of the package once, under a unique module name. Raises
-    UserError, in which `what` describes the code, if its folder was not named or if the import
-    fails."""
+    """Import a Python file from outside the package once, under a unique module name. Raises
+    UserError if the code in the file's folder is not allowed to run or the import fails. `what`
+    describes the code in the message."""
     refuse_unnamed(file.parent, what)
     name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
