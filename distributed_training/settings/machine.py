@@ -210,8 +210,7 @@ def _read_fields(file: Path) -> dict[str, int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """GPU model: an entry of the table, or a description such as `--gpu '{"memory_gib": 48,
-    ...}'`."""
+    """GPU model: an entry of the table, or a description in JSON that `--gpu` gives."""
 
     name: str = "own GPU"
     memory_gib: Positive

@@ -1,10 +1,10 @@
-"""Determine which rank this process is. Start and end the ranks of one machine together. No torch
-import.
+"""Determine the rank of this process, and start and terminate the ranks of one machine. This module
+does not import torch.
 
 torchrun's agent is not used, because its store listens on every interface and unpickles incoming
-data. Here rank 0 receives a socket that is bound to loopback and serves the store on it.
+data. Instead, rank 0 serves the store on a socket that is bound to loopback.
 
-On GPUs each rank is a new Python process, because CUDA does not survive a fork. On CPUs the ranks
+On GPUs, each rank is a new Python process, because CUDA does not survive a fork. On CPUs, the ranks
 are forks of one process that has imported torch, because separate imports would occupy all cores
 for seconds."""
 
@@ -34,14 +34,15 @@ from distributed_training.supervise.process import LAUNCHER, Process, handling, 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
 
-# Seconds until ranks are killed: torchrun's variable, its default, and the time after a rank has
-# failed
+# Seconds until terminated ranks are killed: torchrun's variable, its default, and the limit after a
+# rank has failed
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
-# Seconds without CPU time until ranks are ended, once another rank has ended without an error
+# Seconds without CPU time until ranks are terminated, after another rank has ended without an
+# error. STOPPED_S applies if a rank is stopped (SIGSTOP), otherwise STILL_S.
 STOPPED_S = 30.0
-STILL_S = 600.0  # long, because rank 0 may be uploading its model to the Hub
+STILL_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
 POLL_S = 0.05
 MOST_PROCESSES = 100_000
 STOPS = (
@@ -51,13 +52,14 @@ STOPS = (
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
-Body = Callable[[], int]  # the work of a fork, which returns the exit code
+Body = Callable[[], int]  # function that a fork runs, which returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
 def current_process() -> Process | None:
-    """Return this process's rank as its launcher set it, and set torchrun's variables. Return None
-    if no launcher started this process. Raises UserError if ranks could not find each other."""
+    """Return this process's rank as set by its launcher, and set torchrun's variables. Return None
+    if no launcher started this process. Raises UserError if the launcher's variables are invalid or
+    incomplete."""
     source = find_source(os.environ)
     if source is None:
         _refuse_other_launchers()
@@ -103,7 +105,8 @@ def _number(name: str) -> int:
 
 
 def _refuse_other_launchers() -> None:
-    """Raise UserError if a launcher intended several processes but gave this one no rank."""
+    """Raise UserError if a launcher seems to have started several processes but did not set this
+    process's rank and the number of processes."""
     if name := find_uncounted(os.environ):
         what = f"{name} is set but WORLD_SIZE is not"
         why = "this process would train alone, beside those of the other ranks"
@@ -123,7 +126,8 @@ def _refuse_other_launchers() -> None:
 
 
 def single_process() -> Process:
-    """Set the variables that libraries read, as a launcher of one process would."""
+    """Return the only process of a run. Set the variables that libraries read, as a launcher
+    would."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -131,15 +135,15 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Exit codes of the ranks."""
+    """Result of the ranks of one machine."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
-    codes: dict[int, int]  # return codes, as in Popen, of ranks that ended on their own
+    codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the launcher: the code of the failed ranks if they agree,
-        otherwise 1."""
+        """Return the launcher's exit code: 128 + `signum`, or the code of the failed ranks if they
+        agree, otherwise 1. Return 0 if no rank failed."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}
@@ -149,8 +153,8 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Return the signal to stop or the ranks that were killed. Return "" if all ranks ended by
-        themselves."""
+        """Describe the signal that stopped this process, or else the ranks that were killed. Return
+        "" if there is neither."""
         if self.signum:
             return signal.Signals(self.signum).name
         # Ranks may abort because a peer was killed.
@@ -160,7 +164,8 @@ class Ended:
 
     @property
     def left_early(self) -> str:
-        """Return the ranks that ended without an error before others failed."""
+        """Describe the ranks that exited with code 0 before others failed. Return "" if there are
+        none."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
         return f"{self._ranks_with(0)}: exited with code 0 before the end of the run"
@@ -171,7 +176,8 @@ class Ended:
 
 @contextlib.contextmanager
 def starting(command: Command, count: int) -> Iterator[Ranks]:
-    """Start ranks for `run_ranks` while the block runs. If the block fails, end the ranks."""
+    """Start `count` ranks and yield them, so that `run_ranks` can use them later. Terminate the
+    ranks if the block raises an exception."""
     ranks: list[psutil.Process] = []
     try:
         if count:
@@ -183,9 +189,9 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `count` ranks, unless they have `begun`, and wait for all of them. Ranks that are
-    commands receive `line` on standard input. If a rank fails, the others are ended. Stop signals
-    and Ctrl-Z are passed on."""
+    """Start `count` ranks, or use the ranks in `begun`, and wait for all of them. Ranks that are
+    commands receive `line` on standard input. If a rank fails, the others are terminated. Stop
+    signals and Ctrl-Z are forwarded to the ranks."""
     ranks = list(begun)
     signals: list[int] = []
     codes: dict[int, int] = {}
@@ -269,7 +275,7 @@ def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socke
     if environment["RANK"] != "0":
         of_rank_0.close()
     os.environ.update(environment)
-    # Name in `top`, at most 15 characters
+    # Process name in `top`, at most 15 characters
     Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
     return body()
 
@@ -281,9 +287,11 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
-    """End all ranks. They have time to save or, if a rank failed, to report the cause."""
+    """Terminate all ranks, and kill ranks that are still running after a time limit. Until then,
+    ranks can save or, if a rank failed, report the cause. `told`: whether the ranks already
+    received a signal."""
     patience_s = PATIENCE_S
-    with contextlib.suppress(ValueError):  # torchrun refuses text, but here ranks must be ended
+    with contextlib.suppress(ValueError):  # torchrun raises an error, but here ranks must end
         patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
@@ -295,8 +303,8 @@ def _end(ranks: Ranks, *, told: bool) -> None:
 
 def fork(body: Body) -> psutil.Process:
     """Run `body` in a fork of this process, which must have no other threads. The fork has the
-    signal handlers of a new process. The fork has its own session, so Ctrl-C in a terminal reaches
-    it once, through this process."""
+    signal handlers of a new process and a session of its own. Ctrl-C in a terminal therefore
+    reaches the fork once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)
@@ -327,9 +335,9 @@ def fork(body: Body) -> psutil.Process:
 
 
 def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
-    """Start a fork that calls `compute`, and return a function that waits for its text. That
-    function raises RunError if the fork was killed and SystemExit if it failed. The fork ends with
-    this process."""
+    """Start a fork that calls `compute`, and return a function that waits for the computed text.
+    The returned function raises RunError if the fork was killed, and SystemExit if the fork failed.
+    If this process ends, the fork ends as well."""
     read, write = os.pipe()
 
     def body() -> int:
@@ -355,7 +363,7 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
 
 
 def killed_by(signum: int) -> str:
-    """Describe the signal that killed a process, and its most likely cause."""
+    """Describe the signal that killed a process. For SIGKILL, add the most likely cause."""
     name = signal.Signals(signum).name
     return f"killed by {name}" + (
         "; the usual cause is that memory ran out" if name == "SIGKILL" else ""

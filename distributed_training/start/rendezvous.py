@@ -1,8 +1,9 @@
-"""Connect the ranks of a run. If torchrun, deepspeed or srun started them, they also agree on the
-plan that rank 0 makes and on the folders in which nodes keep their files.
+"""Connect the ranks of a run. If a launcher such as torchrun started the ranks, they also agree on
+rank 0's plan and check that all nodes have the run's folder.
 
-Launchers tell every process the address of rank 0. By default, gloo and NCCL announce the address
-of the host's name, which on many machines is loopback (127.0.1.1 on Debian)."""
+Launchers pass the address of rank 0 to every process. By default, gloo announces the address to
+which the host's name resolves. On many machines, this is a loopback address (127.0.1.1 on Debian).
+`meet` therefore sets the network interface for gloo and NCCL."""
 
 import contextlib
 import ipaddress
@@ -41,16 +42,16 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RETRY_S = 0.2
 SHARED_WITHIN_S = 10.0  # time until a network disk shows a new folder on other machines
-# Key in the store: the address under which other machines see rank 0
+# Key in the store: the address at which other machines reach rank 0
 _RANK_0_ADDRESS = "address of rank 0"
 _HOST = "host of rank {}"
 _READERS = "ranks that have read all hosts"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
-    """Wait for all ranks and return their shared store. Set the interface on which gloo and NCCL
-    reach the other ranks. Raises UserError that names the ranks missing after `limit_s`.
-    Collective."""
+    """Wait up to `limit_s` seconds for all ranks and return their shared store. Set the interface
+    through which gloo and NCCL reach the other ranks. Raises UserError with the missing ranks. All
+    ranks must call this function."""
     end = time.monotonic() + limit_s
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -61,8 +62,9 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             address, rank_0_address = _connect(host, port, label, end, limit_s)
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
             opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
-            # The prefix separates attempts if torchrun restarts the processes and its agent serves
-            # the store. Otherwise agents of several nodes may count attempts differently.
+            # If torchrun's agent serves the store, the prefix separates the attempts of restarted
+            # processes. Otherwise, agents of several nodes may count attempts differently, so the
+            # prefix is constant.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
             store = dist.PrefixStore(f"attempt {attempt}", opened)
             if not _is_loopback(rank_0_address):
@@ -81,7 +83,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     num_readers = store.add(_READERS, 1)
     try:
         process = locate(process, ranks)
-    except UserError:  # all ranks raise this error, but only after all have read the hosts
+    except UserError:  # rank 0 serves the store until all ranks have read the hosts
         while process.rank == 0 and num_readers < process.world_size and time.monotonic() < end:
             time.sleep(RETRY_S)
             num_readers = store.add(_READERS, 0)
@@ -89,12 +91,13 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     if process.on_one_machine:
         use_loopback()
         return store
-    # Other machines see rank 0 under this address
+    # A rank that reaches rank 0 over loopback uses the address at which other machines reach rank
+    # 0.
     if _is_loopback(address) and store.check([_RANK_0_ADDRESS]):
         address = store.get(_RANK_0_ADDRESS).decode()
-    if name := _interface(address):  # has no effect if the user has named an interface
+    if name := _interface(address):  # an interface that the user has named is kept
         os.environ.setdefault(GLOO_INTERFACE, name)
-        os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # without "=", eth1 would also mean eth10
+        os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # without "=", eth1 would match eth10
     return store
 
 
@@ -103,12 +106,13 @@ def _agent_serves() -> bool:
 
 
 def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
-    """Return the arguments with which rank 0 opens its store.
+    """Return the arguments with which this process opens the store if it must serve the store,
+    otherwise {}.
 
-    By default a store listens on all interfaces. Here it listens on the launcher's socket or on
-    MASTER_ADDR only. It listens on all addresses only if other machines must connect and
+    By default, a store listens on all interfaces. This store listens only on the launcher's socket
+    or on MASTER_ADDR. It listens on all interfaces only if other machines must connect and
     MASTER_ADDR does not identify an address of this machine."""
-    if process.rank or _agent_serves():  # torchrun's agent already serves the store
+    if process.rank or _agent_serves():  # rank 0 or torchrun's agent serves the store
         return {}
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -136,8 +140,8 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
 
 
 def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tuple[str, str]:
-    """Wait until the store listens. Return this host's address on the connection and the store's
-    address."""
+    """Wait until the store accepts connections. Return this host's address on the connection and
+    the store's address. Raises UserError after `end`."""
     while True:
         timeout_s = max(RETRY_S, end - time.monotonic())
         try:
@@ -159,8 +163,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
 
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
-    """Publish this rank's host and wait for all ranks. Raises UserError that names the ranks that
-    have not joined by `end` and the hosts that have joined."""
+    """Publish this rank's host and wait for all ranks. Raises UserError with the ranks that have
+    not joined by `end` and the hosts that have joined."""
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
     report = {
         "host": socket.gethostname(),
@@ -187,10 +191,10 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
 
 
 def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
-    """Return the process with its local numbers, and set them in the environment. If the launcher
-    did not set the local numbers, they follow from the reports of all `ranks`. Raises UserError on
-    all ranks unless every machine has the same number of consecutive ranks and the interfaces that
-    it names."""
+    """Return `process` with its local rank and local world size, and set both in the environment.
+    If the launcher did not set these numbers, they follow from the reports of all `ranks`. Raises
+    UserError on all ranks unless every machine has the same number of consecutive ranks. Also
+    raises UserError if a machine lacks an interface that its environment names."""
     machines = [report["machine"] for report in ranks]
     num_local = ranks[0]["local_world_size"] or machines.count(machines[0])
     for rank, report in enumerate(ranks):
@@ -224,9 +228,10 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
 
 
 def find_wrong_interface(present: Sequence[str]) -> str:
-    """Return the error in the interfaces that the environment names for gloo and NCCL, or "".
-    `present`: the interfaces of this machine. gloo's variable lists exact names. NCCL's lists
-    prefixes of names, exact names after "=", and excluded names after "^"."""
+    """Describe an error in the interfaces that the environment names for gloo and NCCL. Return ""
+    if there is none. `present` lists the interfaces of this machine. gloo's variable lists exact
+    names. NCCL's variable lists prefixes of names, exact names after "=", or excluded prefixes
+    after "^"."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         value = os.environ.get(variable, "")
         names = [name.lstrip("=").partition(":")[0] for name in value.lstrip("^").split(",")]
@@ -244,8 +249,8 @@ def find_wrong_interface(present: Sequence[str]) -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL connect the ranks of one machine over loopback, and override the
-    environment."""
+    """Make gloo and NCCL connect the ranks of one machine over loopback. This overrides interfaces
+    that the environment names."""
     if name := _interface(LOOPBACK):
         os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
 
@@ -257,7 +262,8 @@ def _machine() -> tuple[str, int]:
 
 
 def _interface(address: str) -> str | None:
-    """Return the name of this host's interface that has the address, or None."""
+    """Return the name of this host's interface that has the address. Return None if there is
+    none."""
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address.partition("%")[0] for entry in entries):
             return name
@@ -269,14 +275,15 @@ def _is_loopback(address: str) -> bool:
 
 
 def current_agent() -> str | None:
-    """Return the torchrun agent that started this process (host, pid, start time), or None."""
+    """Return the host, pid and start time of the torchrun agent that started this process, as text.
+    Return None if torchrun did not start this process."""
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
 def standalone_note(process: Process) -> list[str]:
-    """Return a note on how to start the same run safely, if `torchrun --standalone` started this
-    process. Otherwise return []."""
+    """Return a list with a note on how to start the same run safely if `torchrun --standalone`
+    started this process. Otherwise, return []."""
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     with contextlib.suppress(psutil.Error):
         if agent and "--standalone" in agent.cmdline():
@@ -291,11 +298,11 @@ def standalone_note(process: Process) -> list[str]:
 def agree_on_plan(
     config: Request, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
-    """Make the plan on rank 0 and return it on all ranks. A run that this process's `agent` began
-    is continued. All ranks raise rank 0's UserError, or one if settings or code differ between
-    ranks. Collective."""
+    """Make the plan on rank 0 and return it on all ranks. If `agent`, this process's torchrun
+    agent, began a run before, that run is continued. Raises rank 0's UserError on all ranks. Also
+    raises UserError if settings or code differ between ranks. All ranks must call this function."""
     typed = config.to_user_words()
-    del typed["output_dir"]  # folders of checkouts may differ
+    del typed["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**typed, **versions(), **code()}, ask)
     launchers = sorted(set(ask(agent))) if agent else []
 
@@ -311,9 +318,9 @@ def agree_on_plan(
 def continue_run(
     config: Request, launchers: Iterable[str], num_processes: int
 ) -> tuple[Request, list[str]]:
-    """Return `config` to continue the run that one of `launchers` began, and a note. The run
-    continues from its last checkpoint with `num_processes`. If there is no such run, `config` is
-    unchanged."""
+    """Return a copy of `config` that continues the run that one of `launchers` began, and a list of
+    notes. The run continues from its last checkpoint with `num_processes` processes. If there is no
+    such run, return `config` unchanged and no notes."""
     run_folder = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
     for file in sorted(files):
@@ -332,9 +339,10 @@ def continue_run(
 
 
 def check_disks(plan: Plan, process: Process) -> None:
-    """Check that all nodes have the run's folder. This is a shared folder or, with
-    shared_disk=False, a folder per node with the files of the checkpoint to resume from. Raises
-    UserError on every rank if a node lacks it. Collective."""
+    """Check that all nodes have the run's folder. The folder is shared or, with shared_disk=False,
+    each node has a folder of its own. Each node's own folder must contain that node's files of the
+    checkpoint to resume from. Raises UserError on every rank if a node lacks the folder or a file.
+    All ranks must call this function."""
     leads = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
     mark = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
@@ -355,12 +363,13 @@ def check_disks(plan: Plan, process: Process) -> None:
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
         with agree.failing_together():
-            if leads and process.rank:  # rank 0's node read the files when it planned
+            if leads and process.rank:  # rank 0 read its node's files when it planned
                 resume.check_files(plan.checkpoint, meta, plan, process.rank)
 
 
 def _see_folder(plan: Plan, label: str) -> None:
-    """Wait until this node sees the run's shared folder with rank 0's plan."""
+    """Wait until this node sees the run's shared folder with rank 0's plan. Raises UserError after
+    SHARED_WITHIN_S."""
     fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():
@@ -371,7 +380,8 @@ def _see_folder(plan: Plan, label: str) -> None:
 
 
 def _make_folder(plan: Plan, mark: Path, label: str) -> None:
-    """Make this node's own folder of the run, and write the plan into it."""
+    """Create this node's own folder of the run, and write the plan into it. Raises UserError if
+    nodes share the disk or the folder cannot be created."""
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # if nodes share the disk, this fails on all nodes but the first

@@ -28,8 +28,9 @@ from distributed_training.train.run import push, train
 
 
 def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
-    """Run this process's part of a run and return the exit code. If another launcher started the
-    process, `plan` is only the request, and rank 0 plans for all. Collective."""
+    """Run this process's part of a run and return the exit code. If a launcher such as torchrun
+    started the process, `plan` is only the request, and rank 0 plans for all ranks. All ranks must
+    call this function."""
     num_gpus = plan.machine.num_gpus if isinstance(plan, Plan) else torch.cuda.device_count()
     config = plan.config if isinstance(plan, Plan) else plan
     watch = Watch(process)
@@ -40,21 +41,22 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         if isinstance(plan, Request):
             plan = rendezvous.agree_on_plan(plan, process, ask, rendezvous.current_agent())
             rendezvous.check_disks(plan, process)
-            # Called again, because a torch without CUDA sees no GPU
+            # Called again with the plan's number of GPUs, because a torch without CUDA sees no GPU
             prepare(plan.machine.num_gpus, process)
             startup.end("plan")
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(plan.run_dir, plan.config, store)
-        # Training saves at Ctrl-C. Before and after training, the run ends at once. Libraries would
-        # convert a KeyboardInterrupt into another error, such as a checkpoint that cannot be read.
+        # During training, Ctrl-C saves a checkpoint. Before and after training, this handler ends
+        # the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into another
+        # error, such as an unreadable checkpoint.
         leave = functools.partial(end_failed, plan, topology, KeyboardInterrupt(), store)
         with handling({signal.SIGINT: lambda *_: leave()}):
             try:
                 code = train(plan, topology, watch, ask, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
-                watch.end()  # otherwise it may report the same error a second time
+                watch.end()  # otherwise the watch may report the same error a second time
                 if watch.activity == THE_END and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print(f"note: after the run had finished: {what}", file=sys.stderr, flush=True)
@@ -69,15 +71,15 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 def join(
     process: Process, num_gpus: int, limit_s: float
 ) -> tuple[Process, torch.device, dist.Store]:
-    """Open the run's store. Return this process with its local numbers, its device and the store.
-    If the launcher set the local numbers, the device is checked before other ranks are awaited.
-    Collective."""
+    """Open the run's store. Return this process with its local rank and local world size, its
+    device, and the store. If the launcher set the local rank, the device is checked before this
+    rank waits for others. All ranks must call this function."""
     located = process.local_world_size > 0
     try:
         device = prepare(num_gpus, process) if located else torch.device("cpu")
     except UserError as error:
-        # The command line prints rank 0's error. Ranks on other machines print theirs, because
-        # their GPUs may differ.
+        # The command line prints rank 0's error. On other machines, local rank 0 prints its own
+        # error, because the GPUs may differ.
         if process.rank and not process.local_rank:
             print(error.printed, file=sys.stderr, flush=True)
         raise
@@ -114,8 +116,8 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
         what = f"{num_local} processes run on this machine, but each process sees only {gpus} GPUs"
         fix = f"start {gpus} processes. Under srun, use --gpus-per-node instead of "
         raise UserError(what, fix=f"{fix}--gpus-per-task")
-    # DeepSpeed's builder cannot parse entries such as 9.0a. The architecture of this machine's GPU
-    # is enough.
+    # DeepSpeed's extension builder cannot parse architectures such as 9.0a. The architecture of
+    # this process's GPU is enough.
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     return torch.device("cuda", process.local_rank)
@@ -130,8 +132,8 @@ def use_cpu() -> torch.device:
 
 
 def warm_up(process: Process) -> None:
-    """Do the slow parts of startup that need no plan: initialize the GPU's context and import
-    torch's compiler."""
+    """Do the slow parts of startup that need no plan: on a GPU, initialize its CUDA context and
+    import torch's compiler."""
     if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
         torch.zeros((), device=torch.device("cuda", process.local_rank))
         importlib.import_module("torch._inductor.compile_fx")
