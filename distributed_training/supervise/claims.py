@@ -1,9 +1,9 @@
-"""Lock on a run directory: a file in it names the process that claimed the run. No torch import.
+"""Lock a run directory with an owner file, which names the process that claimed the run.
 
 All processes of the run on that machine hold a shared lock on the file, so the claim lasts until
-the last one has ended. Other machines, and file systems without locks, need another sign: rank 0 of
-the run touches the file every few seconds. It ends the run if another run has claimed the folder in
-the meantime."""
+the last of these processes has ended. Other machines may not see the lock, and some file systems
+have no locks. Therefore rank 0 of the run also touches the file every few seconds. Rank 0 ends the
+run if another run has claimed the directory in the meantime. This module does not import torch."""
 
 import contextlib
 import fcntl
@@ -40,8 +40,9 @@ class Claim(BaseModel):
 
 @contextlib.contextmanager
 def one_at_a_time(output_dir: Path) -> Iterator[None]:
-    """Let only one process at a time create run directories in `output_dir`. Other users may own
-    its lock file `.lock`. Raises UserError if another process keeps the lock for LOCKED_S."""
+    """Let only one process at a time create run directories in `output_dir`. The lock file `.lock`
+    may belong to another user. Raises UserError if another process keeps the lock for LOCKED_S, or
+    if the lock file cannot be opened."""
     file = output_dir / ".lock"
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -79,7 +80,7 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     try:
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
-    except OSError:  # the file system has no locks, or a lost machine still holds this one
+    except OSError:  # the file system has no locks, or a lost machine still holds the lock
         kernel = ""
     new_claim = Claim(
         hostname=platform.node(), pid=os.getpid(), claimed_at=time.time(),
@@ -92,7 +93,7 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def hold(run_dir: Path) -> None:
-    """Share the lock of this process's run, if the run was claimed on this machine."""
+    """Acquire a shared lock on the owner file if the run was claimed on this machine."""
     current = _read(run_dir)
     if current:
         _claims.setdefault(run_dir, current)
@@ -102,8 +103,8 @@ def hold(run_dir: Path) -> None:
 
 
 def renew(run_dir: Path) -> None:
-    """Show other hosts that the run is alive. Raises RunError if another process has claimed it or
-    if its folder was removed."""
+    """Show other machines that the run is alive. Raises RunError if another process has claimed the
+    run or if the run directory was removed."""
     current = _read(run_dir)
     if run_dir in _claims and not os.path.lexists(run_dir / OWNER_FILE):
         raise removed(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
@@ -115,7 +116,7 @@ def renew(run_dir: Path) -> None:
 
 
 def removed(path: Path) -> RunError:
-    """Return the error of a run whose folder, or a file that it needs, is missing."""
+    """Return the error for a run directory, or a file in it, that was removed during the run."""
     what = f"{path} was removed or renamed during the run"
     why = "checkpoints and metrics can no longer be written there"
     return RunError(what, why, "start the run again")
@@ -151,7 +152,7 @@ def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process of this machine holds the run directory."""
+    """Return whether a process on this machine holds the lock of the run directory."""
     try:
         with open(run_dir / OWNER_FILE, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,12 +169,13 @@ def _read(run_dir: Path) -> Claim | None:
 
 
 def _kernel() -> str:
-    """Return the boot id of this machine, which all its containers share."""
+    """Return the boot id of this machine. All containers on the machine have the same boot id."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _is_renewed(run_dir: Path) -> bool:
-    """Return whether another machine renews a claim. Waits up to RENEWED_S, once for each claim."""
+    """Return whether another machine renews its claim on the run directory. This function waits up
+    to RENEWED_S, but not again for a claim that was not renewed."""
     current = _read(run_dir)
     if current is None or _silent.get(run_dir) == current:
         return False
@@ -183,11 +185,11 @@ def _is_renewed(run_dir: Path) -> bool:
     before = None
     end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:
-        # A network file system refreshes the time when a file is opened.
+        # A network file system refreshes the modification time when a file is opened.
         with contextlib.suppress(OSError), open_regular(run_dir / OWNER_FILE) as file:
             renewed_at = os.fstat(file.fileno()).st_mtime_ns
             if before not in (None, renewed_at):
-                return _read(run_dir) is not None  # an empty file was released
+                return _read(run_dir) is not None  # an empty file means a released claim
             before = renewed_at
         time.sleep(0.5)
     _silent[run_dir] = current

@@ -1,4 +1,4 @@
-"""Build the commands that a run prints: continue the run, use its model, train longer."""
+"""Build the commands that a run prints to continue the run, use its model or train longer."""
 
 import os
 import shlex
@@ -13,7 +13,8 @@ from distributed_training.supervise.process import LAUNCHER
 
 
 def to_continue(plan: Plan) -> tuple[str, str]:
-    """Return a sentence that introduces the command that continues this run, and the command."""
+    """Return an introductory sentence, and the command that continues this run. If the run has its
+    own launcher, return only the option to add to the command."""
     if _has_own_launcher(plan):
         sentence = "To continue, start it with the same command and add:"
         return sentence, f"--resume {short_path(plan.run_dir)}"
@@ -21,8 +22,9 @@ def to_continue(plan: Plan) -> tuple[str, str]:
 
 
 def after_the_end(plan: Plan, record: Record) -> list[str]:
-    """Return commands for a finished run: generate text, compare runs, and train longer. If the run
-    overfitted, the third command keeps the best weights instead."""
+    """Return the commands for a finished run, which generate text, compare runs and train longer.
+    If the run overfitted, the last command keeps the best weights instead of training longer.
+    Commands that do not apply are omitted."""
     config = plan.config
     script = _script(plan)
     suggestions = []
@@ -36,7 +38,7 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
     suggestions.append(shlex.join(["python", script, "report", *runs]))
     if _has_own_launcher(plan):
         return suggestions
-    # A resumed run takes its settings from its folder, so its command may not contain them.
+    # A resumed run reads settings from its directory, so its command may not contain them.
     is_resumed = plan.requested.resume is not None
     best_row = best_before(record)
     if best_row and best_row["step"]:
@@ -53,7 +55,7 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
 
 def again(plan: Plan, **changes: Any) -> str:
     """Return the command that started this run, without `resume` and with `changes` to its keys.
-    The command is for the current folder."""
+    The command works in the current folder."""
     arguments = shlex.split(plan.command)
     dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
     kept_arguments = ["python", _script(plan)]
@@ -74,5 +76,5 @@ def _script(plan: Plan) -> str:
 
 
 def _has_own_launcher(plan: Plan) -> bool:
-    """Return whether torchrun, deepspeed or another launcher started the processes."""
+    """Return whether torchrun, deepspeed or another external launcher started the processes."""
     return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER not in os.environ)

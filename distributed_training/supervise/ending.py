@@ -23,26 +23,26 @@ from distributed_training.records.folder import list_checkpoints, remove_unfinis
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise import claims, commands
 
-# Phrases in errors of gloo and NCCL after the other end of a connection has exited
+# Phrases in errors of gloo and NCCL after the process at the other end of a connection has exited
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Operating system messages for a full disk, quota or file size limit. Libraries quote these
-# messages.
+# Messages of the operating system for a full disk, an exhausted quota and an exceeded limit of file
+# size. Libraries quote these messages.
 DISK_FULL_MESSAGES = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 CAUSE_KEY = "cause of the end"  # key of the reason in the store
-# A good loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
+# Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:
-    """Record and print what went wrong, then exit this process immediately."""
+    """Record and print the cause of the failure, then exit this process immediately."""
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
     if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
-        # One process per disk removes the unfinished files. Others may still be writing theirs.
+        # One process per disk removes unfinished files. Other processes may still be writing files.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
         what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
@@ -66,7 +66,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         message = explain_out_of_memory(plan, topology, first_line)
-    # Outside the training loop, which handles the signal itself
+    # Ctrl-C outside the training loop. The loop handles the signal itself.
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
         message = "Interrupted before the first step. Nothing was saved."
@@ -95,7 +95,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
                 print(message.rstrip(), file=sys.stderr, flush=True)
         if status == "failed" and not (lost_connection or is_on_all_ranks):
             get_error_handler().record_exception(error)  # torchrun prints this error last
-        # Lets launchers notice the rank that failed first, and lets that rank print
+        # Give the rank that failed first time to print, and launchers time to notice that rank.
         if not is_first:
             time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:
@@ -105,8 +105,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Describe the memory use of this rank and the settings that reduce it, best first. `detail` is
-    torch's message."""
+    """Describe the memory use of this rank and the settings that reduce memory use, best first.
+    `detail` is the first line of PyTorch's error message."""
     config = plan.config
     micro = plan.batch.micro_batch_size
     peak = gib(torch.cuda.max_memory_allocated(topology.device))

@@ -1,5 +1,6 @@
-"""Describe a process of a run: its rank, its startup phases and its signal handlers. No torch
-import."""
+"""Describe a process of a run: its rank, its startup phases and its signal handlers.
+
+This module does not import torch."""
 
 import contextlib
 import os
@@ -16,8 +17,8 @@ LAUNCHER = "RANKS_LAUNCHER"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """Rank of this process, as numbered by its launcher. `local_world_size` is 0 until
-    `rendezvous.locate` if the launcher did not set it."""
+    """Ranks and world sizes of this process, as set by its launcher. If the launcher did not set
+    `local_world_size`, the value is 0 until `rendezvous.locate` finds it."""
 
     rank: int
     world_size: int
@@ -26,13 +27,13 @@ class Process:
 
     @property
     def on_one_machine(self) -> bool:
-        """Return whether all processes of the run are known to be on this machine."""
+        """True if all processes of the run are known to be on this machine."""
         return self.local_world_size == self.world_size
 
 
 class Startup:
-    """Seconds of each startup phase, from the start of this process to the end of its first step.
-    In a forked process, the phases `before` the fork are kept."""
+    """Time in seconds of each startup phase, from the start of this process to the end of its first
+    step. In a forked process, `before` has the times of the phases before the fork."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})

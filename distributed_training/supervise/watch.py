@@ -1,10 +1,10 @@
 """Send heartbeats and detect hangs.
 
-Threads in each process end it if its launcher or another process is lost, or if training makes no
-progress. Every process writes its activity to the process group's store and reads the activity of
-the next rank, so one process notices each frozen or unreachable process. Rank 0 also limits the
-duration of a step. Time during which this process was stopped, for example by Ctrl-Z, does not
-count."""
+Threads in each process end the process if its launcher or another process is lost, or if training
+makes no progress. Every process writes its activity to the process group's store and reads the
+activity of the next rank. Therefore the previous rank notices each frozen or unreachable process.
+Rank 0 also limits the duration of each activity. Time during which this process was stopped, for
+example by Ctrl-Z, does not count."""
 
 import contextlib
 import faulthandler
@@ -37,11 +37,11 @@ from distributed_training.supervise.process import LAUNCHER, Process
 
 THE_END = "the end"  # activity of a rank after the model is written
 BEAT_S = 2.0
-MIN_LIMIT_S = 60.0  # smallest limit of a step; the limit is 20 times the median step
-DEFAULT_LIMIT_S = 600.0  # limit of all other activities
+MIN_LIMIT_S = 60.0  # minimum time limit of a step; the limit is 20 times the median step
+DEFAULT_LIMIT_S = 600.0  # time limit of all other activities
 LOST_S = 30.0  # a process is lost after this time without a heartbeat
 NOTED_WITHIN_S = 10.0  # a process that fails records its reason within this time
-SLOW_S = 45.0  # after this time in one step, rank 0 prints which rank the others wait for
+SLOW_S = 45.0  # after this time in one activity, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
 # Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and file transfers
 # are excluded, because they run for a long time without other ranks.
@@ -58,12 +58,12 @@ _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
 
 
 def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
-    """Return the frames of each thread as (file, line, function), the innermost first, by thread
-    id.
+    """Return a dict from thread id to the frames of the thread. A frame is (file, line, function).
+    The innermost frame comes first.
 
-    faulthandler does not create frame objects. `sys._current_frames()` does, and a frame object
-    keeps the local variables of its function alive after the function has returned. If that
-    function was the compiled backward pass of a block, this kept up to 5 GiB of GPU memory."""
+    faulthandler does not create frame objects. `sys._current_frames()` creates frame objects, which
+    keep the local variables of a function alive after the function has returned. For the compiled
+    backward pass of a block, these variables held up to 5 GiB of GPU memory."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -96,31 +96,31 @@ class Watch:
         self._steps_s: deque[float] = deque(maxlen=1000)
         self._activity = "starting"
         self._since = 0.0
-        self._count = 0  # activities so far; the start itself has no limit
+        self._count = 0  # number of activities so far; startup has no limit
         self._is_step = False
         self._thread = self.main
-        self._clock = 0.0  # seconds that this process has run, without time while it was stopped
+        self._clock = 0.0  # seconds that this process has run, except while it was stopped
         self._heartbeats: dict[int, dict[str, Any]] = {}
         self._heartbeat_at = self._response_at = float("inf")
         self._slow_count = 0
-        self._is_on_first_node = process.rank == process.local_rank  # the node with the store
+        self._is_on_first_node = process.rank == process.local_rank  # this node has the store
         self._ended = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
     def begin(self, run_dir: Path, config: RunConfig, store: dist.Store) -> None:
-        """Start to watch the other processes. Call this once the run directory and the store
+        """Start to watch the other processes. Call this method once the run directory and the store
         exist."""
         claims.hold(run_dir)
         self.run_dir = run_dir
         self._timeout_s = config.hang_timeout_s
-        # Compilation and traces delay some steps.
+        # Compilation and profiling delay some steps.
         self._min_limit_s = DEFAULT_LIMIT_S if config.compile or config.profile else MIN_LIMIT_S
         self._heartbeat_at = self._response_at = self._clock
         threading.Thread(target=self._beat, args=[store], daemon=True).start()
 
     def at(self, activity: str, *, is_step: bool = False, thread: int | None = None) -> None:
-        """Record that the main thread, or the other `thread` that it waits for, starts an
-        activity."""
+        """Record that the main thread starts an activity. `thread` is the thread that the main
+        thread waits for, if any."""
         if self._is_step:
             self._steps_s.append(self._clock - self._since)
         self._is_step = is_step
@@ -131,12 +131,12 @@ class Watch:
 
     @property
     def activity(self) -> str:
-        """Return the current activity of the main thread."""
+        """Current activity of the main thread."""
         return self._activity
 
     @property
     def limit_s(self) -> float:
-        """Return the time limit of the current activity in seconds; 0 means no limit."""
+        """Time limit of the current activity in seconds. 0 means no limit."""
         if self._timeout_s is not None:
             compiles = self._is_step and not self._steps_s and self._min_limit_s == DEFAULT_LIMIT_S
             if self._timeout_s and compiles:
@@ -154,7 +154,8 @@ class Watch:
         self._ended.set()
 
     def _beat(self, main_store: dist.Store) -> None:
-        """Write and read heartbeats periodically. Blocks while the store does not respond."""
+        """Write and read heartbeats periodically. The thread blocks while the store does not
+        respond."""
         store = dist.PrefixStore("watch", main_store.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=LOST_S))
         beats = 0
@@ -168,21 +169,21 @@ class Watch:
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
                 watched_ranks = {self._next_rank}
-                if self._is_on_first_node:  # these ranks end rank 0 if it freezes
+                if self._is_on_first_node:  # ranks on this node kill rank 0 if it freezes
                     watched_ranks.add(0)
                 if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
                     watched_ranks.update(range(self.world_size))
                 known_ranks = [rank for rank in sorted(watched_ranks) if store.check([str(rank)])]
                 heartbeats = {rank: json.loads(store.get(str(rank))) for rank in known_ranks}
             except (RuntimeError, ValueError):
-                return  # the connection is lost for good, and _look reports it
+                return  # the connection is permanently lost, and _look reports the loss
             self._response_at = self._clock
             if heartbeats.get(self._next_rank) != self._heartbeats.get(self._next_rank):
                 self._heartbeat_at = self._clock
             self._heartbeats |= heartbeats
 
     def _describe(self) -> dict[str, Any]:
-        """Return this process's activity and its current line of code, for the heartbeat."""
+        """Return the content of a heartbeat: this process's activity and current line of code."""
         stacks = read_stacks()
         waits = None
         where = ""
@@ -198,8 +199,8 @@ class Watch:
         }  # fmt: skip
 
     def _look(self) -> None:
-        """Check once per second that the launcher and the other ranks are alive and make
-        progress."""
+        """Check once per second that the launcher and the other ranks are alive, and that training
+        makes progress."""
         before = time.monotonic()
         orphaned = 0.0
         while not self._ended.wait(1.0):
@@ -211,7 +212,7 @@ class Watch:
                 pids = ", ".join(str(process.pid) for process in self.launchers)
                 reason = f"the launcher (process {pids}) was killed"
                 mark_stopped(self.run_dir, "interrupted", reason)
-                # Training saves on SIGTERM. Before and after training, the process just ends.
+                # Training saves on SIGTERM. Before and after training, SIGTERM ends the process.
                 os.kill(os.getpid(), signal.SIGTERM)
             elif orphaned and self._clock - orphaned > GRACE_S:
                 os._exit(128 + signal.SIGTERM)
@@ -227,14 +228,14 @@ class Watch:
         if self._clock - self._response_at > LOST_S:
             first = os.environ["MASTER_ADDR"]
             reason = f"rank {self.rank} on {host} lost rank 0 on {first}: {silent}"
-            # A frozen rank 0 does not react to SIGTERM, and on other nodes the launcher would wait
-            # for minutes, so kill them.
+            # Kill rank 0 if it is on this machine, because a frozen process does not react to
+            # SIGTERM. On other nodes, kill the launcher, which would wait for minutes.
             rank_0 = self._heartbeats.get(0, {})
             others = [launcher.pid for launcher in self.launchers[:1]]
             if self._is_on_first_node:
                 others = [rank_0["pid"]] if rank_0.get("host") == host else []
             self._give_up(reason, noted_s, others)
-        # Rank `_next_rank` is lost only if the store responds. Otherwise the store is lost.
+        # The next rank is lost only if the store responds. Otherwise the store itself is lost.
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             beat = self._heartbeats.get(self._next_rank, {})
             lost_rank = f"rank {self._next_rank}" + (f" on {beat['host']}" if beat else "")
@@ -258,8 +259,9 @@ class Watch:
             self._give_up(reason, seconds)
 
     def _give_up(self, reason: str, ago_s: float, others: Sequence[int] = ()) -> NoReturn:
-        """Record and print the reason, which occurred `ago_s` seconds ago. Kill the processes
-        `others` and end this process. Its launcher then ends the remaining ones."""
+        """Record and print the reason for ending the run. The cause occurred `ago_s` seconds ago.
+        Kill the processes `others` and end this process. The launcher of this process then
+        terminates the remaining processes."""
         with contextlib.suppress(OSError):  # for example a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
@@ -287,9 +289,9 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the ranks that the others wait for. These are the ranks with the fewest activities
-    or, if all ranks have the same number, the ranks outside a collective. `states`: results of
-    `_describe`, by rank."""
+    """Describe the ranks that the other ranks wait for. These are the ranks with the fewest
+    activities or, if all ranks have the same number of activities, the ranks outside a collective.
+    `states` has the result of `_describe` for each rank."""
     least = min(state["count"] for state in states)
     late = [rank for rank, state in enumerate(states) if state["count"] == least]
     if len(late) == len(states):
