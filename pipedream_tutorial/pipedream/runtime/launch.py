@@ -1,7 +1,6 @@
-"""Start one process per stage and end all processes if one fails. This module or torchrun's agent
-starts and ends the processes. Each process reports its own failure. A process that only lost its
-neighbor waits a moment, so that the cause is reported first.
-"""
+"""Start one process per stage and terminate all processes if one fails. This module or torchrun's
+agent starts and terminates the processes. Each process reports its own failure. A process that only
+lost its neighbor waits a moment, so that the cause is reported first."""
 
 import gc
 import logging
@@ -16,13 +15,13 @@ from typing import NoReturn
 
 from pipedream.errors import UserError
 
-# Environment variables with two files: rank 0 writes the current case to the first, and the
+# Environment variables with two paths: rank 0 writes the current case to the first file, and the
 # processes of launch() find each other through the second. A port would be open to all users of the
 # machine.
 CASE = "PIPEDREAM_CASE"
 STORE = "PIPEDREAM_STORE"
 GRACE_S = 2.0
-DIFFERENT = 3  # exit code if all ran, but some weights differ from one process's
+DIFFERENT = 3  # exit code if all ran, but weights differ from training in one process
 
 
 class StageLostError(RuntimeError):
@@ -30,8 +29,8 @@ class StageLostError(RuntimeError):
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
-    """Return this process's rank under launch() or torchrun, or None if neither started it. Raises
-    UserError if the number of processes is not `num_stages`, or for several machines."""
+    """Return this process's rank under launch() or torchrun. Return None if neither started it.
+    Raises UserError if the number of processes is not `num_stages`, or for several machines."""
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -57,17 +56,17 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     """Run `body` for each rank in a separate process, and return the exit code of the run.
     Processes reuse this process's imports.
 
-    The code is 0 if all processes succeed. If one fails, the others are ended, and the last line on
-    stderr names the stage and the error. The code is then 2 for a mistake that the user can fix,
-    DIFFERENT if weights differ, and otherwise 1. The processes end with this process, on Linux even
-    if it is killed.
+    The code is 0 if all processes succeed. If one fails, the others are terminated, and the last
+    line on stderr names the stage and the error. The code is then 2 for a mistake that the user can
+    fix, DIFFERENT if weights differ, and otherwise 1. The processes end with this process, on Linux
+    even if this process is killed.
     """
     import torch.multiprocessing as mp
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # Forks inherit these handlers and end on both signals.
         signal.signal(number, signal.SIG_DFL)
-    # Otherwise it logs a line for each process that it ends.
+    # Otherwise torch logs a line for each process that it terminates.
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)
     # If a fork is safe, the stages reuse this process's imports.
     method = "fork" if sys.platform == "linux" else "spawn"
@@ -83,7 +82,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             while not context.join(grace_period=0.1):
                 pass
         except mp.ProcessExitedException as ended:
-            if ended.signal_name is not None:  # otherwise it has printed the reason
+            if ended.signal_name is not None:  # otherwise the process has printed why
                 what = f"was killed by {ended.signal_name}"
                 if ended.exit_code == -signal.SIGKILL:
                     what += ", which also happens if memory runs out"
@@ -100,8 +99,9 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
 
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
-    """Set the environment variables that torchrun sets, in a new process."""
-    os.setsid()  # Ctrl-C then reaches only the parent process, which ends this one
+    """Set the environment variables that torchrun sets, and run `body`. This function runs in a new
+    process."""
+    os.setsid()  # Ctrl-C then reaches only the parent, which terminates this process
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ[STORE] = f"{folder}/store"
@@ -125,7 +125,7 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
         else:
             message = str(error)
     except StageLostError as error:
-        time.sleep(GRACE_S + 0.1 * rank)  # one rank prints it, and the others are ended
+        time.sleep(GRACE_S + 0.1 * rank)  # one rank prints it, and the others are terminated
         message = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
     except BaseException as error:
         traceback.print_exc()

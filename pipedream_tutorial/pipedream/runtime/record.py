@@ -25,9 +25,9 @@ from pipedream.simulate.trace import Slice, transfers
 RECORD_FORMAT = 2  # in format 1, "zb-v" was torch's order for all durations
 Record = Mapping[str, Any]
 Report = dict[str, Any]
-"""Results of one rank from a run: slices (thread, operation, start_ns, end_ns), pairs of a stage
-and its peak_versions, and, on the rank with the last stage, pairs of a microbatch and its mean
-loss. A GPU adds peak_memory_mib from its allocator and waited_for_host, the share of operations,
+"""Results of one rank from a run: slices (thread, operation, start_ns, end_ns) and pairs of a stage
+and its peak_versions. The rank with the last stage adds pairs of a microbatch and its mean loss. A
+GPU adds peak_memory_mib from its allocator and waited_for_host. This is the share of operations,
 from 0 to 1, that had finished as soon as the host had launched them."""
 
 
@@ -36,19 +36,20 @@ class Case(NamedTuple):
 
     name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
     num_microbatches: int  # in a batch
-    schedule: Schedule  # of all batches; before a search 1F1B's, with the same stages and neighbors
+    schedule: Schedule  # of all batches; before a search, 1F1B with the same stages
     policy: Policy
     memory: int | None = None  # for a search: microbatches that a rank may hold
 
 
 class MeasuredRun:
-    """Measured run of a case: the repeat with the median makespan, or the lower of two."""
+    """Measured run of a case: the repeat with the median makespan. Of two middle repeats, the
+    faster one is used."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
     ) -> None:
-        """`by_rank`: the reports of each rank, one per repeat. `weights`: by stage, if
-        requested."""
+        """`by_rank` has the reports of each rank, one per repeat. `weights` has the final weights
+        by stage, if they were requested."""
         self.case = case
         self.weights = weights
         repeats = []
@@ -95,18 +96,19 @@ class MeasuredRun:
             "received_before_sent": len(early),  # 0, if the stages' clocks agree
             "waited_for_host": [round(rank["waited_for_host"], 4) for rank in on_gpus] or None,
             "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
-            "weights_equal": None,  # bitwise equal to one process's; null: not checked
+            "weights_equal": None,  # bitwise equal to one process's weights; null: not checked
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Return the times of each operation, or of sending or receiving its result."""
+        """Return the slice of each operation on a thread, which computes the operation or sends or
+        receives its result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
     def communication_ns(self) -> Fraction:
         """Median time from the end of an operation to the start of the operation that uses its
         result. Only idle receivers count: stages that had ended their previous operation when the
-        result was produced. 0 if there are none."""
+        result was produced. The value is 0 if there are no idle receivers."""
         at = self.by_operation("compute")
         orders = self.case.schedule.flat
         before = {op: previous for order in orders for previous, op in pairwise(order)}
@@ -119,7 +121,8 @@ class MeasuredRun:
 
     def costs(self, num_stages: int) -> Costs:
         """Return the mean durations of the same layers in `num_stages` equal stages, and the time
-        to send. If the run did not split its backward passes, each counts as an input gradient."""
+        to send. If the run did not split its backward passes, each pass counts as an input
+        gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -135,8 +138,9 @@ class MeasuredRun:
         )  # fmt: skip
 
     def predict(self, schedule: Schedule) -> Timeline | None:
-        """Simulate other orders with these durations. Return None if they split backward passes
-        that this run did not split, because the durations of the halves were not measured."""
+        """Simulate other orders with these durations. Return None if the orders split backward
+        passes that this run did not split, because the durations of the halves were not
+        measured."""
         if schedule.cuts_backward and not self.case.schedule.cuts_backward:
             return None
         return simulate(schedule, self.costs(schedule.num_stages))
@@ -145,12 +149,13 @@ class MeasuredRun:
 def build_record(
     runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """Return a record for JSON, with all times in milliseconds, lists by stage, and a case per run.
+    """Return a JSON-serializable record, with all times in milliseconds, lists by stage, and one
+    case per run.
 
-    about: command, versions, machine, emulated_ms, workload, config. calibration: the run with the
-    durations (its case has calibrated_on), and its means. found: for an order from a search, the
-    letters F, I, W of a batch by rank. predicted: null if that run's durations do not apply to the
-    schedule.
+    `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
+    record, `calibration` has the means of `calibrated_on`, the run that gives the durations.
+    `found` has the letters F, I, W of a batch by rank, for an order from a search. `predicted` is
+    null if the durations do not apply to the schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs(first.schedule.num_stages)
@@ -200,7 +205,7 @@ def _ms(ns: Fraction | float) -> float:
 
 def write_whole(name: str, record: Record) -> None:
     """Replace the file atomically, so that the record is complete whenever the run ends. If the
-    file is a link, its target is replaced."""
+    file is a link, the target of the link is replaced."""
     path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")

@@ -30,9 +30,9 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 
 def build_cases(config: Config) -> list[Case]:
-    """Return a case for every schedule at every number of microbatches, and a search for every
-    limit on memory. Raises UserError for schedules that cannot be trained, and for a search without
-    measured durations."""
+    """Return a case for every schedule at every number of microbatches. A search has such cases for
+    every limit on memory. Raises UserError for schedules that cannot be trained, and for a search
+    without measured durations."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -66,7 +66,8 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 
 def exchange(value: Any) -> list[Any]:
-    """Return every rank's value, by rank. They travel as JSON, because unpickling executes code."""
+    """Return every rank's value, by rank. Values are sent as JSON, because unpickling can execute
+    code. All ranks must call this function."""
     encoded = json.dumps(value).encode()
     longest = torch.tensor(len(encoded))
     with connection_to("the other stages"):
@@ -78,7 +79,8 @@ def exchange(value: Any) -> list[Any]:
 
 
 def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
-    """Return every stage's weights on rank 0, and nothing on other ranks."""
+    """On rank 0, return the weights of every stage. Return an empty list on other ranks. All ranks
+    must call this function."""
     if dist.get_rank() > 0:
         for weight in chain.from_iterable(weights.values() for weights in own.values()):
             dist.send(weight.contiguous(), 0)
@@ -135,7 +137,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
             f"  {case.name}, m={case.num_microbatches}: {run.measured['makespan_ms'] / 1000:.3f} s",
             flush=True,
         )
-        if chosen and config["record"]:  # so that a failing case does not lose the others
+        if chosen and config["record"]:  # keeps these cases if a later case fails
             write_whole(config["record"], build_record(runs, chosen, about))
     with connection_to("the other stages"):
         dist.barrier()
@@ -175,7 +177,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
 
 
 def describe(station: Station) -> str:
-    """Describe the next run."""
+    """Return a description of the run."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
     where = "NCCL, one GPU per process" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":
@@ -191,7 +193,7 @@ def describe(station: Station) -> str:
 
 
 def what_ran(station: Station, command: str) -> dict[str, Any]:
-    """Return a record's command, machine and versions."""
+    """Return the part of a record that describes the command, machine, versions and workload."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if station.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -212,6 +214,6 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
 
 
 def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
-    """Compare bits, because NaN does not equal NaN."""
+    """Return whether all weights are equal. Compare bits, because NaN does not equal NaN."""
     pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

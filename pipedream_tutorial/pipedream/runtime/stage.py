@@ -4,8 +4,8 @@ The runtime does not depend on the schedule. For each operation, it waits for th
 neighbor, runs the operation on the StageTrainer and sends its result.
 
 NCCL matches messages only by their order, without tags, and may serialize the work of a group.
-Therefore each pair of ranks that exchange messages has a group per direction, also with gloo, and
-receives follow the order in which the other rank's schedule sends.
+Therefore each pair of ranks that exchange messages has one group per direction, also with gloo.
+Receives follow the order in which the other rank's schedule sends.
 """
 
 import datetime
@@ -36,7 +36,7 @@ from pipedream.train.trainer import Trainers, Weights, build_trainers
 
 @contextmanager
 def connection_to(whom: str) -> Iterator[None]:
-    """Turn exceptions of the backend into a StageLostError that names the other stages."""
+    """Turn exceptions of the backend into a StageLostError that names `whom`."""
     try:
         yield
     except RuntimeError as error:
@@ -57,8 +57,9 @@ class Peer:
         self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
     def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
-        """Begin a run. `arriving`: the peer's operations whose results are sent here, in the order
-        of sending. All results have one shape and dtype. `depth` receives are posted ahead."""
+        """Begin a run. `arriving` has the peer's operations whose results are sent to this rank, in
+        the order of sending. All results have the shape and dtype of `like`. `depth` receives are
+        posted ahead."""
 
         def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
             buffer = torch.empty_like(like)
@@ -82,7 +83,7 @@ class Peer:
         return self.arrived.pop(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start to send. The tensor is kept until it has been sent."""
+        """Start to send a tensor, and keep it until it has been sent."""
         # NCCL reports when a send has finished. gloo reports this only in wait(), so its sends are
         # kept until drain().
         while self.under_way and self.under_way[0][1].is_completed():
@@ -93,7 +94,7 @@ class Peer:
         self.under_way.append((tensor, work))
 
     def drain(self) -> None:
-        """Wait until all messages have arrived. On a GPU, only the stream waits."""
+        """Wait until all messages have been sent. On a GPU, only the stream waits."""
         with connection_to(self.name):
             for _, work in self.under_way:
                 work.wait()
@@ -104,11 +105,11 @@ class Clock:
     """Clock that marks points in a stage's work and later returns the times at which they were
     reached.
 
-    On a CPU, calls return when they have computed, so the clock is the raw counter that all
-    processes of a host share. (Zero points taken after a barrier would differ by the time that each
-    process takes to leave it.) A GPU works after the call has returned, so its clock consists of
-    CUDA events, which are related to the host's time before each run: an event is recorded and
-    awaited 20 times, and its time is the middle of the shortest wait.
+    On a CPU, calls return when their computation has finished, so the clock is the raw counter that
+    all processes of a host share. (Zero points taken after a barrier would differ, because
+    processes leave the barrier at different times.) A GPU works after the call has returned, so its
+    clock consists of CUDA events. They are related to the host's time before each run: an event is
+    recorded and awaited 20 times, and its time is the middle of the shortest wait.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
@@ -136,8 +137,8 @@ class Clock:
         return time.perf_counter_ns(), event
 
     def read(self, mark: tuple[int, Any]) -> int:
-        """Return the mark's time in nanoseconds of perf_counter. On a GPU, call this when it is
-        idle."""
+        """Return the mark's time in nanoseconds of perf_counter. On a GPU, call this method when
+        the GPU is idle."""
         host_ns, event = mark
         if event is None:
             return host_ns
@@ -152,7 +153,7 @@ class Clock:
 
 
 class Station:
-    """Rank in its own process, for any schedule."""
+    """One rank in its own process, for any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
         """Raises UserError for settings that cannot be trained."""
@@ -165,10 +166,10 @@ class Station:
         self.peers: dict[int, Peer] = {}  # by rank
 
     def meet(self, cases: Sequence[Case]) -> None:
-        """Connect with the other ranks, then run two microbatches of each case without sending. The
-        first torch.autograd.grad with grad_outputs takes hundreds of milliseconds. A GPU loads each
-        kernel on first use, which can wait forever while a receive is pending.
-        """
+        """Connect with the other ranks, then warm up with two microbatches of each case, without
+        sending. The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds. A
+        GPU loads each kernel on first use, and loading can wait forever while a receive is
+        pending."""
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         listen_on_loopback()
         size = self.config["num_stages"]
@@ -190,10 +191,11 @@ class Station:
         """Connect with all ranks with which this rank exchanges messages under any of the
         schedules.
 
-        Every process makes all groups in the same order, and sends a group's first message at once.
-        NCCL sets up communicators on first use, and in this order they cannot wait for each other
-        in a circle. A receive that is posted ahead occupies multiprocessors of its GPU until its
-        message arrives. NCCL uses at most nccl_max_ctas for one receive; None sets no limit.
+        Every process creates all groups in the same order, and immediately exchanges a group's
+        first message. NCCL sets up communicators on first use, and in this order processes cannot
+        wait for each other in a circle. A receive that is posted ahead occupies multiprocessors of
+        its GPU until its message arrives. NCCL uses at most nccl_max_ctas of them for one receive;
+        None sets no limit.
         """
         ways = set()
         for schedule in schedules:
@@ -231,8 +233,9 @@ class Station:
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
         """Train from the initial weights under a schedule, with CONFIG's sleeps if `emulated`.
-        Return the final weights by stage, on the CPU, so that the GPU is empty for the next run.
-        Collective over all ranks. Raises StageLostError if a peer has ended."""
+        Return the report and the final weights by stage. The weights are on the CPU, so that the
+        GPU is empty for the next run. All ranks must call this method. Raises StageLostError if a
+        peer has ended."""
         trainers = self._trainers(case)
         gc.disable()  # garbage collection would stop a stage for milliseconds
         if self.on_gpu:
@@ -325,7 +328,7 @@ def median_us(act: Callable[[], object]) -> int:
 
 def take_device(config: Config, rank: int) -> torch.device:
     """Return a stage's device, ready for use. With device=auto, stages run on GPUs if there is one
-    for each. Raises UserError if device=cuda finds too few."""
+    GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
     torch.set_num_threads(1)  # a stage emulates one device, like the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()

@@ -1,14 +1,15 @@
 """Build V-Half and V-Min: repeat the slots of one microbatch, then close the gaps (arXiv
 2405.15362).
 
-Each rank has two stages in a V, as in ZB-V. Each of its six operations per microbatch takes one
-slot, so the next microbatch's block begins 6 slots later, and a rank without gaps is always busy. A
-block defines four slots, and the two W go into idle slots. The lifetime of activations in a block
-determines how many microbatches overlap, so the block alone determines the memory.
+Each rank has two stages in a V-shaped schedule, as in ZB-V. Each of the rank's six operations per
+microbatch takes one slot, so the block of the next microbatch begins 6 slots later. A rank without
+gaps is always busy. A block defines four slots, and the two W operations use idle slots. The
+lifetime of activations in a block determines how many microbatches overlap, so the block alone
+determines the memory.
 
-The blocks leave gaps where the pipeline fills and drains. Two passes close these gaps within the
+The blocks leave gaps while the pipeline fills and drains. Two passes close these gaps within the
 same memory, as in the authors' code (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism).
-First all operations of both ends move to earlier slots. Then the operations of the draining end
+First, all operations at both ends move to earlier slots. Then the operations at the draining end
 move once more, with W in the free slots. The orders equal the authors' orders, operation by
 operation.
 """
@@ -24,31 +25,31 @@ from pipedream.schedules.ops import Orders
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
-"""Changes of the held activations, and of the number of waiting W, by a slot's operation."""
+"""Changes of the held activations and of the number of waiting W operations, by kind."""
 
 Slots = list[list[list[int]]]
-"""rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
+"""rank -> kind (F_DOWN to I_DOWN, and W in the first pass) -> slots of microbatches 0, 1, ..."""
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return V-Min's orders, which hold about a third of 1F1B's activations. Every operation comes
-    one slot after its neighbor's operation."""
+    """Return the orders of V-Min, which holds about a third of 1F1B's activations. Neighboring
+    ranks run an operation one slot apart."""
     pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return V-Half's orders, which hold half of 1F1B's activations. Neighbors are two slots apart
-    on the way down."""
-    late = 3 * p + (0 if p % 2 else 3)  # also the distance on the way up
+    """Return the orders of V-Half, which holds half of 1F1B's activations. Neighboring ranks are
+    two slots apart toward the last rank and one slot apart on the way back."""
+    late = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """Repeat each rank's slots of microbatch 0 m times. With `reorder`, close the gaps at both
-    ends."""
+    """Repeat the block, which has each rank's slots for one microbatch, `m` times. With `reorder`,
+    close the gaps at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
         for rank_slots in slots:
@@ -62,14 +63,16 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 
 def _word(own: list[list[int]]) -> list[str]:
-    """Return a rank's operations by slot, including W, in small letters on the way up."""
+    """Return a rank's operations, including W, in the order of their slots. Operations of the stage
+    on the way up have small letters."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Return (slot, its I) of each W. W use the free slots, those of I_UP first."""
+    """Yield (slot, kind of its I) for each W. Each W uses the first free slot after its I. The W of
+    I_UP come first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
@@ -82,9 +85,9 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _pull(slots: Slots) -> None:
-    """Move operations to earlier free slots if data and memory allow, in the order of time.
-    Operations stay while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. In
-    the pass without slots for W, earlier operations also stay."""
+    """Move operations to earlier free slots, in order of time, if data and memory allow. Operations
+    do not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. In the
+    pass without slots for W, earlier operations do not move either."""
     lines = [_Line(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]
@@ -103,7 +106,7 @@ def _pull(slots: Slots) -> None:
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
-    """Return (slot, rank, kind, microbatch) of all operations."""
+    """Yield (slot, rank, kind, microbatch) of all operations."""
     for rank, rank_slots in enumerate(slots):
         for kind, line in enumerate(rank_slots):
             for i, slot in enumerate(line):
@@ -111,14 +114,14 @@ def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
-    """Return the slot in which a neighboring rank computes an operation's input, or -1 if there is
-    none."""
+    """Return the slot in which a neighboring rank computes an operation's input. Return -1 if the
+    input does not come from a neighboring rank."""
     neighbor = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
     return slots[neighbor][kind][i] if kind != W and 0 <= neighbor < len(slots) else -1
 
 
 class _Line:
-    """Slots of a rank. Unless W have their own slots, they run in the free ones."""
+    """Slots of a rank. If W operations have no slots, they run in free slots."""
 
     def __init__(self, own: list[list[int]]) -> None:
         self.idle = None if len(own) > W else W
@@ -127,12 +130,13 @@ class _Line:
             for slot in line:
                 self.kinds[slot] = kind
         self.states: list[tuple[int, int]] = []
-        """After each slot: stages' activations held, and W that wait, for their I is done."""
+        """After each slot: held activations of stages, and W operations whose I has run."""
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
         """Move an operation to the first free slot at which at most `limit` activations are held at
-        any time and each W comes after its I. Return that slot."""
+        any time and each W comes after its I. Return that slot, or `old` if no earlier slot is
+        possible."""
         kind = self.kinds[old]
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
@@ -143,9 +147,9 @@ class _Line:
         return old
 
     def _replay(self, begin: int, changed: int, limit: int) -> bool:
-        """Count again from slot `begin` until, after slot `changed`, the counts are the same as
-        before. If more than `limit` activations are held, or if a W comes before its I, return
-        False and change nothing."""
+        """Recompute `states` from slot `begin`. Stop after slot `changed` as soon as the counts
+        equal the old counts. If more than `limit` activations are held, or if a W comes before its
+        I, return False and change nothing."""
         held, waiting = self.states[begin - 1] if begin else (0, 0)
         states = []
         kinds = self.kinds
@@ -166,8 +170,8 @@ class _Line:
 
 
 def _squeeze(slots: Slots) -> None:
-    """Move every operation to the earliest slot at which its rank and its data are ready, in the
-    same orders."""
+    """Move every operation to the earliest slot at which its rank and its data are ready. The order
+    of operations does not change."""
     free = [0] * len(slots)
     for _, rank, kind, i in sorted(_operations(slots)):
         begin = max(free[rank], 1 + _source(slots, rank, kind, i))

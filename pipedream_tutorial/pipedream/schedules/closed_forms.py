@@ -1,9 +1,9 @@
 """Define formulas for properties of a schedule: idle time, memory, versions and staleness.
 
 Stages are equal and communication takes no time, unless stated otherwise. Every formula equals the
-simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of durations
-than in its paper. `idle_holds` returns whether a formula is valid. A `source` is a paper on arXiv.
-DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
+simulator's exact fraction (tests/test_closed_forms.py), often for a wider range of durations than
+in the paper. `idle_holds` returns whether the formulas of idle time are valid. `source` is the
+number of a paper on arXiv. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable
@@ -42,26 +42,26 @@ def even_fill(c: Case) -> Fraction:
 
 
 def interleaved_activations(c: Case, r: int) -> Fraction:
-    per_round = c.m // max(1, c.m // c.p)  # microbatches before a rank turns to its next stage
+    per_round = c.m // max(1, c.m // c.p)  # microbatches before a rank switches stages
     return Fraction(min(c.m * c.v, (c.v - 1) * per_round + 2 * (c.p - 1 - r) + 1), c.v)
 
 
 def zb_h2_step(c: Case) -> Fraction:
-    """Return the time that two neighbors still wait for each other. It is 0 if I <= 2 min(F, W) -
-    F."""
+    """Return the time that two neighboring ranks wait for each other. The time is 0 if I <= 2
+    min(F, W) - F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
 def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
-    """Return V-Half's idle time in a rank's span. If p is even, the last two ranks end one
+    """Return rank r's idle time in its span under V-Half. If p is even, the last two ranks end one
     operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_started(c, r) - late) * c.f
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
-    """Return (p+4) // 3, the activations in a full pipeline. On rank 0, there is one stage's
-    activation less if p = 2 mod 3."""
+    """Return the peak activations of rank r under V-Min. In a full pipeline, they are (p+4) // 3.
+    On rank 0, they are one stage's activations less if p = 2 mod 3."""
     most = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         most -= 1
@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return the time at which rank r starts, in units of F, minus the time by which it ends after
-    rank 0. The last rank's two stages are neighbors."""
+    """Return the time at which rank r starts minus the time by which it ends later than rank 0,
+    both in units of F. The last rank's two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
@@ -80,23 +80,23 @@ def from_edge(c: Case, r: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """Row of the table for one schedule. The defaults describe a pipeline that fills once and then
+    """Formulas for one schedule. The defaults describe a pipeline that fills once and then
     flushes."""
 
     makespan_idle: Callable[[Case], Fraction] = even_fill
-    """X: the time from 0 to the last rank's end, minus a rank's work. It is equal on all ranks."""
+    """X: the time from 0 to the last rank's end, minus a rank's work. X is equal on all ranks."""
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
-    """Rank r's idle time between its own first start and its own last end, for this X."""
-    idle_holds: Callable[[Case], bool] = lambda c: True  # whether both are exact, for allowed sizes
+    """Idle time of rank r between its first start and its last end, computed from X."""
+    idle_holds: Callable[[Case], bool] = lambda c: True  # whether both formulas are exact
     peak_activations: Callable[[Case, int], Fraction | int]
     """Peak activations of rank r, in microbatches on its whole share. The formula is exact for all
     sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush need
-    m >= p, and ZB-V needs F = I = W. Otherwise it is an upper bound."""
+    m >= p, and ZB-V needs F = I = W. In other cases, the formula is an upper bound."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
-    """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
+    """Most weight versions on stage s, in a run of at least 2 p microbatches and 3 batches."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
-    """Updates of stage s that the microbatch's gradient does not include. m counts the microbatches
-    of a batch."""
+    """Number of updates of stage s that the microbatch's gradient does not include. m is the number
+    of microbatches per batch."""
     idle_text: str = "(p-1) (F+B)"
     range_text: str = "always"
     published: str = "the same"

@@ -54,7 +54,7 @@ Orders = Sequence[Sequence[Item | simple.Op]]
 
 
 def item_of(ops: Sequence[Op]) -> Item:
-    """Return the single operation, or the pair of two."""
+    """Return the only operation of `ops`, or a pair if there are two operations."""
     return Pair(*ops) if len(ops) == 2 else ops[0]
 
 
@@ -65,7 +65,7 @@ class Schedule:
     goes through one copy."""
 
     name: str
-    orders: tuple[tuple[Item, ...], ...]  # one rank's operations in the order in which it runs them
+    orders: tuple[tuple[Item, ...], ...]  # by rank: operations in the order in which they run
     copies: int = 1
     kept: Fraction = Fraction(1)  # share of a stage's activations that is kept from F to R
 
@@ -90,7 +90,7 @@ class Schedule:
 
     @cached_property
     def known(self) -> dict[tuple[str, int], set[int]]:
-        """(kind, stage) -> microbatches for which some rank runs it."""
+        """(kind, stage) -> microbatches of the operations of this kind and stage."""
         microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
             microbatches[kind, stage].add(i)
@@ -121,8 +121,8 @@ class Schedule:
         return op.microbatch in self.known.get(op[:2], ())
 
     def needs(self, op: Op) -> list[Op]:
-        """Return the operations whose results this operation needs, including those of its own
-        stage."""
+        """Return the operations whose results this operation needs, including operations of the
+        same stage."""
         kind, stage, i = op
         position = stage % self.num_stages
         if kind == "F":
@@ -138,8 +138,8 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """Repeat the same batch. Microbatches of batch k are numbered from k * m. There is no barrier
-    between batches: a rank starts its next batch when its own order allows."""
+    """Repeat a batch. Microbatches of batch k are numbered from k * m. There is no barrier between
+    batches: a rank starts its next batch as soon as its order allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
@@ -154,7 +154,7 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
     """Return the same orders with R before every backward pass. `kept` is the share of the
-    activations with which R starts, the stage's input."""
+    activations, the stage's input, that F keeps for R."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]

@@ -3,8 +3,8 @@ the table of all schedules. No torch import.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
-the papers. If torch.distributed.pipelining has a schedule, the orders are equal
-(tests/test_torch.py).
+the papers. The orders equal the orders of torch.distributed.pipelining for all schedules that it
+has (tests/test_torch.py).
 """
 
 from collections import Counter
@@ -31,7 +31,8 @@ def eager_1f1b(p: int, m: int) -> Orders:
 
 def zb_v_fixed(p: int, m: int) -> Orders:
     """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
-    - 1 microbatches or more. With fewer, the missing ones are left out."""
+    - 1 microbatches or more. With fewer microbatches, the operations of the missing microbatches
+    are left out."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -44,8 +45,8 @@ def zb_v_fixed(p: int, m: int) -> Orders:
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
-    """Return orders for stages in a V, with a forward of one microbatch run together with a
-    backward of another."""
+    """Return orders for a V-shaped schedule in which a rank runs the forward pass of one microbatch
+    together with the backward pass of another."""
     if m < 2 * p:
         raise UserError(
             f"dualpipe-v needs at least 2 microbatches per rank, not {m} for {p} ranks",
@@ -55,7 +56,8 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
-    """Return DualPipe's eight phases on rank r, with its second stage in small letters."""
+    """Return DualPipe's eight phases on rank r. Inside this function, the rank's second stage has
+    small letters."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward must wait, so overlap would only delay its forward
@@ -84,10 +86,10 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 
 
 def dualpipe(p: int, m: int) -> Orders:
-    """Return DualPipe with two copies of the model in opposite directions, half of the microbatches
-    each. This is DualPipeV on half as many ranks, unfolded. Two ranks that mirror each other form a
-    pair. One of them has the way down the V and the other the way up, and for the second copy the
-    reverse."""
+    """Return DualPipe's orders for two copies of the model in opposite directions, each with half
+    of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two ranks that mirror
+    each other form a pair. For the first copy, one rank of the pair has the way down of the V and
+    the other the way up. For the second copy, the roles are reversed."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -97,8 +99,8 @@ def dualpipe(p: int, m: int) -> Orders:
         )
 
     def unfolded(op: Op, r: int) -> Op:
-        """Unfold an order. On rank r, position r of the model belongs to the first copy, and the
-        other position to the second copy."""
+        """Return DualPipe's operation on rank r for an operation of DualPipeV. On rank r, position
+        r of the model belongs to the first copy, and the other position to the second copy."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []
@@ -109,9 +111,9 @@ def dualpipe(p: int, m: int) -> Orders:
 
 
 def chimera(p: int, m: int) -> Orders:
-    """Return orders for two copies of the model in opposite directions, half of the microbatches
-    through each. The batch consists of units of p microbatches. In a unit, each direction is a 1F1B
-    of p / 2 microbatches and fills the idle time of the other."""
+    """Return orders for two copies of the model in opposite directions, each with half of the
+    microbatches. The batch consists of units of p microbatches. In a unit, each direction runs 1F1B
+    with p / 2 microbatches and fills the idle time of the other direction."""
     if p % 2 or m % p:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
@@ -168,7 +170,7 @@ SCHEDULES: dict[str, Entry] = {
 }
 TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
 FOUND = "search-"
-"""Beginning of the name of a found order, followed by its limit of microbatches held on a rank."""
+"""Prefix of the name of a found order. The limit of microbatches held on a rank follows."""
 
 
 def build_schedule(
@@ -180,11 +182,10 @@ def build_schedule(
     reorder: bool = True,
     duration: Mapping[str, Fraction | int] | None = None,
 ) -> Schedule:
-    """Build the named schedule for p ranks, m microbatches and, if it is interleaved, v chunks.
+    """Build the named schedule for p ranks, m microbatches and, for interleaved 1F1B, v chunks.
     Only the schedules of building_blocks use `reorder`, and only ZB-V uses `duration` (by kind and
     for "send"). Raises UserError for an unknown name and for sizes that the schedule does not
-    allow.
-    """
+    allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
@@ -201,9 +202,9 @@ def build_schedule(
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
-    """Return orders over all batches. Flushing schedules are repeated, and others continue without
-    a pause. Raises UserError for schedules that can only be simulated, for sizes that a schedule
-    does not allow, and for 2BW with too few microbatches per batch."""
+    """Return the orders over all batches, and the weight policy. Flushing schedules are repeated,
+    and others continue without a pause. Raises UserError for schedules that can only be simulated,
+    for sizes that a schedule does not allow, and for 2BW with too few microbatches per batch."""
     if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(
             f"{name} can only be simulated", f"train with one of {', '.join(TRAINABLE)}"
@@ -213,7 +214,7 @@ def schedule_for_training(
     if policy == "flush":
         return repeat(batch, num_batches), POLICIES[policy]
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
-    # This raises an error for versions that do not exist in time.
+    # This raises an error if a pass would use a version that does not exist yet.
     weight_use(whole, POLICIES[policy], num_microbatches)
     return whole, POLICIES[policy]
 

@@ -1,4 +1,4 @@
-"""Define when a stage's weights change, and which version of them a microbatch uses.
+"""Define when a stage's weights change, and which version of the weights a microbatch uses.
 
 Version 0 is the initial weights, and each update of a stage creates the next version. The rules use
 version numbers, so the simulator can count versions and the trainers can compute with them.
@@ -21,8 +21,8 @@ class Policy:
     per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
     """(updates of this stage so far, microbatch, microbatches per batch, p) -> version to use. By
-    default, the newest."""
-    stashed: bool = True  # a backward pass uses its forward pass's version; False: the newest
+    default, a pass uses the newest version."""
+    stashed: bool = True  # a backward pass uses its forward pass's version, not the newest
 
 
 POLICIES: dict[str, Policy] = {
@@ -54,7 +54,7 @@ class WeightUse(NamedTuple):
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
-    staleness: dict[int, int]  # microbatch -> updates between that version and its own update
+    staleness: dict[int, int]  # microbatch -> updates between its version and its own update
     live: dict[Op, int]  # operation of the stage -> number of versions kept after it
     peak_versions: int  # most versions kept
 
@@ -68,9 +68,9 @@ ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
-    """Map each stage to its versions, their staleness and the number that it keeps. Only the orders
-    determine these; times do not matter. `batch_size` is the number of microbatches between two
-    updates if the policy updates once per batch."""
+    """Map each stage to the versions that its passes use, their staleness and the number of
+    versions that it keeps. The result depends only on the orders, not on times. `batch_size` is the
+    number of microbatches between two updates if the policy updates once per batch."""
     ops_of_stage: dict[int, list[Op]] = {}
     for op in schedule.ops():
         ops_of_stage.setdefault(op[1], []).append(op)
@@ -113,7 +113,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             if policy.per_microbatch or not to_do[batch]:
                 updates += 1
         kept = 1
-        if policy.stashed:  # the newest, those in use, and those that will be read later
+        if policy.stashed:  # the newest version, and versions in use or to be read later
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)

@@ -29,15 +29,14 @@ class Action(NamedTuple):
         return f"{self.kind} {self.op} {direction} rank {self.peer}"
 
 
-Step = tuple[Action, ...]  # actions that a rank posts together; it continues when all have ended
+Step = tuple[Action, ...]  # actions posted together; the rank continues when all have ended
 
 
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
-    """Return each rank's program. It receives the input of each operation, runs the operation and
-    sends its result, and waits after each action. `paired` combines a send with a receive from the
-    same peer that follows directly, as Megatron-LM does in the steady part of 1F1B. Raises
-    UserError for schedules with more than one stage per rank.
-    """
+    """Return each rank's program, which waits after each action. For each operation, the program
+    receives the input, runs the operation and sends the result. With `paired`, a send and a receive
+    from the same peer that follows directly form one step, as in the steady part of Megatron-LM's
+    1F1B. Raises UserError for schedules with more than one stage per rank."""
     if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(
             f"{schedule.name} has several stages per rank",
@@ -65,11 +64,11 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
-    """Run until all ranks have ended. Return the actions in the order in which they ended.
-    `buffered` sends are copied and never wait. Raises DeadlockError with the current action of
+    """Run until all ranks have ended. Return the actions in the order in which they ended. With
+    `buffered`, sends are copied and never wait. Raises DeadlockError with the current action of
     every rank in the circle."""
     left = [deque(program) for program in programs]
-    # Actions of each rank's step that have not ended
+    # Actions of each rank's current step that have not ended
     posted: list[list[Action]] = [[] for _ in programs]
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []

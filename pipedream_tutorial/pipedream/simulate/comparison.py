@@ -31,15 +31,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule: a single batch, and consecutive batches (the stream). Numbers are computed when
-    they are first used."""
+    """Results of one schedule: for a single batch, and for consecutive batches (the stream).
+    Numbers are computed when they are first used."""
 
     name: str
     title: str
     policy: Policy
     config: Config
     batch: Timeline  # one batch from an empty pipeline to an empty pipeline
-    bound: Fraction | None = None  # for an order from a search: lower bound in this memory
+    bound: Fraction | None = None  # for an order from a search: lower bound on the makespan
 
     @property
     def flushes(self) -> bool:
@@ -47,8 +47,8 @@ class Row:
 
     @cached_property
     def stream(self) -> Timeline:
-        """CONFIG's `num_batches` batches. If the policy needs no flush, they follow without a
-        pause. Otherwise each rank starts its next batch when it has finished the previous one."""
+        """CONFIG's `num_batches` batches. If the policy needs no flush, the batches follow without
+        a pause. Otherwise each rank starts its next batch when it has finished the previous one."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -57,7 +57,7 @@ class Row:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Time at which each rank ends the stream, in ticks. With flushes, it follows from a single
+        """Tick at which each rank ends the stream. With flushes, the ticks follow from a single
         batch."""
         if self.flushes:
             return ends_in_a_row(self.batch, self.config["num_batches"])
@@ -86,7 +86,8 @@ class Row:
 
     @property
     def _fullest(self) -> Schedule:
-        """Run with the most memory: one batch if it ends with a flush, otherwise the stream."""
+        """Schedule with the most memory: one batch if it ends with a flush, otherwise the
+        stream."""
         return (self.batch if self.flushes else self.stream).schedule
 
     @cached_property
@@ -137,7 +138,7 @@ class Refused(NamedTuple):
 
 
 def compare(config: Config) -> Iterator[Row | Refused]:
-    """Yield a row for each of SCHEDULES, in their order."""
+    """Yield a row, or the reason for its absence, for each schedule in SCHEDULES."""
     check_scale(config["stage_scale"], config["num_stages"])
     return _rows(config)
 

@@ -14,14 +14,14 @@ class Idle(NamedTuple):
     """Idle time by rank, by both definitions that papers use."""
 
     makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, minus the rank's work
-    span: tuple[Fraction, ...]  # from its own first start to its own last end; 0 in "zero bubble"
+    span: tuple[Fraction, ...]  # from a rank's first start to its last end; 0 in "zero bubble"
     makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilization is 1 minus this
     span_fraction: Fraction  # the same within the ranks' own spans
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
-    """Return the idle time of a timeline, or of `count` consecutive ones whose last operations end
-    at `last_ends`, in ticks. Ranks without operations are always idle."""
+    """Return the idle time of a timeline, or of `count` consecutive timelines whose last operations
+    end at `last_ends`, in ticks. Ranks without operations are always idle."""
     last_ends = last_ends or [ends[-1] if ends else 0 for ends in timeline.ends]
     total = max(last_ends)
     tick = timeline.tick
@@ -38,11 +38,10 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
     """Return, for each kind of operation, the change of the held activations at its start and at
-    its end, in stages' activations of a microbatch. A forward pass adds one. The backward pass, or
-    W if it is split, removes it. With R, the forward pass keeps only a share when it ends, and R
-    adds the rest. A stage of a schedule with v stages per rank holds 1/v of the activations of a
-    rank's whole share.
-    """
+    its end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. The
+    backward pass subtracts 1 or, if it is split, W does. With R, the forward pass keeps only a
+    share when it ends, and R adds the rest. A stage of a schedule with v stages per rank holds 1/v
+    of the activations of a rank's whole share."""
     gone = (1 - schedule.kept) or 0  # an int is faster
     return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
 
@@ -63,8 +62,8 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
-    """Return the held activations by rank, in microbatches of a rank's whole share. They count from
-    the start of a forward pass or R to the end of the pass that frees them."""
+    """Return the held activations by rank, in microbatches of a rank's whole share. Activations
+    count from the start of a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
     curves = []
     for order in schedule.flat:
@@ -78,8 +77,8 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return the kept weight versions by rank, in copies of a rank's whole share. Every stage
-    starts with one version. An operation changes the number when it ends."""
+    """Return the number of kept weight versions by rank, in copies of a rank's whole share. Every
+    stage starts with one version. An operation changes the number when it ends."""
     curves = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)

@@ -1,18 +1,18 @@
 """Search for the shortest order for given durations and a limit on activations.
 
-Each rank has one stage, and backward passes are split. Microbatches are alike, so a rank runs them
-in the order 0, 1, 2, ... in each kind of operation. Its order is a word of m letters F, m I and m
-W. In every prefix of a word, there are at least as many F as I and as many I as W, and at most
-`memory` more F than W.
+Each rank has one stage, and backward passes are split. Microbatches are alike, so a rank runs the
+operations of each kind in the order of microbatches 0, 1, 2, ... The order of a rank is a word of m
+letters F, m letters I and m letters W. Every prefix of a word has at least as many F as I, at least
+as many I as W, and at most `memory` more F than W.
 
-The search minimizes the makespan of one batch. Among equally short orders, the better one has the
-shorter longest span. The span of a rank is the time from its first start to its last end.
+The search minimizes the makespan of one batch. Among equally short orders, it prefers the order
+whose longest span is shorter. The span of a rank is the time from its first start to its last end.
 Consecutive batches need not be further apart than the longest span, because a rank is free again
 one span after it started the previous batch.
 
-First a rule builds words (`greedy`). Then letters are moved (`improve`): a change is kept if the
-makespan does not grow, and sometimes even if it grows (simulated annealing). Neither proves that an
-order is optimal; `lower_bound` and `solve` do.
+First, a rule builds words (`greedy`). Then letters are moved (`improve`). A change is kept if the
+makespan does not grow, and sometimes even if it grows (simulated annealing). Neither function
+proves that an order is optimal; `lower_bound` and `solve` can.
 """
 
 import math
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Best order found, and the lower bound of all orders."""
+    """Best order found, and a lower bound on the makespans of all orders."""
 
     schedule: Schedule
     makespan: Fraction
@@ -62,18 +62,18 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
-    """Return the best order found in `tries` simulations, by default as many as take a second or
-    two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools searches for a
-    shorter order and a better bound on the makespan."""
+    """Return the best order found in `tries` simulations. By default, `tries` is a number that
+    takes a second or two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools
+    searches for a shorter order and a better bound on the makespan."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
     tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
-    for rank_limits in limits:  # as in ZB-H1 and ZB-H2, and between them
+    for rank_limits in limits:  # words like those of ZB-H1 and ZB-H2, and words between them
         starts.append([zero_bubble(m, ahead, memory - ahead) for ahead in rank_limits])
-    for times in (1, 2):  # and the durations themselves
+    for times in (1, 2):  # ZB-H1 and ZB-H2 themselves
         if memory > times * (p - 1):
             starts.append([zero_bubble(m, times * (p - 1 - r) + 1, times * r) for r in range(p)])
     scored = partial(score, problem)
@@ -95,7 +95,7 @@ def search(
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
-    """Return the makespan and the longest span in ticks. They are infinite if words wait for each
+    """Return the makespan and the longest span in ticks. Both are infinite if words wait for each
     other in a circle."""
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
 
@@ -132,12 +132,11 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound of all orders' makespans in ticks. Rank r gets its first microbatch at
-    `head` and its first gradient a round trip later. Before that, it runs at most min(m, memory)
-    forwards, and all its other work follows. In addition, each F waits for the W that is `memory`
-    microbatches earlier, which forms a chain of round trips. When rank r has finished, the ranks
-    before it still run the last I.
-    """
+    """Return a lower bound on the makespans of all orders, in ticks. Rank r gets its first
+    microbatch at `head` and its first gradient a round trip later. Before this gradient, the rank
+    runs at most min(m, memory) forwards, and all its other work follows. In addition, each F waits
+    for the W that is `memory` microbatches earlier, which forms a chain of round trips. When rank r
+    has finished, the ranks before it still run the last I."""
     m = problem.num_microbatches
     c = problem.communication
     times = problem.durations
@@ -164,8 +163,8 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return the number of forwards by which F may lead I, by rank: once equal for all ranks, and
-    once lower on later ranks."""
+    """Return limits for `greedy`. A limit is, by rank, the number of forwards by which F may lead
+    I. It is equal on all ranks, or lower by 1 or 2 on each later rank."""
     p = len(problem.durations)
     most = problem.memory
     limits_tried: dict[tuple[int, ...], None] = {}
@@ -179,8 +178,8 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
-    """Build words. The rank that is free first runs I, F or W, in this order of preference, if the
-    limits allow."""
+    """Build words, operation by operation. The operation that can start first runs next. Among
+    equal starts, I comes before F, and F before W. F runs only if the limits allow."""
     p = len(problem.durations)
     m = problem.num_microbatches
     words = [""] * p
@@ -218,7 +217,8 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
 def improve(
     problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
 ) -> Words:
-    """Move single letters. Stop early at the makespan and span of `goal`."""
+    """Move single letters, and return the best words. Stop early if the makespan and the span reach
+    `goal`."""
     chance = random.Random(seed)
     now = best = words
     shortest = score(problem, words)
@@ -259,7 +259,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
     """Return the shortest words of at most `longest` ticks that OR-Tools' constraint solver
-    (CP-SAT) finds in the given time, or none, and a lower bound in ticks."""
+    (CP-SAT) finds in the given time, and a lower bound in ticks. The list is empty if the solver
+    finds no words."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

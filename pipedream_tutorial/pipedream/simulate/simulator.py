@@ -2,8 +2,8 @@
 
 The clock counts whole ticks. A tick is the longest time that divides every duration. Times are
 fractions and are computed only on request. An operation starts when its rank has ended the previous
-one and all its inputs have arrived (`Schedule.needs`). Inputs from other ranks take the time to
-send. There are no other assumptions, and no schedule is treated specially.
+operation and all inputs have arrived (`Schedule.needs`). An input from another rank arrives after
+the time to send it. There are no other assumptions, and no schedule is treated specially.
 """
 
 import math
@@ -26,8 +26,8 @@ class DeadlockError(RuntimeError):
     """Error for orders that cannot run, because operations wait for each other in a circle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
-        """`waiting`: for each rank, its current operation and the rank for which it waits. This is
-        the rank itself if no other rank can help."""
+        """`waiting` maps each rank to its current operation and the rank for which it waits. A rank
+        waits for itself if no other rank can help."""
         path: list[int] = []
         rank = min(waiting)
         while rank not in path:
@@ -71,11 +71,10 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Return the durations of stages, from the durations of a rank's share of the layers. Its
-    stages get equal parts. `stage_scale` has factors for equal shares of the layers, in the model's
-    order. A share keeps its factor however the layers are partitioned. Raises UserError if the
-    number of factors is not a multiple of the number of ranks.
-    """
+    """Return the durations of stages from the durations of a rank's share of the layers. The stages
+    of a rank get equal parts of this share. `stage_scale` has factors for equal shares of the
+    layers, in the model's order. A share keeps its factor however the layers are partitioned.
+    Raises UserError if the number of factors is not a multiple of the number of ranks."""
     check_scale(stage_scale, schedule.num_ranks)
     factors = stage_factors(stage_scale or [1], schedule.num_stages)
 
@@ -92,7 +91,7 @@ def build_costs(
 
 
 def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
-    """Return the factor of each stage: the mean of the factors of its shares of the layers."""
+    """Return the factor of each stage, which is the mean of the factors of its layers."""
     factors = [Fraction(factor) for factor in scale for _ in range(num_stages)]
     size = len(scale)
     return [sum(factors[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
@@ -118,8 +117,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Times of all operations. `starts` and `ends` have a list per rank, in the order in which the
-    rank ran its items."""
+    """Times of all operations. `starts` and `ends` have one list per rank, in the order in which
+    the rank ran its items."""
 
     schedule: Schedule
     costs: Costs
@@ -165,8 +164,8 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """Return the tick at which each rank ends the last of `count` batches. The same orders are
-    repeated, and a rank starts its next batch as soon as it has finished the previous one. The
-    result equals that of `repeat`, but takes less time."""
+    repeated, and a rank starts its next batch as soon as it has finished the previous one.
+    Simulating `repeat` gives the same result, but takes more time."""
     free = [0] * len(timeline.ends)
     for left in reversed(range(count)):
         before = free
@@ -180,11 +179,11 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     return free
 
 
-_Results = dict[int, int]  # microbatch -> when an operation's result was ready, in ticks
+_Results = dict[int, int]  # microbatch -> tick at which the result was ready
 
 _Rule = tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
-"""Rule for one kind of item on a rank: its duration, the inputs of its operations (0, or 1 in a
-pair) with their times to send, and its results."""
+"""Rule for one kind of item on a rank: its duration, (index, input, time to send) for each input,
+and (index, result) for each result. The index is the position of the operation in the item."""
 
 _Kind = tuple[object, ...]  # an item without its microbatches
 
@@ -194,8 +193,8 @@ def _kind(item: Item) -> _Kind:
 
 
 def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
-    """Run each rank until it must wait, and repeat until no rank makes progress. Return the number
-    of `ends`, to which the ranks append."""
+    """Run each rank until it must wait, and repeat until no rank makes progress. Return the total
+    length of `ends`, to which the ranks append."""
     before = -1
     while before < (ended := sum(map(len, ends))):
         before = ended
@@ -208,7 +207,7 @@ def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
 def _advance(
     order: Sequence[Item], rules: dict[_Kind, _Rule], now: int, starts: list[int], ends: list[int]
 ) -> Iterator[None]:
-    """Run a rank's items until it must wait."""
+    """Run a rank's items, and yield whenever the rank must wait."""
     for item in order:
         numbers: Sequence[int]
         if len(item) == 3:  # an operation; this code takes most of the time, so it is inlined
@@ -281,8 +280,8 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
-    """Return the missing operation that a rank waits for, or else the circle in which ranks
-    wait."""
+    """Return an error that names a needed operation that no rank runs. If there is none, return an
+    error with the circle in which ranks wait for each other."""
     for op in schedule.ops():
         for need in schedule.needs(op):
             if need not in schedule:

@@ -1,8 +1,8 @@
 """Write Chrome traces as JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A file has the prediction and the measurement as two groups of processes, with a process per rank.
-The threads are compute, send and receive. Arrows lead from the sending operation to the receiving
-one. Counters show held activations and live weight versions. The format is Google's "Trace Event
+A file has the prediction and the measurement as two groups of processes, with one process per rank.
+The threads are compute, send and receive. Arrows lead from the sending to the receiving operation.
+Counters show held activations and live weight versions. The format is Google's "Trace Event
 Format": times are in microseconds, and slices of one thread are disjoint or nested.
 """
 
@@ -18,18 +18,18 @@ from pipedream.simulate.simulator import Timeline
 
 TraceEvent = dict[str, Any]
 
-# Some viewers treat process 0 as the idle task, so ranks begin at this number.
+# Some viewers treat process 0 as the idle task, so ranks begin at these numbers.
 FIRST_PID = {"predicted": 1000, "measured": 2000}
 FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
 
 class Slice(NamedTuple):
-    """Operation or pair on a rank's compute thread, or a result being sent. All slices use one
+    """Operation or pair on a rank's compute thread, or the transfer of a result. All slices use one
     clock."""
 
     rank: int
     thread: str  # compute, send or receive
-    item: Item  # at both ends of a transfer: the operation that produced the result
+    item: Item  # for a transfer: the operation that produced the result
     start_ns: int
     end_ns: int
 
@@ -43,10 +43,10 @@ def trace_document(
     batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """Return a trace with the given groups, as an object for JSON. `policy` and `batch_size`
-    (microbatches between two updates if the policy updates once per batch) determine weight
-    versions. `unit_s`: seconds per unit of the simulator. The measured run starts at time 0.
-    """
+    """Return a JSON-serializable trace with the given groups. `policy` and `batch_size` determine
+    weight versions. `batch_size` is the number of microbatches between two updates if the policy
+    updates once per batch. `unit_s` is the number of seconds per unit of the simulator. The
+    measured run starts at time 0."""
     groups = {}
     if predicted is not None:
         groups["predicted"] = _predicted_slices(predicted, Fraction(unit_s))
@@ -108,7 +108,7 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
-    """Return the name of a process or thread, and its position among the others in viewers."""
+    """Return the events that set a process's or thread's name and its position in viewers."""
     at = {"ph": "M", "pid": pid, "tid": tid}
     sort_index = pid if what == "process" else tid
     return [
@@ -120,8 +120,9 @@ def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
 def _slices(
     slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], too_soon: dict[Op, Op]
 ) -> Iterator[TraceEvent]:
-    """Return the slices of a group. `too_soon`: operation -> the operation whose result it used
-    before the result was ready. Transfers that overlap in time have separate threads."""
+    """Yield the events of a group's slices. `too_soon` maps an operation to the operation whose
+    result it used before the result was ready. Transfers that overlap in time have separate
+    threads."""
     free_from: dict[tuple[int, int], list[int]] = defaultdict(list)
     for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
         pid, tid = first_pid + s.rank, FIRST_TID[s.thread]
@@ -158,7 +159,7 @@ def _slices(
 def _arrows(
     ways: Iterable[tuple[Op, Op]], at: dict[Op, Slice], first_pid: int
 ) -> Iterator[TraceEvent]:
-    """Return arrows from the inside of the sending slice to the inside of the receiving one,
+    """Yield arrows from the inside of the sending slice to the inside of the receiving slice,
     because viewers attach an arrow's ends to the slices that enclose them."""
     for number, (sender, receiver) in enumerate(ways):
         shared = {

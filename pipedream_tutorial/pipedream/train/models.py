@@ -1,6 +1,6 @@
 """Define a small model that is split into stages, its data, and GPT-2's layers.
 
-Weights are drawn layer by layer, so the model is the same however it is split.
+Weights are initialized layer by layer, so the model is the same however it is split.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 WIDTH = 32
 NUM_CLASSES = 8
-TASK_MICROBATCHES = 64  # which are repeated afterwards
+TASK_MICROBATCHES = 64  # number of different microbatches; training repeats them
 
 
 class ResidualLayer(nn.Module):
-    """x + down(tanh(up(norm(x)))). Unlike plain tanh layers, many of these layers can be trained in
-    a row."""
+    """x + down(tanh(up(norm(x)))). A deep stack of these layers can be trained, unlike a stack of
+    plain tanh layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ResidualLayer(nn.Module):
 def build_stages(
     num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
 ) -> list[nn.Module]:
-    """Build stages of `layers_per_stage` layers each; the last one ends in a classifier."""
+    """Build stages of `layers_per_stage` layers each. The last stage ends in a classifier."""
     stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
     for layer in range(num_stages * layers_per_stage):
         torch.manual_seed(seed * 10_000 + layer)
@@ -64,7 +64,8 @@ class Task(NamedTuple):
 
 
 def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
-    """Build TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""
+    """Build TASK_MICROBATCHES microbatches of normally distributed inputs [samples, WIDTH],
+    classified by a random network."""
     num_samples = TASK_MICROBATCHES * microbatch_size
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
@@ -97,7 +98,7 @@ BLOCKS: dict[str, GPT2Size] = {
 
 
 class Embedding(nn.Module):
-    """Token and position vectors: [B, S] int64 -> [B, S, H]."""
+    """Sum of token and position embeddings: [B, S] int64 -> [B, S, H]."""
 
     def __init__(self, size: GPT2Size) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class Head(nn.Module):
 
 
 def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
-    """Build the embedding, the blocks and the head, with GPT-2's initial weights from torch's
-    global generator."""
+    """Build the embedding, the blocks and the head. Initialize their weights as GPT-2 does, from
+    torch's global generator."""
     blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
     layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
     for module in nn.ModuleList(layers.values()).modules():
@@ -164,13 +165,14 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
 
 
 class Workload:
-    """Model to split into stages, its loss and its microbatches, which are equal in every
+    """Model to split into stages, its loss and its microbatches. All three are equal in every
     process."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
-        """Read from `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
-        microbatch_size and dtype, for which None means a default for the model. Raises UserError if
-        the model's blocks cannot be divided evenly among the stages."""
+        """Read these keys of `config`: num_stages, layers_per_stage, learning_rate, seed, model,
+        microbatch_size and dtype. For layers_per_stage, microbatch_size and dtype, None means the
+        default of the model. Raises UserError if the model's blocks cannot be divided evenly among
+        the stages."""
         name = config.get("model", "mlp")
         self.config = config
         self.device = device or torch.device("cpu")
@@ -194,7 +196,8 @@ class Workload:
             text = f"{count(self.layers, 'layer')} per stage, {batch} samples"
         else:
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
-            # Four microbatches of normal numbers replace embedded text and serve as targets.
+            # Four microbatches of normally distributed numbers replace embedded text and serve as
+            # targets.
             generator = torch.Generator().manual_seed(config["seed"])
             shape = 4 * batch, self.blocks.seq_len, self.blocks.hidden
             x, y = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -210,8 +213,9 @@ class Workload:
         self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
 
     def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
-        """Return the module of each stage. Every stage except the last returns a tensor of the same
-        form as its input. Raises UserError if a rank's layers cannot be divided evenly."""
+        """Return the module of each stage. Every stage except the last returns a tensor with the
+        shape and dtype of its input. Raises UserError if a rank's layers cannot be divided
+        evenly."""
         layers = layers_of_a_stage(self.layers, stages_per_rank)
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]

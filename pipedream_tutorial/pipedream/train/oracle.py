@@ -1,10 +1,10 @@
-"""Train in one process. The runtime must reproduce the result. Each microbatch's gradient in the
-pipeline is compared with its exact gradient.
+"""Train in one process, as a reference for the runtime. Each microbatch's gradient in the pipeline
+is compared with its exact gradient.
 
 A microbatch's forward pass may use different versions of the weights on different stages. This
 mixed set of weights is also a model, and autograd through all stages computes its exact gradient. A
-backward pass with the weights of the forward pass computes this gradient. With newer weights, it
-computes the gradient of no model.
+backward pass with the weights of the forward pass computes this gradient. A backward pass with
+newer weights computes the gradient of no model.
 """
 
 import math
@@ -31,7 +31,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     stage always runs its own operations in its rank's order.
     """
     source = handed_on(schedule)
-    given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is used
+    given: dict[Op | None, Tensor | None] = {}  # operation -> result that is not used yet
     for op in simulate(schedule, build_costs(schedule)).times:
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
 
@@ -39,7 +39,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
 class TrainResult(NamedTuple):
     """Result of training under one schedule."""
 
-    losses: list[float]  # mean of each batch, nats
+    losses: list[float]  # mean loss of each batch, in nats
     weights: list[Weights]  # the last version of every stage
     peak_versions: list[int]  # most versions that each stage kept at a time
 
@@ -57,8 +57,8 @@ def train(
     trainer_class: type[StageTrainer] = StageTrainer,
     **config: Any,
 ) -> TrainResult:
-    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` has the keys of a
-    Workload."""
+    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` has the keys that
+    Workload reads."""
     m = num_microbatches
     schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
     workload = Workload(config)
@@ -82,12 +82,13 @@ def final_loss(result: TrainResult, num_microbatches: int) -> float:
 
 class MicrobatchError(NamedTuple):
     """Relative error of one microbatch's gradient: norm of the difference / norm of the exact
-    gradient. Exactly 0 means bitwise equal. It is infinite if training has diverged."""
+    gradient. An error of exactly 0 means bitwise equal. The error is infinite if training has
+    diverged."""
 
     microbatch: int
     relative_error: float  # over all stages, against the gradient at the forward pass's weights
     per_stage: tuple[float, ...]
-    staleness_error: float  # against the gradient at each stage's newest weights, which it updates
+    staleness_error: float  # against the gradient at the newest weights, which are updated
 
 
 def copied(weights: Weights) -> Weights:
@@ -97,8 +98,8 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """Train, and return the result and the error of every `every`-th microbatch, in the order in
-    which backward passes end."""
+    """Train. Return the result, and the gradient error of every `every`-th microbatch, in the order
+    in which backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
     used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
@@ -157,8 +158,8 @@ def train_and_check(
 
 @torch.no_grad()
 def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """Return the norm of the difference divided by the norm of `exact`. If this is NaN, return
-    infinity."""
+    """Return the norm of the difference divided by the norm of `exact`. Return infinity if the
+    quotient is not finite."""
     pairs = list(zip(found, exact, strict=True))
     off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)

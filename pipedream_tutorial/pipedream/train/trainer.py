@@ -3,16 +3,16 @@
 The one-process oracle has p trainers and passes tensors between them. The runtime has one trainer
 per process and sends tensors. Both give bitwise equal results, because they use this code.
 
-A backward pass in two halves costs as much as a whole one. For a linear layer y = x W^T + b, and
-dY, the gradient of the loss in y:
+A backward pass in two halves costs as much as a whole backward pass. For a linear layer
+y = x W^T + b, and dY, the gradient of the loss with respect to y:
 
     I:  dX = dY W      the layer before waits for it
     W:  dW = dY^T x    waits for dY alone, and nobody waits for it
 
 Each half is one matrix multiplication, and neither uses the other's result. autograd computes both
-in one pass. If you call it twice, first for dX and then for dW (retain_graph), it makes the whole
-pass twice. Here a linear layer's backward pass computes I and stores x and dY, from which W is
-computed later. The other layers have few weights, and I computes their gradients.
+in one pass. If you call autograd twice, first for dX and then for dW (retain_graph), it runs the
+whole pass twice. Here a linear layer's backward pass computes I and stores x and dY, from which W
+is computed later. The other layers have few weights, and I computes their gradients.
 """
 
 import copy
@@ -35,8 +35,8 @@ Gradients = tuple[Tensor, ...]
 
 
 class CutLinears(TorchFunctionMode):
-    """In this context, backward passes leave out W of linear layers. The input of each linear layer
-    must need a gradient, because it depends on the stage's input or on a norm's weights."""
+    """Context in which backward passes leave out W of linear layers. The input of each linear layer
+    must require a gradient. It does if it depends on the stage's input or on a norm's weights."""
 
     def __init__(self) -> None:
         self.aside: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
@@ -54,7 +54,7 @@ class CutLinears(TorchFunctionMode):
         return out
 
     def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute W: yield each weight or bias and its gradient, bitwise equal to autograd's
+        """Compute W. Yield each weight or bias and its gradient, bitwise equal to autograd's
         gradient."""
         for x, weight, bias, dy in self.aside:
             dy = dy.flatten(0, -2)
@@ -65,7 +65,7 @@ class CutLinears(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _InFlight:
-    """Tensors of a microbatch on a stage between its forward and backward pass."""
+    """Tensors of one microbatch on one stage, between its forward pass and its backward pass."""
 
     version: int
     weights: Weights
@@ -73,7 +73,7 @@ class _InFlight:
     out: Tensor  # freed by I
     linears: CutLinears  # empty if backward passes are whole
     gradients: Sequence[Tensor | None] = ()
-    """Gradients of the weights that I has computed. None for split linear layers."""
+    """Weight gradients that I has computed. They are None for split linear layers."""
 
 
 class StageTrainer:
@@ -94,8 +94,8 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss = functional.cross_entropy,
     ) -> None:
-        """`module` has the first version of the weights. Its memory is used for them. `batch_size`:
-        microbatches per batch. Only the last stage has a `loss`."""
+        """`module` contains the first version of the weights, which keeps the module's memory.
+        `batch_size` is the number of microbatches per batch. Only the last stage uses `loss`."""
         self.stage = stage
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
@@ -124,9 +124,9 @@ class StageTrainer:
         return self.versions[self.updates]
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
-        """Run one operation of this stage. `received`: the input of F from the previous stage, or
-        of B and I from the next stage, or None if there is none. Return the result to send, if
-        any."""
+        """Run one operation of this stage. `received` is the result of the previous stage for F,
+        and of the next stage for B and I. It is None if there is no such stage, and for W. Return
+        the result to send, or None if there is nothing to send."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
@@ -139,9 +139,9 @@ class StageTrainer:
         return gradient
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
-        """Run the forward pass of a microbatch, [batch, ...] from the previous stage, with the
-        policy's version of the weights. Return the output to send or, on the last stage, the scaled
-        loss, a scalar."""
+        """Run the forward pass of a microbatch with the policy's version of the weights. `x` is the
+        input [batch, ...] from the previous stage. Return the output to send or, on the last stage,
+        the scaled scalar loss."""
         version = self._version_of(microbatch)
         weights = self.versions[version]
         x = x.detach().requires_grad_(self.stage > 0)
@@ -161,8 +161,8 @@ class StageTrainer:
 
     def input_gradient(self, microbatch: int, output_gradient: Tensor | None) -> Tensor | None:
         """Run I, the half of the backward pass that the previous stage waits for. Return the
-        input's gradient, or None on the first stage. `output_gradient` has the shape of the output.
-        It is None on the last stage."""
+        gradient of the input. Return None on the first stage. `output_gradient` has the shape of
+        the output, and is None on the last stage."""
         flight = self.in_flight[microbatch]
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
@@ -173,8 +173,8 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> Gradients:
-        """Run W, the half that no other stage waits for, and the update if it is due. Return W's
-        gradients."""
+        """Run W, the half that no other stage waits for, and the update if it is due. Return the
+        gradients of all weights."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
         gradients = dict(zip(weights, flight.gradients, strict=True))
@@ -226,7 +226,8 @@ def build_trainers(
     stages: Iterable[int] | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> Trainers:
-    """Build trainers with the initial weights for these stages, or for all stages."""
+    """Build trainers with the initial weights for `stages`, or for all stages if `stages` is
+    None."""
     modules = workload.build_modules(schedule.stages_per_rank)
     same = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
     return {

@@ -4,7 +4,7 @@
 
 A stage without weight stashing changes its weights while graphs are in flight. The obvious
 implementations in PyTorch fail: one raises an error, and one silently keeps old weights for some
-layers. This was checked with torch 2.13 on CPUs. Other versions of torch may save different
+layers. The results were checked with torch 2.13 on CPUs. Other versions of torch may save different
 tensors.
 """
 
@@ -20,9 +20,9 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Give the Parameter new memory. If autograd saved a view (a Linear's transposed weight), it
-    still points to the old memory. If autograd saved the Parameter itself (a LayerNorm's weight,
-    the right factor of `x @ w`), it has the new values."""
+    """Give the Parameter new memory. If autograd saved a view (a Linear's transposed weight), the
+    view still points to the old memory. If autograd saved the Parameter itself (a LayerNorm's
+    weight, the right factor of `x @ w`), the graph reads the new values."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
@@ -46,10 +46,9 @@ WAYS: dict[str, Update] = {
 
 def run_trap(update: Update, *, norm: bool) -> float | str:
     """Run a forward pass, an `update` of the weights by another microbatch's gradient, and the
-    backward pass. Return the gradient's error relative to the gradient without the update, or
-    autograd's refusal. Exactly 0 means that the backward pass used the old weights. `norm`: add a
-    LayerNorm between the Linears.
-    """
+    backward pass. Return the error relative to the gradient without the update, or autograd's error
+    message. An error of exactly 0 means that the backward pass used the old weights. With `norm`, a
+    LayerNorm is between the Linears."""
     torch.manual_seed(0)
     between = [nn.LayerNorm(32)] if norm else []
     layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]
