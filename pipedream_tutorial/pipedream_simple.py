@@ -42,7 +42,7 @@ Order = list[Op]  # operations of one rank, from first to last
 
 
 def need(op: Op, last_stage: int) -> Op | None:
-    """Return the operation whose result this operation needs."""
+    """Return the operation whose result this operation needs. Return None if there is none."""
     kind, stage, i = op
     if kind == "F":
         return ("F", stage - 1, i) if stage > 0 else None
@@ -94,8 +94,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
-    """Return orders from words. Rank r has stage r and, in a V, also stage 2p - 1 - r, in small
-    letters."""
+    """Return orders from words. Rank r has stage r and, in a V-shaped schedule, also stage 2p - 1 -
+    r, in small letters."""
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
@@ -114,8 +114,8 @@ def numbered(steps: Iterable[tuple[str, int]]) -> Order:
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
-    """Return orders for v stages per rank, whose numbers are p apart. Microbatches pass the ranks v
-    times, in rounds of about p."""
+    """Return orders for v stages per rank. A rank's stages are p apart. Microbatches pass the ranks
+    v times, in rounds of about p."""
     rounds = max(1, m // p)
     if m % rounds:
         raise ValueError(
@@ -155,8 +155,8 @@ def simulate(
 ) -> tuple[Times, list[Fraction]]:
     """Start each operation when its rank is free and its input has arrived.
 
-    `free`: time at which each rank may begin, 0 by default. Return all times, and the end of each
-    rank.
+    `free` is the time at which each rank may begin, 0 by default. Return all times, and the end of
+    each rank.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
@@ -203,7 +203,7 @@ class Row(NamedTuple):
 
 
 def measure(name: str, config: dict[str, Any]) -> Row:
-    """Simulate one schedule. Raises ValueError for sizes that it does not allow."""
+    """Simulate one schedule. Raises ValueError for sizes that the schedule does not allow."""
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration = stage_durations(config, v)
@@ -235,8 +235,8 @@ def stage_durations(config: dict[str, Any], v: int) -> Durations:
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
-    """Return the largest number of held microbatches. F adds 1/v, for one stage of a rank, and B or
-    W frees it."""
+    """Return the largest number of held microbatches. F adds 1/v, for one of a rank's v stages, and
+    B or W subtracts 1/v."""
     held = most = 0
     for kind, _, _ in order:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
@@ -245,8 +245,8 @@ def peak_activations(order: Order, v: int) -> Fraction:
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
-    """Return the largest number of versions that a PipeDream stage keeps, and of updates that it is
-    behind.
+    """Return the most weight versions that a PipeDream stage keeps, and the most updates by which
+    its gradients are late.
 
     A forward pass uses the newest weights. Its backward pass uses the same version, then the stage
     updates. Therefore a stage keeps a version while a microbatch that used it is in flight.
@@ -440,7 +440,7 @@ def fill_v(
 ) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
     are written as f and i on the way up the V. W fills the time in which a rank would wait.
-    `allowed`: how much longer than the others a rank may idle. `more`: steps that W may delay."""
+    `allowed`: how much longer than others a rank may idle. `more`: steps that W may delay."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p

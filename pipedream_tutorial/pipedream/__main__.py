@@ -82,8 +82,8 @@ MIXED = (
 
 
 def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """Run pipedream_simple.py. Use its `own` main if that file has all the requested keys,
-    otherwise this module's main."""
+    """Run pipedream_simple.py. Use its main function `own` if that file has all the requested keys.
+    Otherwise, use `show`."""
 
     def run() -> None:
         defaults = CONFIG | config
@@ -176,9 +176,9 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid, unless `drawn` (orders -> title) has an equal one, and its figures.
-    A schedule without a flush is drawn over several batches, because it differs from flushing
-    schedules only there."""
+    """Print a schedule's grid and figures. Leave out the grid if `drawn` (orders -> title) has an
+    equal grid. A schedule without a flush is drawn over several batches, because it differs from
+    flushing schedules only there."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")

@@ -45,7 +45,7 @@ class Rule:
     high: float = math.inf  # given together with `low`
 
     def check(self, key: str, value: object) -> Any:
-        """Return `value`, typed or from CONFIG, as `kind`. Raise UserError if it is not
+        """Return `value`, typed or from CONFIG, as `kind`. Raises UserError if the value is not
         accepted."""
         if self.none and str(value).strip().lower() == "none":
             return None
@@ -60,7 +60,7 @@ class Rule:
         return values if self.many else values[0]
 
     def _read(self, value: object) -> Any:
-        """Return one value as `kind`, or None if it is not accepted."""
+        """Return one value as `kind`. Return None if the value is not accepted."""
         text = str(value).strip()
         if self.kind is bool:
             return _WORDS.get(text.lower())
@@ -115,7 +115,7 @@ SHARED_RULES: dict[str, Rule] = {
     "chunks": Rule(kind=int, low=1, high=16),
 }
 
-# Names in messages that differ from the key's name
+# Hints for names that are not keys
 RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
 
 
@@ -130,7 +130,7 @@ def parse_arguments(
     """Return CONFIG with the command line's changes, after checking every value.
 
     `--set key=value` accepts several changes and may be repeated. `--key value` is equivalent, and
-    the last value counts. The default of `arguments` is the command line. Raises UserError for an
+    the last value counts. `arguments` defaults to the command line. Raises UserError for an
     unknown key or a value that its rule does not accept; --help prints all keys and exits with 0.
     """
     for key in sorted(config.keys() ^ rules.keys(), key=str):
@@ -152,7 +152,7 @@ def parse_arguments(
     )
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
-        meaning = comments.get(key, "")  # a value that was edited to span several lines has none
+        meaning = comments.get(key, "")  # empty for a value that was edited to span several lines
         text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
         typed = (key + "={}").format
         keys.add_argument(

@@ -1,7 +1,7 @@
-"""Solution: stage 1 sends the gradient of microbatch 0 first, so stage 0 must use it for microbatch
-0. With reversed(), it used it for the last one. Every gradient has the same shape, so nothing
-  crashed. Another solution is to run both stages' backward passes in reverse, as GPipe's authors
-  do.
+"""Solution: stage 1 sends the gradient of microbatch 0 first, so stage 0 must use this gradient for
+microbatch 0. With reversed(), stage 0 used it for the last microbatch. Every gradient has the same
+shape, so nothing crashed. Another solution is to run the backward passes of both stages in reverse
+order, as GPipe's authors do.
 """
 
 from pipedream.lecture.checks import Channel

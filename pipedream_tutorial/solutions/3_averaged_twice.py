@@ -1,5 +1,5 @@
-"""Solution: each loss is already divided by m, so the sum is the mean. It was divided by m
-again."""
+"""Solution: each loss is already divided by m, so the sum of the gradients is the mean. The code
+divided this mean by m again."""
 
 import torch
 from torch.nn.functional import cross_entropy

@@ -92,7 +92,7 @@ def utilization_comparison(work: Work) -> Figure:
 
 class IdleCurve(NamedTuple):
     """Idle shares of one batch by number of microbatches, from 0 to 1: of the makespan and of the
-    ranks' spans. One schedule has this curve, or several with equal values."""
+    ranks' spans. The curve belongs to one schedule, or to several schedules with equal values."""
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed
@@ -100,7 +100,7 @@ class IdleCurve(NamedTuple):
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
-    """Return the idle shares of AGAINST_M."""
+    """Return the idle curves of the schedules in AGAINST_M."""
     curves: list[IdleCurve] = []
     for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
@@ -167,7 +167,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
 
 
 def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
-    """Make the axis a logarithmic scale of shares, with a separate line for 0 below it."""
+    """Make the y axis a logarithmic scale of shares, with a separate line for 0 below the scale."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
@@ -176,7 +176,7 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 
 def _curve_style(place: int) -> dict[str, Any]:
-    """Return the color, marker and dashes of a curve. Each cycles through its values."""
+    """Return the color, marker and dashes of a curve. Each property cycles through its values."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
     style = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | style
@@ -222,9 +222,9 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 
 def activations_and_versions(work: Work) -> Figure:
-    """Draw held activations as areas and kept weight versions as lines, over two batches. There is
-    a panel per schedule and a lane per rank, all on one scale. The two peaks of a lane are written
-    beside it."""
+    """Draw held activations as areas and kept weight versions as lines, over two batches. Each
+    schedule has a panel and each rank a lane, all on one scale. The two peaks of a lane are written
+    beside the lane."""
     rows = {row.name: row for row in work.found}
     shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))

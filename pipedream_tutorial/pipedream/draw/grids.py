@@ -60,8 +60,9 @@ class Work:
 
 
 def kind_colors(schedule: Schedule) -> Coloring:
-    """Return the color of an operation's kind. It is paler for a rank's second and later stages or,
-    with two copies of the model, for the stages of the second copy on all ranks."""
+    """Return a function that gives an operation the color of its kind. The color is paler for a
+    rank's second and later stages or, with two copies of the model, for the stages of the second
+    copy on all ranks."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages()
@@ -89,24 +90,23 @@ def grid_height(timeline: Timeline) -> float:
 
 
 class Panel(NamedTuple):
-    """Timeline with its title. By default, cells have the color of their kind and the number of
-    their microbatch."""
+    """Timeline with its title. By default, a cell has the color of its operation's kind and the
+    number of its microbatch."""
 
     text: str
     timeline: Timeline
     labels: Sequence[Callable[[Op], str]] = (lambda op: str(op.microbatch),)
-    """Cells get the first label that fits into all cells. If there is none, the last label is
+    """Cells get the first label that fits into all cells. If no label does, the last label is
     written into the cells that it fits."""
     color: Coloring | None = None
     outlined: Collection[Op] = ()
 
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
-    """Draw one rectangle per operation. Its x and width are the operation's time, and its y is the
-    rank, with 0 on top. The halves of a pair share the rank's row. The time axis ends at `until`,
-    by default the makespan. The gid of a rectangle is the operation as text. Behind the operations,
-    each rank has a rectangle from time 0 to the makespan, with the gid "idle".
-    """
+    """Draw one rectangle per operation. The rectangle's x and width are the operation's time, and
+    its y is the rank, with 0 on top. The halves of a pair share the rank's row. The time axis ends
+    at `until`, by default the makespan. The gid of a rectangle is the operation as text. Behind the
+    operations, each rank has a rectangle from time 0 to the makespan, with the gid "idle"."""
     timeline = panel.timeline
     color = panel.color or kind_colors(timeline.schedule)
     end = float(timeline.makespan if until is None else until)
@@ -134,7 +134,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     def room(label: str, cell: Rectangle) -> float:
         """Return the largest font size, in points, at which the label fits into the cell."""
         lines = label.split("\n")
-        # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
+        # In DejaVu Sans, a digit is 0.64 font sizes wide, and a line is 1.2 font sizes high.
         by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
         return min(by_width, (cell.get_height() * down - 1) / (1.2 * len(lines)))
 
@@ -230,8 +230,8 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """Show how microbatches fill the pipeline, with the forward half of one batch, whole and in
-    microbatches."""
+    """Draw the forward half of one batch, in one piece and as microbatches that fill the
+    pipeline."""
     config = work.config
     m = config["num_microbatches"]
     uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
@@ -248,7 +248,7 @@ def microbatch_forward(work: Work) -> Figure:
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
-    """Return the same orders without backward passes."""
+    """Return the timeline of the same orders without backward passes."""
     schedule = timeline.schedule
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.flat)
     return simulate(replace(schedule, orders=orders), timeline.costs)

@@ -1,7 +1,7 @@
 """Define the shared parts of pictures: the page, its colors, and labels beside points.
 
 A page has a width of WIDTH inches at DPI. A README shows it at about half this width, so no text is
-smaller than 8 points. Colors are those of Okabe and Ito ("Color Universal Design", 2008), with a
+smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design", 2008), with a
 dark green for W, so that F, B, I and W also differ in lightness.
 """
 
@@ -85,8 +85,8 @@ def new_figure(
 
 
 def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figure:
-    """Write a PNG or SVG and return it. Equal data gives equal files. The metadata of a PNG
-    contains `source`, the digest of the drawn data."""
+    """Write a figure as PNG or SVG, and return the figure. Equal data gives equal files. The
+    metadata of a PNG contains `source`, the digest of the drawn data."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata=metadata)
@@ -125,9 +125,9 @@ come first. Readers associate a label most easily with the marker on its left.""
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points, given in data units, the rightmost first. A label is as
     near to its point as possible without hiding points, other labels, their lines, or anything at
-    `avoid`. A line passes below another point or label only if there is no other way, because it
-    would seem to lead there. Set the limits of the axes before the call. Raises RuntimeError if
-    there is no space."""
+    `avoid`. A line passes below another point or label only if there is no other way, because the
+    line would seem to lead there. Set the limits of the axes before the call. Raises RuntimeError
+    if there is no space."""
     pixels = ax.transData.transform
     marks = [_around(pixels(at), DOT) for at in labels]
     marks += [_around(pixels(at), 1) for at in avoid]

@@ -1,4 +1,4 @@
-"""Print a timeline as text, with a line per rank, and its figures."""
+"""Print a timeline as text, with one line per rank, and the timeline's figures."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
-    """Return a time axis and a line per rank, as pipedream_simple.py draws them."""
+    """Return a time axis and one line per rank, as pipedream_simple.py draws them."""
     places = [
         {s: position for position, s in enumerate(stages)} for stages in timeline.schedule.stages()
     ]
@@ -53,7 +53,7 @@ def listed(values: Sequence[Fraction | int], what: str) -> str:
 
 
 def width() -> int:
-    """Return the terminal's columns, or 100 without a terminal."""
+    """Return the number of columns of the terminal, or 100 without a terminal."""
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 

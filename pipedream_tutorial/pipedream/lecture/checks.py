@@ -86,8 +86,8 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
 
 @graded
 def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
-    """Check exercise 9: the layers of the first of two stages, for the shortest batch of 64
-    microbatches."""
+    """Check exercise 9: the number of layers in the first of two stages that gives the shortest
+    batch of 64 microbatches."""
     for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
         cut = best_cut(layer_ms)
         if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
@@ -177,8 +177,8 @@ def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
-    """Return the answer's orders of all ranks. Raises WrongAnswer if they are incomplete or cannot
-    run."""
+    """Return the answer's orders of all ranks. Raises WrongAnswer if the orders are incomplete or
+    cannot run."""
     lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
     for rank, line in enumerate(lines):
@@ -206,7 +206,7 @@ def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     return ops
 
 
-Microbatches = Sequence[tuple[Tensor, Tensor]]  # inputs and target of each
+Microbatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) of each
 EXACT = 1e-9  # sums in a different order differ by less in float64
 
 
@@ -228,13 +228,13 @@ class Channel:
 
 
 def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return microbatches: inputs [8, 32] and target classes [8]."""
+    """Return `count` microbatches, each with inputs [8, 32] and target classes [8]."""
     task = build_task(seed=0)
     return [task.microbatch(i) for i in range(count)]
 
 
 def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
-    """Return the gradient of the mean loss of all samples at once, by parameter."""
+    """Return the gradient of the mean loss over all samples, by parameter."""
     inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss = cross_entropy(model(inputs), targets)
     return list(torch.autograd.grad(loss, list(model.parameters())))
@@ -242,7 +242,7 @@ def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Te
 
 @graded
 def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
-    """Check exercise 2: a batch through two stages, which leaves its gradient in .grad."""
+    """Check exercise 2: run a batch through two stages, and leave its gradient in .grad."""
     for m in (4, 3):
         stages = build_stages(2, 1, seed=0)
         microbatches = some_microbatches(m)
@@ -290,8 +290,8 @@ def check_batch_gradient(
 
 @graded
 def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
-    """Check exercise 6: a stage's update under PipeDream while microbatches are in flight. It
-    computes the next weights from the weights, gradients and learning rate."""
+    """Check exercise 6: a stage's update under PipeDream while microbatches are in flight. The
+    answer computes the next weights from the weights, gradients and learning rate."""
     replaced = False
 
     class Trainer(StageTrainer):

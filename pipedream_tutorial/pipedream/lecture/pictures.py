@@ -34,7 +34,7 @@ class Shown(NamedTuple):
 
 
 def describe(timeline: Timeline) -> str:
-    """Return a schedule's name and cost."""
+    """Return the name of a timeline's schedule and its cost."""
     schedule = timeline.schedule
     title = SCHEDULES[schedule.name].title if schedule.name in SCHEDULES else schedule.name
     return f"{title}: {cost_text(timeline)}"
@@ -46,7 +46,7 @@ def run(schedule: Schedule) -> Timeline:
 
 
 def show(title: str, *schedules: Schedule) -> Shown:
-    """Draw the simulated schedules as one picture."""
+    """Simulate schedules, and return one picture of their timelines."""
     return Shown(title, [run(schedule) for schedule in schedules])
 
 
@@ -60,7 +60,8 @@ def tell(
     picture: Any = None,
 ) -> Any:
     """Print a run's result, the guess and whether the guess is right, and return the picture.
-    Without a guess, return nothing. `right` is the right guess, if it is not the whole result."""
+    Without a guess, ask for a guess and return None. `right` is the right guess, if it is not the
+    whole result."""
     if guess is None:
         print(f"{what}: write your guess instead of None, and run this cell again")
         return None

@@ -8,20 +8,20 @@ Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m wor
     A(j, m)    = the smaller of T(0..j, m) and, over i < j and m' < m,
                  max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
 
-A(j, m) is the seconds per microbatch of the best pipeline of layers 0..j on m workers. All sums are
-exact fractions. Compute, weight synchronization and sending are assumed to overlap fully, so the
-slowest of them determines the period. PipeDream's published optimizer adds W to T instead
+A(j, m) is the time in seconds per microbatch of the best pipeline of layers 0..j on m workers. All
+sums are exact fractions. Compute, weight synchronization and sending are assumed to overlap fully,
+so the slowest of them determines the period. PipeDream's published optimizer adds W to T instead
 (msr-fiddle, optimizer_graph_hierarchical.py). The papers and this module use the larger of the two.
 
 sync_factor is 2 by default, because in a ring all-reduce each worker sends 2 (m - 1) / m of the
 weights' bytes and receives as many at the same time. PipeDream's factor of 4 adds up both
 directions of a sharded parameter server, and its 2 a_i adds the activation in one direction and the
-gradient in the other. This is right for links that carry one direction at a time. For full-duplex
-links, it is up to twice too long.
+gradient in the other. These factors are right for links that carry one direction at a time. For
+full-duplex links, the times are up to twice too long.
 
-There is no limit on memory. A profile has the output of a layer, but a worker keeps everything that
-the layer's backward pass needs, which is many times larger. A limit would accept plans that do not
-fit.
+There is no limit on memory. A profile has the size of a layer's output, but a worker keeps
+everything that the layer's backward pass needs, which is many times larger. A limit would accept
+plans that do not fit.
 """
 
 import math
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
 
     @property
     def terms(self) -> dict[str, Fraction]:
-        """Seconds per microbatch of each stage and link. The longest sets the pace."""
+        """Seconds per microbatch of each stage and link. The largest value sets the pace."""
         seconds = {}
         for index, stage in enumerate(self.stages):
             seconds[f"compute of stage {index}"] = stage.compute_s / stage.replicas
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """First term that is as long as the period."""
+        """Name of the first term that equals the period."""
         return max(self.terms, key=self.terms.__getitem__)
 
     @property
@@ -114,7 +114,7 @@ def plan_pipeline(
     use_all_workers: bool = False,
     sync_factor: Number = 2,
 ) -> Plan:
-    """Return the plan with the shortest period and, among these, with the fewest workers.
+    """Return the plan with the shortest period and, among such plans, with the fewest workers.
 
     `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
     gives each stage one worker. With `use_all_workers=True`, every worker takes part, as in
@@ -130,7 +130,7 @@ def plan_pipeline(
         )
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
-    # (j, m) -> A(j, m) and its stages. There are none before the first layer.
+    # (j, m) -> A(j, m) and its stages. Before the first layer, there are no stages.
     best: dict[tuple[int, int], tuple[Fraction, tuple[Stage, ...]]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
@@ -243,13 +243,15 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     """Simulate a plan's stages with one of two models of a link.
 
     `busy_links=True` is the planner's model. A link carries one message at a time and takes link_s
-    / 2 in each direction. It is simulated as a separate stage between its neighbors, and more
-    microbatches are in flight to hide it. The period is exactly the planner's. `busy_links=False`
-    is the simulator's model. A message arrives link_s / 2 of the slowest link after it is sent,
-    regardless of other messages. No additional microbatches are in flight, so workers wait for
-    messages that the planner assumes to be hidden. The simulator does not model weight
-    synchronization. If the planner finds that it takes longer than a stage's computation, the
-    stage's passes are lengthened to that time.
+    / 2 in each direction. The link is simulated as a separate stage between its neighbors, and more
+    microbatches are in flight to hide it. The period equals the planner's period.
+
+    `busy_links=False` is the simulator's model. A message arrives link_s / 2 of the slowest link
+    after it is sent, regardless of other messages. No additional microbatches are in flight, so
+    workers wait for messages that the planner assumes to be hidden.
+
+    The simulator does not model weight synchronization. If the synchronization of a stage takes
+    longer than its computation, the stage's passes are lengthened to that time.
     """
     rows: list[tuple[int, Fraction, Fraction]] = []  # workers, forward seconds and backward seconds
     rows_of_stages: list[int] = []
@@ -279,14 +281,14 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
 
 
 def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
-    """Return the seconds per microbatch once the run repeats itself, or None if the run is too
-    short.
+    """Return the time in seconds per microbatch once the run repeats itself. Return None if the run
+    is too short.
 
     `reach` is the largest replicas * in_flight of a stage. No operation waits for an operation
     whose microbatch is `reach` or more away. If all operations of `reach` consecutive microbatches
-    start the same time after the operations c microbatches earlier, all later ones do too, and the
-    period is that time / c. The last `reach` microbatches do not count, because the end of the run
-    affects them.
+    start the same time after the operations c microbatches earlier, all later operations do too.
+    The period is that time / c. The last `reach` microbatches do not count, because the end of the
+    run affects them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, for each kind and stage
     for op, (start, _) in sorted(timeline.times.items()):

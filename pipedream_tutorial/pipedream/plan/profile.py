@@ -52,7 +52,7 @@ _PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT)
 
 
 def load_profile(path: Path) -> Profile:
-    """Read and check a profile's JSON. Raises UserError that names the file and the key."""
+    """Read and check a profile's JSON. Raises a UserError that names the file and the key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     # Not text, not JSON, or nested too deeply
@@ -70,7 +70,8 @@ def load_profile(path: Path) -> Profile:
 
 
 def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
-    """Raise UserError if a key is missing or unknown, or its value is not accepted."""
+    """Return the checked values. Raises UserError if a key is missing or unknown, or if a value is
+    not accepted."""
     given = found if isinstance(found, dict) else {}
     for key in given:
         if key not in rules:
@@ -90,8 +91,8 @@ def save_profile(profile: Profile, path: Path) -> None:
 def measure_profile(
     layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time the forward and backward pass of each layer, given by name and module, on the device of
-    its weights and of `example`.
+    """Time the forward and backward pass of each layer on the device of the weights and of
+    `example`. `layers` has the name and the module of each layer.
 
     The tensor `example` is the first layer's input, one microbatch. Each layer's output is the next
     layer's input. The last layer also receives `targets` and returns a loss. Seconds are medians of
@@ -122,7 +123,7 @@ def measure_profile(
             torch.autograd.backward(output, gradient)
             backward_s = clock() - started
             for tensor in (x, *module.parameters()):
-                tensor.grad = None  # leaves no gradients behind
+                tensor.grad = None  # leave no gradients behind
             x = output.detach()
             samples[index].append((forward_s, backward_s, x.nbytes))
     measured = []
@@ -141,7 +142,7 @@ def measure_profile(
 
 
 def device_name(device: Any) -> str:
-    """Return the GPU's name, or the CPU's as Linux gives it."""
+    """Return the name of a GPU. For a CPU, return the name that Linux reports."""
     import torch
 
     if device.type == "cuda":
