@@ -53,7 +53,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             what += repr(getattr(batch, key, getattr(config, key)))
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[last] = value
-    # DeepSpeed asserts that this value fits the number of GPUs. Check it here and drop it.
+    # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
     written = document.pop("train_batch_size", AUTO)
     if not _same(written, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"

@@ -52,7 +52,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "managed_gradient_accumulation": (True,),
     "vocabulary_size": (None,),
 }
-# Settings of DeepSpeed's messages, timers and disk access
+# Settings for DeepSpeed's messages, timers and disk access
 PASSED_ON = {
     "aio", "comms_logger", "disable_python_gc", "dump_state", "log_level", "memory_breakdown",
     "steps_per_print", "timers", "wall_clock_breakdown", "zero_allow_untested_optimizer",

@@ -22,7 +22,7 @@ class Need:
     keys: tuple[str, ...]
     holds: Callable[[Candidate], bool]
     why: str
-    fix: str  # setting with which the condition holds
+    fix: str  # setting that meets the condition
     other: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
     off: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
     # Values, besides the default, that the keys have in a plan that does not meet the condition

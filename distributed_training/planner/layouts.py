@@ -54,8 +54,8 @@ class Candidate:
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """Return the strategy's mesh with the size -1 of an axis resolved. Raises UserError if the mesh
-    does not fit the number of processes or the model."""
+    """Return the strategy's mesh with its actual size for an axis of size -1. Raises UserError if
+    the mesh does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -231,7 +231,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
     number of FLOPs per token, including the output layer but not the embedding lookup. If a rank
     with two stages has an odd number of blocks, its later stage gets one block more. In a V-shaped
-    schedule, the earlier stage gets it instead. These splits take less time in the simulator of
+    schedule, the earlier stage gets this block. These splits take less time in the simulator of
     pipedream_tutorial."""
     # Multiplications per token in a block and in the output layer
     block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len

@@ -68,7 +68,7 @@ def make_plan(
 def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:
     """Return a draft plan with the model, strategy, mesh, batch and switches that follow from
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
-    not checked."""
+    checked later."""
     notes = [] if notes is None else notes
     strategy = named_strategy(request)
     decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)

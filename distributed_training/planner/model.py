@@ -76,9 +76,9 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the values that a folder in `weights` determines. They are the model, if CONFIG does
-    not name a model, and the rank, alpha, targets and dropout of adapters in the folder. Raises
-    UserError if CONFIG sets another rank, alpha or targets."""
+    """Return the values that a folder in `weights` determines. The values are the model, if CONFIG
+    does not name a model, and the rank, alpha, targets and dropout of adapters in the folder.
+    Raises UserError if CONFIG sets another rank, alpha or targets."""
     folder = Path(config.weights)
     decided: dict[str, Any] = {}
     if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():

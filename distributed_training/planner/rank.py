@@ -41,7 +41,7 @@ def rank_layouts(
 ) -> list[Prediction]:
     """Return the predictions of all valid layouts, sorted from best to worst.
 
-    `build` returns CONFIG for the name of a strategy. It raises UserError if CONFIG and the
+    `build` returns CONFIG for the name of a strategy. `build` raises UserError if CONFIG and the
     strategy are incompatible. Algorithms that compute different results are included only if
     `asked` names them. On CPUs, strategies with CPU offload are included only if `asked` names them
     or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
@@ -74,7 +74,7 @@ def _detours(plan: Draft) -> tuple[int, bool]:
 
 
 def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Return the items with a progress bar, which a terminal shows after two seconds."""
+    """Return an iterable over `items` that shows a progress bar in a terminal after two seconds."""
     form = "{desc} {bar} {n_fmt}/{total_fmt}"
     return tqdm(items, what, bar_format=form, leave=False, disable=None, delay=2)
 
@@ -138,8 +138,8 @@ def settings_of(plan: Draft) -> dict[str, Any]:
 
 
 def layout_name(plan: Draft) -> str:
-    """Return a name such as "3d pp=4 tp=2 1f1b m8". It contains the strategy, the axes unless the
-    strategy implies them, the pipeline schedule and the number of micro-batches."""
+    """Return a name such as "3d pp=4 tp=2 1f1b m8". The name contains the strategy, the axes unless
+    the strategy implies them, the pipeline schedule and the number of micro-batches."""
     words = [plan.strategy.name]
     if settings_of(plan).keys() & plan.mesh.keys():
         words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]

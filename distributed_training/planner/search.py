@@ -19,16 +19,17 @@ from distributed_training.predict.simulate import by_operation, flow, length_of,
 # Parameters of the search, tuned with durations of gpt2-medium on 4 H200 GPUs (commit 3f6f234) for
 # 2 to 8 ranks and 1 to 32 micro-batches.
 CHANGES = 150  # changes tested per operation
-SIMULATED = 5_000_000  # maximum number of simulated operations, which takes 1 to 2 s
+SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
 FARTHEST = 6  # maximum number of positions by which an operation is moved
 ALONE = 0.3  # fraction of changes that move one operation, not one in each of several periods
-HEAT = 0.16  # initial limit of the slowdown by a change, in mean operation times
+HEAT = 0.16  # first limit of the slowdown by a change, in mean durations of operations
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
     """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before 25
     November 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less
-    than 2 p - 1, torch adds micro-batches. Their operations are omitted here."""
+    than 2 p - 1, torch adds micro-batches. The operations of these micro-batches are omitted
+    here."""
     number = max(2 * p - 1, m)
     orders = []
     for rank in range(p):
@@ -55,10 +56,10 @@ def search_orders(
     another rank.
 
     The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
-    starts from the order of `zb-v`, or from torch's ZB-V order if it is faster. Simulated annealing
-    with random thresholds then improves this order on the estimated durations. Equal arguments give
-    equal orders on any machine. The reason is that the search uses only basic float arithmetic,
-    comparisons and `random()`, whose sequence does not depend on the version of Python."""
+    starts from the order of `zb-v`, or from torch's ZB-V order if that is faster. Simulated
+    annealing with random thresholds then improves this order on the estimated durations. Equal
+    arguments give equal orders on any machine, because the search uses only basic operations on
+    floats and `random()`. The sequence of `random()` does not depend on the version of Python."""
     last = len(blocks) - 1
     p = len(blocks) // 2
     took = by_operation(seconds)

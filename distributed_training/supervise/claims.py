@@ -34,7 +34,7 @@ class Claim(BaseModel):
     hostname: str
     pid: int
     claimed_at: float  # seconds since 1970
-    kernel: str  # boot id of the kernel that has the lock; "" without a lock
+    kernel: str  # boot id of the kernel that holds the lock; "" without a lock
     identity: dict[str, Any]  # from checkpoint/resume.py
 
 
@@ -72,7 +72,7 @@ def one_at_a_time(output_dir: Path) -> Iterator[None]:
 
 
 def claim(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Claim a run directory for this process. Raises UserError if another process holds it."""
+    """Claim a run directory. Raises UserError if another process holds the directory."""
     refuse_held(run_dir)
     if run_dir not in _claim_fds:
         _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)

@@ -13,8 +13,8 @@ from distributed_training.supervise.process import LAUNCHER
 
 
 def to_continue(plan: Plan) -> tuple[str, str]:
-    """Return an introductory sentence, and the command that continues this run. If the run has its
-    own launcher, return only the option to add to the command."""
+    """Return an introductory sentence, and the command that continues this run. If an external
+    launcher started the run, return the option to add to the launcher's command instead."""
     if _has_own_launcher(plan):
         sentence = "To continue, start it with the same command and add:"
         return sentence, f"--resume {short_path(plan.run_dir)}"
@@ -22,7 +22,7 @@ def to_continue(plan: Plan) -> tuple[str, str]:
 
 
 def after_the_end(plan: Plan, record: Record) -> list[str]:
-    """Return the commands for a finished run, which generate text, compare runs and train longer.
+    """Return commands that generate text, compare runs and train longer after a finished run.
     If the run overfitted, the last command keeps the best weights instead of training longer.
     Commands that do not apply are omitted."""
     config = plan.config

@@ -1,4 +1,4 @@
-"""End a failed run: record the reason, print it and leave the process."""
+"""End a failed run: record and print the reason, and exit the process."""
 
 import contextlib
 import errno

@@ -53,8 +53,8 @@ class Startup:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
-    """Handle signals with `handlers` while the block runs. Signals that are ignored, such as SIGHUP
-    under nohup, stay ignored."""
+    """Handle signals with `handlers` inside the `with` block. Ignored signals, such as SIGHUP under
+    nohup, stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:

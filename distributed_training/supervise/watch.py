@@ -35,11 +35,11 @@ from distributed_training.settings.errors import RunError
 from distributed_training.supervise import claims
 from distributed_training.supervise.process import LAUNCHER, Process
 
-THE_END = "the end"  # activity of a rank after the model is written
+THE_END = "the end"  # activity of a rank after the model has been written
 BEAT_S = 2.0
 MIN_LIMIT_S = 60.0  # minimum time limit of a step; the limit is 20 times the median step
 DEFAULT_LIMIT_S = 600.0  # time limit of all other activities
-LOST_S = 30.0  # a process is lost after this time without a heartbeat
+LOST_S = 30.0  # a process counts as lost after this time without a heartbeat
 NOTED_WITHIN_S = 10.0  # a process that fails records its reason within this time
 SLOW_S = 45.0  # after this time in one activity, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
@@ -50,7 +50,7 @@ _WAITING = re.compile(
     r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
 )
 _WRAPPER = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
-# Lines of faulthandler's output
+# Patterns of lines in faulthandler's output
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Variables that our launcher, torchrun and deepspeed set

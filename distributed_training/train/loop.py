@@ -49,7 +49,7 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 
 @dataclass
 class Trainer:
-    """Run the steps of the engine, and evaluate, log and save checkpoints between the steps.
+    """Training loop with evaluation, logging and checkpoints between the steps of the engine.
 
     The history is the same on every rank, except for times. Rank 0 also writes the history to the
     record, prints it and sends it to the tracker."""
@@ -379,7 +379,7 @@ class Trainer:
         self.write_record()
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
-            if self.history.best is None:  # best/ may have a later step, which will run again.
+            if self.history.best is None:  # best/ may have the model of a later step.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def _begin_training(self) -> None:

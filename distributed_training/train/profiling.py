@@ -40,7 +40,7 @@ class Profile:
     after each step and `stop` at the end."""
 
     def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
-        self.record: dict[str, object] | None = None  # the steps and files that were written
+        self.record: dict[str, object] | None = None  # traced steps and written files
         # Steps that profiling slows down. Profiling begins in the step before the first traced
         # step, and files are written until the end of the step after the last traced step.
         self.slowed = range(steps.start - 1, steps.stop + 1)
