@@ -1,5 +1,5 @@
-"""Define the command line. Each entry of COMMANDS is a function that adds the command's options to
-a parser and returns the action to run. No torch import before training begins."""
+"""Define the command line. Each value of COMMANDS is a function that adds the command's options to
+a parser and returns the action to run. torch is not imported before training begins."""
 
 import argparse
 import importlib
@@ -49,7 +49,7 @@ Act = Callable[[argparse.Namespace], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Script whose command line is read."""
+    """Script that the user runs, with its CONFIG and its command line."""
 
     config: Mapping[str, Any]
     script: Path
@@ -59,7 +59,8 @@ class Program:
 
 
 class AddOverride(argparse.Action):
-    """Action that collects the options of keys as `key=value`, in the order of the command line."""
+    """Action that appends the option of a key to `overrides` as `key=value`, in the order of the
+    command line."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
@@ -113,7 +114,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def all_keys() -> dict[str, Key]:
-    """Return CONFIG's keys, then the keys that engines in the strategies' folders add."""
+    """Return CONFIG's keys, followed by the keys that the strategies' engines add."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():
         keys |= read_keys(strategies.strategy_options(strategy))
@@ -121,9 +122,10 @@ def all_keys() -> dict[str, Key]:
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. In the result, `overrides` are the `key=value` texts in their order.
-    Raises UserError for an option that the parser does not have."""
-    # --batch-size=8 is --batch_size=8
+    """Parse the command line and allow the code of a model family that --model names to run.
+    `overrides` in the result contains the `key=value` texts in their order. Raises UserError for an
+    unknown option."""
+    # --batch-size=8 means --batch_size=8.
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
@@ -159,7 +161,7 @@ def _load(module: str) -> Any:
 
 
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Train: CONFIG, preset and command line become a plan and the plan's processes."""
+    """Train under CONFIG, a preset and the command line. With --dry-run, print the plan."""
     name = program.script.name
     usages = [f"{name} {command} --help" for command in COMMANDS if command != "train"]
     parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *usages])
@@ -187,7 +189,8 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Build a command of tools/ that accepts CONFIG's keys in addition to its own options."""
+    """Add the options of the command `name` of tools/, which accepts CONFIG's keys in addition to
+    its own options."""
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
     parser.description = tool.__doc__.partition("\n")[0]
@@ -205,8 +208,8 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add --model to commands that read a run, because the run's model may be the user's own
-    code."""
+    """Add --model to commands that read a run. The run's model may be the user's own code, which
+    runs only if the user names it."""
     family = "folder of the model family, if the run trained a model family of your own"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
@@ -266,8 +269,8 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Call `work` if this is one of the command's processes. Otherwise start `num_gpus` processes,
-    by default as many as possible. Return the exit code."""
+    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes, by default one
+    per GPU, or 2 without GPUs. Return the exit code."""
     if current_process() is not None:
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
@@ -365,10 +368,11 @@ def run_command(name: str, program: Program) -> int:
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
-    """Run the command that the command line names. Return the exit code. `about`: the script's
-    docstring."""
+    """Run the command given on the command line and return the exit code. `about`: the docstring of
+    the user's script; `script`: its path."""
     file = Path(script).resolve()
-    # Folders in CONFIG are relative to the script, those on the command line to the current folder.
+    # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
+    # the current folder.
     names = [name for name in KEYS["output_dir"].aliases if name in config]
     folder = names[0] if names else "output_dir"
     output_dir = file.parent / str(config.get(folder, "runs"))
@@ -377,11 +381,11 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     name_families(config.get(name) for name in MODEL_NAMES)
     fill_closed()
     replace_unwritable()
-    # transformers and PEFT import torchao if it is installed. It prints the kernels that this
-    # machine lacks, and deprecations of torch.
+    # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
+    # this machine lacks and about deprecated functions of torch.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    # If SIGCHLD is ignored, exit codes of processes are lost.
+    # If SIGCHLD is ignored, the exit codes of child processes are lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     name = "train"
     argv = sys.argv[1:]

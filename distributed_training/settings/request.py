@@ -1,5 +1,5 @@
-"""Merge CONFIG, a preset and the command line into one validated, immutable Request. No torch
-import."""
+"""Merge CONFIG, a preset and the command line into one validated, immutable Request. This module
+does not import torch."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,9 +27,9 @@ def build_config(
     force: bool = False,
     strict: bool = False,
 ) -> Request:
-    """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. The defaults of
-    the strategy replace None and "auto", and its engine may add keys. Raises UserError for a key,
-    value or preset that cannot be used."""
+    """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. The strategy's
+    defaults replace values of CONFIG that are None or "auto", and the strategy's engine may add
+    keys. Raises UserError for a key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
@@ -74,7 +74,7 @@ def build_config(
 
 
 def load_preset(name_or_path: str) -> dict[str, Any]:
-    """Return the values of a preset, given by a shipped preset's name or by a path."""
+    """Return the values of a preset. `name_or_path` is the name of a shipped preset or a path."""
     path = Path(files.expand_home("preset", name_or_path))
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
@@ -87,8 +87,8 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
 
 
 def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return a strategy's defaults for the keys that CONFIG leaves open, and `set_by`, the source
-    of each key's value."""
+    """Return the defaults of the strategy `name` for keys that are None or "auto" in `config`. Also
+    return an updated `set_by`, the source of each key's value."""
     defaults = strategy_defaults(name).items()
     used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
     other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
@@ -96,16 +96,16 @@ def defaults_for(config: Request, name: str) -> dict[str, Any]:
 
 
 def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with each alias replaced by the name of its key."""
+    """Return `values` with each alias replaced by the name of its key."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
 
 def typed_values(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values of `key=value` texts by the names of their keys."""
+    """Return the values of `key=value` texts by the main names of the keys."""
     return by_name(dict(text.partition("=")[::2] for text in overrides))
 
 
 def texts(values: Mapping[str, Any]) -> list[str]:
-    """Return the values as `key=value` texts for the command line."""
+    """Return `values` as `key=value` texts for the command line."""
     return [f"{key}={value}" for key, value in values.items()]

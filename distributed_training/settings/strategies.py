@@ -1,15 +1,15 @@
 """Read strategies and find the engines that run them. Each strategy is a folder,
-strategies/<n>_<name>/, whose config.json defines how state is sharded or offloaded. No torch
-import.
+strategies/<n>_<name>/, whose config.json defines how state is sharded or offloaded. This module
+does not import torch.
 
 Keys of config.json:
 - `deepspeed`: a DeepSpeed JSON or its path, relative to the checkout or the folder
 - `mesh`: the sizes of the axes
-- `defaults`: values of keys that CONFIG leaves open
-- `engine`: required if it does not follow from the others
+- `defaults`: values of keys that are None or "auto" in CONFIG
+- `engine`: an engine's name or file. Default: "native" with a mesh, otherwise "deepspeed"
 
-An algorithm of your own is a file in the folder, such as "engine.py". It defines `TRAITS`,
-`OPTIONS` if it has any, and the class that `TRAITS.build` names. The class may be in another file
+To add an algorithm, put a file such as "engine.py" into the folder. The file defines `TRAITS`,
+optionally `OPTIONS`, and the class that `TRAITS.build` names. The class may also be in another file
 of the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
@@ -28,17 +28,17 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
-# From the slowest to the fastest with the rank
+# Order of the axes, from slowest to fastest varying with the rank
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
+_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # DeepSpeed's device -> description
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """Capabilities of an engine. Other code checks these, never an engine's name."""
+    """Capabilities of an engine. Other code checks these capabilities, never the engine's name."""
 
-    build: str  # engine class as "package.module:Class"; in the file of an own engine, just "Class"
+    build: str  # engine class as "package.module:Class", or "Class" in the engine's file
     axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ("1f1b",)  # pipeline schedules; the first is the default
     package: str | None = None  # package that the engine requires besides torch
@@ -49,11 +49,11 @@ class Traits:
     averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
     # True if it accepts a model whose parameters are already on the device
     builds_on_device: bool = False
-    sends_all_to_all: bool = False  # whether it needs all of NCCL's channels for messages
-    hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
+    sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
+    hooks_between_blocks: bool = False  # whether each parameter of a block runs Python hooks
     takes_json: bool = False  # whether a DeepSpeed JSON configures it instead of a mesh
-    # True: weights and gradients in the compute dtype, and an fp32 master copy (2 + 2 + 12 bytes
-    # per parameter). False: everything in fp32 (4 + 4 + 8).
+    # True: weights and gradients are in the compute dtype, master weights and Adam moments in fp32
+    # (2 + 2 + 12 bytes per parameter). False: everything is in fp32 (4 + 4 + 8).
     rounds_weights: bool = False
 
     def load(self) -> Any:
@@ -107,8 +107,8 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
-    """ZeRO section of a DeepSpeed JSON. Sizes of "auto" are left out, because they follow from the
-    model's hidden size."""
+    """ZeRO section of a DeepSpeed JSON. Sizes set to "auto" are left out, because they follow from
+    the model's hidden size."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's default
@@ -146,18 +146,18 @@ class _DeepSpeed(BaseModel, strict=True):
 
 @functools.lru_cache(maxsize=64)
 def _read_zero(text: str) -> _Zero:
-    """Parse a ZeRO section. The result is cached, because ranking layouts needs it tens of
-    thousands of times."""
+    """Parse a ZeRO section. The result is cached, because the planner needs it tens of thousands of
+    times to rank layouts."""
     return _Zero.model_validate_json(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Way of distributing the training state over processes."""
+    """Definition of how the training state is distributed over processes."""
 
     name: str  # short name: the value of CONFIG["strategy"]
     source: Path  # the JSON file that defines the strategy
-    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values, or {} with a mesh
+    document: Mapping[str, Any]  # DeepSpeed JSON with unresolved "auto" values; {} with a mesh
     mesh: Mapping[str, int]  # sizes of the axes; -1 means all remaining processes
     # Axes that the strategy sets; a suggested layout changes only these
     named_axes: tuple[str, ...]
@@ -166,13 +166,13 @@ class Strategy:
     work_options: tuple[str, ...] = ()  # keys of the strategy's engine that change the computation
 
     def load_engine(self) -> Any:
-        """Import the engine's class. It is looked up by the strategy's name, because a plan.json
-        could name any code as `traits.build`."""
+        """Import and return the engine's class. The class is looked up by the strategy's name,
+        because `traits.build` in a plan.json could name any code."""
         return _find_engine(_find(self.name))[0].load()
 
     def schedule(self, config: RunConfig) -> str:
         """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
-        first."""
+        default schedule."""
         schedule = config.pipeline_schedule
         return schedule if schedule in self.traits.schedules else self.traits.schedules[0]
 
@@ -183,30 +183,30 @@ class Strategy:
 
     @property
     def offload(self) -> dict[str, str]:
-        """Return the devices to which "optimizer" and "param" are offloaded: "none", "cpu" or
+        """Return the device to which each of "optimizer" and "param" is offloaded: "none", "cpu" or
         "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
     def steps_on_host(self) -> bool:
-        """Return whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
+        """Return whether the optimizer step runs on the CPU, with DeepSpeed's compiled CPU Adam."""
         return self.offload["optimizer"] != "none"
 
     @property
     def fetches_parameters(self) -> bool:
-        """Return whether parameters are kept off the device and are fetched when a block runs."""
+        """Return whether parameters are offloaded and are fetched when a block runs."""
         return self.offload["param"] != "none"
 
     @property
     def swaps_to_disk(self) -> bool:
-        """Return whether state is swapped to files, through DeepSpeed's libaio extension."""
+        """Return whether state is swapped to disk, with DeepSpeed's libaio extension."""
         return "nvme" in self.offload.values()
 
     @property
     def swap_buffer_values(self) -> int:
-        """Return the number of values in the buffers through which parameters are read and
-        written."""
+        """Return the number of values in the buffers through which parameters are swapped to disk.
+        Return 0 if parameters are not swapped to disk."""
         section = self.zero.offload_param
         if section is None or section.device != "nvme":
             return 0
@@ -214,7 +214,8 @@ class Strategy:
 
     @property
     def form(self) -> str:
-        """Return the form of the DeepSpeed JSON. A strategy accepts only JSONs of its own form."""
+        """Return the form of the DeepSpeed JSON: a pipeline, offloaded state or a ZeRO stage. A
+        user's JSON must have the same form as the strategy's JSON."""
         if self.mesh["pp"] != 1:
             return "a pipeline"
         for device in ("nvme", "cpu"):
@@ -224,7 +225,7 @@ class Strategy:
 
     @property
     def sharding(self) -> str:
-        """Describe the sharded state, for the header."""
+        """Describe the sharded and offloaded state for the header of a run."""
         phrases = []
         if self.mesh["pp"] != 1:
             phrases.append("the layers over pp")
@@ -244,19 +245,20 @@ class Strategy:
 
 
 def list_strategies() -> dict[str, _Folder]:
-    """Return the config.json of each folder in strategies/ by short name, in the folders' order."""
+    """Return the parsed config.json of each folder in strategies/ by the strategy's name, in the
+    order of the folders' numbers."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {folder.name: folder for folder in map(_read_folder, by_number)}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
-    """Return a strategy's values for keys that CONFIG leaves open."""
+    """Return a strategy's values for keys that are None or "auto" in CONFIG."""
     return {} if name == AUTO else _find(name).defaults
 
 
 def strategy_options(name: str) -> type[Options]:
-    """Return the keys that a strategy's engine adds to CONFIG."""
+    """Return the class whose fields are the keys that a strategy's engine adds to CONFIG."""
     return Options if name == AUTO else _find_engine(_find(name))[1]
 
 
@@ -271,8 +273,9 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 
 
 def load_strategy(config: RunConfig) -> Strategy:
-    """Return the strategy that `config` names. Sizes of axes in CONFIG override the strategy's own.
-    Raises UserError for an unknown name, and for a JSON that is invalid or of another form."""
+    """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
+    sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a JSON that
+    is invalid or of another form."""
     folder = _find(config.strategy)
     traits, options = _find_engine(folder)
     source = folder._path
@@ -357,7 +360,7 @@ def _find(name: str) -> _Folder:
 
 
 def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
-    """Return the traits of the engine for a folder's config.json, and its OPTIONS."""
+    """Return the traits and the OPTIONS of the engine that a strategy's config.json names."""
     engine = folder.engine
     if engine in ENGINES:
         return ENGINES[engine], Options

@@ -1,4 +1,4 @@
-"""Keep the bytecode that Python compiles. Imports nothing slow."""
+"""Keep the bytecode that Python compiles. This module imports nothing slow."""
 
 import importlib.util
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from distributed_training.settings.cache import private_folder
 
-LARGE = ("torch", "sympy", "networkx")  # packages that torch's compiler imports
-# With fewer cores, compiling everything takes longer than compiling only the imported modules
+LARGE = ("torch", "sympy", "networkx")  # large packages that torch's compiler needs
+# With fewer cores, compiling whole packages takes longer than compiling only the imported modules
 MANY_CORES = 8
 
 
@@ -17,9 +17,10 @@ def keep_bytecode() -> None:
     """Let this process and its children keep compiled bytecode if Python would otherwise compile at
     every start.
 
-    Images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer than
-    importing. Bytecode is written beside the sources, or into our cache if torch has no bytecode
-    there. In the first process, other cores compile most of torch in the background."""
+    Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer
+    than importing. Bytecode stays next to the sources if torch has bytecode there or Python can
+    write it there. Otherwise, it is written into our cache folder. Local rank 0 then compiles most
+    of torch in background processes if there are enough cores."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
@@ -30,7 +31,7 @@ def keep_bytecode() -> None:
     if compiled.is_file() or written:
         return
     folder, why = private_folder("bytecode")
-    if why:  # `use_private_caches` reports it
+    if why:  # `use_private_caches` reports the reason
         return
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():

@@ -1,4 +1,5 @@
-"""Print the plan of a run, and the command that carries it out. Start nothing. No torch import."""
+"""Print a run's plan and the command that starts the run, without starting it. This module does not
+import torch."""
 
 import argparse
 import json
@@ -26,8 +27,9 @@ from distributed_training.start.launch import launched_process, requested_cluste
 def print_plan(
     config: Request, script: Path, arguments: list[str], options: argparse.Namespace
 ) -> int:
-    """Print the plan for a --cluster, for the launcher that started this process, or for this
-    machine, and the command, with these `arguments`, that carries it out. Return the exit code."""
+    """Print a plan and the command that starts it with these `arguments`. Return the exit code. The
+    plan is for the cluster given by --cluster, for the launcher that started this process, or for
+    this machine."""
     process = launched_process(config, options)
     if process is not None and process.rank > 0:
         return 0
@@ -60,7 +62,8 @@ def print_plan(
 
 
 def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
-    """Return the command that starts a plan, to be typed on each node. `arguments`: its options."""
+    """Return the command that starts a plan, to be typed on each node. `arguments` are the options
+    of the script."""
     processes_here = plan.processes_here
     nodes = plan.num_processes // processes_here
     start = ["python", script]
@@ -79,7 +82,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:
-    """Describe a plan: decided CONFIG, batch, command, mesh and DeepSpeed JSON."""
+    """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed JSON."""
     requested = plan.requested.to_user_words()
     source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0

@@ -1,6 +1,6 @@
-"""Start a run, in one of two ways. Either this command plans and starts the processes, which read
-plan.json. Or a launcher has started this process; then rank 0 plans, and the other ranks receive
-the plan (rendezvous.py).
+"""Start a run in one of two ways. Without a launcher, this command plans the run and starts the
+processes, which read plan.json. Under a launcher, rank 0 plans, and the other ranks receive the
+plan (rendezvous.py).
 
 Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is not
 imported before training begins."""
@@ -47,16 +47,16 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Time until the end of a killed process is noticed, because its GPU memory is freed first
+# Longest delay until a killed process is noticed, because its GPU memory is freed first
 SEEN_WITHIN_S = 5.0
-TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose has enough memory
+TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
 PLANNED = "--planned"  # option of the processes that this command starts
-CPU_PROCESSES = 2  # processes of "--num_gpus all" without GPUs, rounded up to fit the mesh
+CPU_PROCESSES = 2  # number of processes of "--num_gpus all" on CPUs, rounded up to fit the mesh
 
 
 def start(config: Request, script: Path, options: argparse.Namespace) -> int:
-    """Train under `config` and return the exit code. Either this command starts the processes, or a
-    launcher has started this process."""
+    """Train under `config` and return the exit code. If no launcher started this process, this
+    command starts the run's processes."""
     process = launched_process(config, options)
     startup = Startup()
     if process is None or process.rank == 0:
@@ -67,8 +67,9 @@ def start(config: Request, script: Path, options: argparse.Namespace) -> int:
 
 
 def launched_process(config: Request, options: argparse.Namespace) -> Process | None:
-    """Return this process as a launcher started it, or None if no launcher did. Print a note about
-    settings of the launcher that are not read."""
+    """Return this process's rank as set by its launcher. Return None if no launcher started this
+    process. Print a note about launcher settings that have no effect. Raises UserError if
+    --num_gpus contradicts the launcher."""
     process = current_process()
     unread = describe_unread(os.environ, config.precision)
     if unread and (process is None or process.rank == 0):
@@ -84,7 +85,8 @@ def launched_process(config: Request, options: argparse.Namespace) -> Process | 
 def start_processes(
     config: Request, script: Path, options: argparse.Namespace, startup: Startup
 ) -> int:
-    """Plan, write plan.json and start the processes that read it. Return the run's exit code."""
+    """Plan the run, write plan.json and run the plan, in this process or in new processes. Return
+    the run's exit code."""
     cluster = requested_cluster(config, options.num_gpus)
     machine = cluster.machine
     count = cluster.num_processes
@@ -103,12 +105,12 @@ def start_processes(
         plan, command = _plan_before_forks(config, cluster, startup)
     else:
         command = [str(script), PLANNED]
-        # The processes import torch during planning, unless they are too many for the machine.
+        # The processes import torch during planning, unless there are more processes than GPUs.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
             plan = make_plan(config, cluster, read_data)
             plan = run_dir.reserve_run_dir(plan)
     code = spawn(plan, command, options.max_restarts, begun)
-    # If a layout that "auto" chose runs out of memory, try one with a lower predicted need.
+    # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         plan = _plan_smaller(plan, config, cluster)
         code = spawn(plan, command, options.max_restarts)
@@ -116,9 +118,9 @@ def start_processes(
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
-    """Return this machine with as many processes as --num_gpus asks for."""
+    """Return a cluster of this machine with the number of processes that --num_gpus requests."""
     machine = detect_machine()
-    mesh: Mapping[str, int] = {}  # any number of processes fits a layout of some strategy
+    mesh: Mapping[str, int] = {}  # every number of processes fits a layout of some strategy
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
         mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
@@ -128,9 +130,9 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
 def _plan_before_forks(
     config: Request, cluster: Cluster, startup: Startup
 ) -> tuple[Plan, Callable[[Path], int]]:
-    """Plan while this process imports torch. Return the plan and the work of this process's forks.
-    A separate process plans, because tokenizers start threads, and a process with threads cannot be
-    forked."""
+    """Plan in a separate process while this process imports torch. Return the plan and the function
+    that each forked rank calls. This process must not plan, because tokenizers start threads, and a
+    process with threads cannot be forked."""
     planned = compute_in_fork(
         lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
     )
@@ -138,13 +140,14 @@ def _plan_before_forks(
     startup.end("import")
     plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
     worker.use_cpu()
-    plan.strategy.load_engine()  # for example DeepSpeed's
+    plan.strategy.load_engine()  # import it before the ranks are forked
     startup.end("plan")
     return plan, partial(train_as_fork, worker, startup.seconds)
 
 
 def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
-    """Plan again below the memory that the failed layout was predicted to need."""
+    """Plan again with a layout that needs less memory than the failed layout was predicted to
+    need."""
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
     cluster = replace(cluster, below_bytes=estimate_memory(failed).needed_bytes)
     plan = make_plan(config, cluster, read_data)
@@ -161,8 +164,8 @@ def can_fork(machine: Machine) -> bool:
 
 
 def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
-    """Run this process's part of the plan in a fork that reuses the imports of the launching
-    process."""
+    """Run this rank's part of the plan in a fork, which reuses the imports of the launching
+    process. Return the exit code."""
     process = current_process()
     assert process is not None
     return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
@@ -178,7 +181,7 @@ def ran_out_early(run_dir: Path) -> bool:
 
 def start_planned() -> int:
     """Run this process's part of a plan that the launching process is still making. The first line
-    of standard input contains the run's folder and the folders of code that the user named."""
+    of standard input contains the run's folder and the folders whose code may run."""
     process = current_process()
     assert process is not None
     worker = import_worker()
@@ -208,7 +211,8 @@ def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup
 
 
 def import_worker() -> ModuleType:
-    """Import the worker and torch. Call this after the environment is prepared."""
+    """Import and return the worker module, which imports torch. `prepare_environment` must have
+    been called before, here or in the launching process."""
     gc.disable()  # garbage collection would traverse the modules many times during the import
     worker = importlib.import_module("distributed_training.start.worker")
     gc.freeze()
@@ -217,7 +221,7 @@ def import_worker() -> ModuleType:
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
-    """Return the number of processes that `--num_gpus` asks for, 1 by default."""
+    """Return the number of processes that `--num_gpus` requests, 1 by default."""
     if num_gpus == "all":
         fixed = math.prod(size for size in mesh.values() if size > 0)
         return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
@@ -231,15 +235,15 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 def prepare_environment(processes_here: int) -> None:
     """Set the environment variables that libraries read, for this process and its children."""
-    # Extensions are built with ninja. It is in the folder of this Python, whose environment may not
-    # be activated.
+    # Extensions are built with ninja, which is in the same folder as this Python. The virtual
+    # environment may not be activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Otherwise fragmentation takes up to 10 GiB of a GPU with a model of 8B parameters.
+    # Otherwise, fragmentation wastes up to 10 GiB of GPU memory with a model of 8B parameters.
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -247,8 +251,9 @@ def prepare_environment(processes_here: int) -> None:
 def spawn(
     plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
 ) -> int:
-    """Start the plan's processes, unless they have `begun`, and restart them if one fails. Wait and
-    return the run's exit code. If a process was killed, record its end."""
+    """Start the plan's processes, or use the processes in `begun`, and wait for them. If one fails,
+    restart them, up to `max_restarts` times. Return the run's exit code. If a process was killed,
+    record the cause."""
     if callable(what):
         what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
@@ -267,7 +272,7 @@ def spawn(
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = ended.exit_code
     reason = ended.reason
-    # The processes wrote no record
+    # The processes wrote no record in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not ended.signum:
             print(f"failed: {reason}, before training began", file=sys.stderr)
@@ -283,9 +288,9 @@ def spawn(
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
-    if state.status == "interrupted" and code < 128:  # only the processes received a signal
+    if state.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
-    # The run had finished, except for an upload to the Hub.
+    # The run had finished, and there was no upload to the Hub that could fail.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
         what = reason or "a process ended with an error"
         print(f"note: {what}, after the run had finished", file=sys.stderr)

@@ -34,8 +34,8 @@ from distributed_training.supervise.process import LAUNCHER, Process, handling, 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
 
-# Seconds until terminated ranks are killed: torchrun's variable, its default, and the limit after a
-# rank has failed
+# Seconds from a signal to stop until ranks are killed: torchrun's variable, its default, and the
+# limit after a rank has failed
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
@@ -142,8 +142,8 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """Return the launcher's exit code: 128 + `signum`, or the code of the failed ranks if they
-        agree, otherwise 1. Return 0 if no rank failed."""
+        """Return the launcher's exit code. After a signal, it is 128 + `signum`. Otherwise, it is
+        the code of the failed ranks if they agree, 1 if they do not, and 0 if no rank failed."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}

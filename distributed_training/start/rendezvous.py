@@ -91,8 +91,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     if process.on_one_machine:
         use_loopback()
         return store
-    # A rank that reaches rank 0 over loopback uses the address at which other machines reach rank
-    # 0.
+    # On rank 0's machine, use the address at which other machines reach rank 0.
     if _is_loopback(address) and store.check([_RANK_0_ADDRESS]):
         address = store.get(_RANK_0_ADDRESS).decode()
     if name := _interface(address):  # an interface that the user has named is kept
@@ -106,8 +105,8 @@ def _agent_serves() -> bool:
 
 
 def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
-    """Return the arguments with which this process opens the store if it must serve the store,
-    otherwise {}.
+    """Return the TCPStore arguments of the process that serves the store. Return {} in other
+    processes.
 
     By default, a store listens on all interfaces. This store listens only on the launcher's socket
     or on MASTER_ADDR. It listens on all interfaces only if other machines must connect and
@@ -298,9 +297,10 @@ def standalone_note(process: Process) -> list[str]:
 def agree_on_plan(
     config: Request, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
-    """Make the plan on rank 0 and return it on all ranks. If `agent`, this process's torchrun
-    agent, began a run before, that run is continued. Raises rank 0's UserError on all ranks. Also
-    raises UserError if settings or code differ between ranks. All ranks must call this function."""
+    """Make the plan on rank 0 and return it on all ranks. If the ranks' torchrun agents already
+    began a run, that run is continued. `agent` identifies this process's agent. All ranks raise
+    rank 0's UserError. They also raise UserError if settings or code differ between ranks. All
+    ranks must call this function."""
     typed = config.to_user_words()
     del typed["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**typed, **versions(), **code()}, ask)

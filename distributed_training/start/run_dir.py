@@ -1,4 +1,5 @@
-"""Create a run's folder and serialize its plan for the other processes. No torch import."""
+"""Create a run's folder and serialize its plan for the other processes. This module does not import
+torch."""
 
 import contextlib
 import json
@@ -24,9 +25,10 @@ LATEST = "latest"  # link in output_dir to the newest run's folder
 def reserve_run_dir(
     plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
 ) -> Plan:
-    """Choose the run to resume, or make a new folder. Write the plan into the folder, let
-    <output_dir>/latest point to it, and return the plan with its folder. Raises UserError if
-    another process holds the run, even if that process began after the plan was made."""
+    """Choose the run to resume, or create a new folder. Write the plan into the folder, let
+    <output_dir>/latest point to the folder, and return the plan with its final `run_dir`. Raises
+    UserError if another process holds the run, even if that process began after the plan was
+    made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.one_at_a_time(plan.output_dir):
@@ -47,7 +49,7 @@ def reserve_run_dir(
         )
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
-        with contextlib.suppress(OSError):  # the file system has no links
+        with contextlib.suppress(OSError):  # the file system does not support links
             latest = plan.output_dir / f".latest-{plan.run_dir.name}"
             latest.symlink_to(plan.run_dir.name)
             latest.replace(plan.output_dir / LATEST)
@@ -55,7 +57,8 @@ def reserve_run_dir(
 
 
 def refuse_other_json(plan: Plan) -> None:
-    """Raise UserError if `accelerate launch` names a different DeepSpeed JSON than the plan."""
+    """Raise UserError if `accelerate launch` names a different DeepSpeed JSON than the plan
+    uses."""
     other_json = os.environ.get(ACCELERATE_JSON)
     plan_json = plan.strategy.source
     if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):
@@ -65,7 +68,8 @@ def refuse_other_json(plan: Plan) -> None:
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:
-    """Return the JSON that rank 0 sends to the others: the plan, or the error that prevented it."""
+    """Call `make` and return the JSON that rank 0 sends to the other ranks: the plan, or the error
+    that `make` raised."""
     try:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
@@ -77,7 +81,8 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
 
 
 def plan_from_text(text: str) -> Plan:
-    """Parse the plan that rank 0 sent. Raises UserError with rank 0's message if it has none."""
+    """Parse the plan that rank 0 sent. If rank 0 sent an error instead, raise UserError with its
+    message."""
     message = json.loads(text)
     if "error" in message:
         raise UserError(message["error"])
@@ -85,15 +90,16 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the plan to the run's folder and remove the faults of an earlier attempt."""
+    """Write the plan to the run's folder and remove the file with the faults of an earlier
+    attempt."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
 def started_again(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Return the checkpoint from which a restarted run continues, and a note. This is the last
-    checkpoint written after the run was planned, otherwise the checkpoint that the run resumed
-    from. None means the beginning."""
+    """Return the checkpoint from which a restarted run continues, and a note. The checkpoint is the
+    last one written after the run was planned. If there is none, it is the checkpoint from which
+    the run resumed. None means that the run starts from the beginning."""
     planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
     saved = plan.checkpoint
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first

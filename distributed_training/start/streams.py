@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-STALLED_S = 5.0  # time to wait for a stalled reader, until it reads again
+STALLED_S = 5.0  # time to wait for a stalled reader; later writes do not wait until it reads again
 
 
 class LastingStream:
@@ -22,15 +22,15 @@ class LastingStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._line = ""
-        self._writing = threading.RLock()  # signal handlers also print
+        self._writing = threading.RLock()  # reentrant, because signal handlers also print
         self._patience_s = STALLED_S
         self._file = -1
-        # For example in a test, the stream is one that cannot stall
+        # A stream without a file descriptor, for example in a test, cannot stall.
         with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()
             if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
-                # The stream is opened again, because other processes share the open file and
-                # libraries also write to it.
+                # The file is opened again, because O_NONBLOCK would otherwise affect other
+                # processes that share it. dup2 keeps the descriptor, to which libraries also write.
                 opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
                 os.dup2(opened, number)
                 os.close(opened)
@@ -62,7 +62,7 @@ class LastingStream:
         ready = select.poll()
         ready.register(self._file, select.POLLOUT)
         while data and ready.poll(1000 * self._patience_s):
-            with contextlib.suppress(BlockingIOError):  # another process wrote first
+            with contextlib.suppress(BlockingIOError):  # another process has filled the pipe
                 data = data[os.write(self._file, data) :]
         self._patience_s = 0.0 if data else STALLED_S
 
@@ -72,17 +72,18 @@ class LastingStream:
 
 
 def replace_unwritable() -> None:
-    """Replace characters that a stream's encoding lacks, so that they do not end a run."""
+    """Make the standard streams replace characters that their encoding lacks, because an encoding
+    error would end the run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            # An input stream that has already been read
+            # An input stream that has already been read cannot be reconfigured.
             with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="replace")
 
 
 def fill_closed() -> None:
-    """Open /dev/null for closed streams (`>&-`). Otherwise the next opened file would get their
-    descriptor."""
+    """Open /dev/null for standard streams that are closed (`>&-`). Otherwise, the next opened file
+    would get the descriptor of a closed stream."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
