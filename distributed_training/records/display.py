@@ -1,5 +1,5 @@
-"""Print the header, progress and summary of a run on rank 0, and fill page templates. No torch
-import."""
+"""Print the header, progress and summary of a run on rank 0, and fill page templates. This module
+does not import torch."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.files import folder_label, plural
 from distributed_training.settings.machine import GIB
 
-MUCH_PADDING = 0.5  # if the share of real tokens is lower, the header suggests other settings
+MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
 WIDTH = 80  # length of the longest line that a run prints
 
 
@@ -38,7 +38,7 @@ class Display:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a note: a choice that was made for the user, with its reason."""
+        """Print a note about a choice that was made for the user, with the reason."""
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
@@ -62,7 +62,7 @@ class Display:
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
-        """Print a title and then each command, on separate lines that can be pasted."""
+        """Print a title and then the commands, each on lines of its own that can be pasted."""
         self.say("\n".join([title, *map(pasteable, commands)]))
 
     def start(self, num_done: int, total: int, compiles: bool) -> None:
@@ -74,8 +74,8 @@ class Display:
             self._bar = tqdm(total=total, initial=num_done, dynamic_ncols=True, bar_format=form)
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
-        """Show the last of these rows of metrics.jsonl. The run's `first` step is slower, so the
-        speed excludes it."""
+        """Show the last of `rows`, which are rows of metrics.jsonl. The step `first` is the first
+        of the run. It is slower than other steps, so it is excluded from the speed."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]
@@ -130,7 +130,7 @@ def pasteable(command: str) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Format bytes in GiB, and small amounts in MiB."""
+    """Format a number of bytes in GiB, or in MiB if it is small."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -147,13 +147,13 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """Return the path for printing: relative if it is inside the current folder."""
+    """Return the path for printing. It is relative if the path is inside the current folder."""
     relative = os.path.relpath(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 
 def last_part(source: str) -> str:
-    """Return the name of a dataset or of weights. For a path, this is its last part."""
+    """Return a short name for a dataset or for weights. For a path, this is the last component."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 
@@ -163,7 +163,8 @@ def in_markdown(text: str) -> str:
 
 
 def fill(template: str, **values: Any) -> str:
-    """Fill a template of pages/ with values. Values are escaped in HTML templates."""
+    """Fill a template in pages/ with `values` and return the text. HTML templates escape the
+    values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
@@ -174,7 +175,7 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run from its first record. Rows without content are empty
+    """Return the header rows of a run from its first record. Rows without content have empty
     strings."""
     config = r.config
     data = r.data
@@ -237,7 +238,7 @@ def _count(number: int) -> str:
 
 
 def _options(r: Record) -> str:
-    """Describe the options of the algorithm and of gradient compression, and the bytes sent."""
+    """Describe gradient compression, the engine's options and the predicted bytes sent per step."""
     compression = r.config.get("gradient_compression", "none")
     texts = [] if compression == "none" else [f"{compression} gradients"]
     texts += [f"{name} {value}" for name, value in r.engine_options.items()]
@@ -248,8 +249,8 @@ def _options(r: Record) -> str:
 
 
 def _state(r: Record) -> str:
-    """Describe the estimated bytes of state on GPU, host and disk, if the state is on several of
-    them."""
+    """Describe the estimated sizes of the training state on the GPU, in RAM and on disk. Return ""
+    if the state is in only one of these places."""
     sizes = dict(r.estimated_state_bytes)
     offloaded = {location: sizes.pop(location, 0) for location in ("host", "disk")}
     device = "on the GPU" if r.machine["gpu_name"] else "on the device"
@@ -263,7 +264,7 @@ def describe_prediction(
     prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
     """Describe the predicted memory and RAM per process, the time per step and in total, and the
-    main bottleneck."""
+    main bottleneck. Return "" if there is no prediction."""
     if prediction is None:
         return ""
     label = "GPU memory" if on_gpu else "tensors"
@@ -280,7 +281,7 @@ def describe_prediction(
 
 
 def bottleneck(bound_by: str) -> str:
-    """Return the name of a step's main bottleneck."""
+    """Return the displayed name of a step's main bottleneck."""
     words = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
     return words.get(bound_by, bound_by)
 
@@ -301,8 +302,8 @@ def _precision(r: Record) -> str:
 
 
 def best_before(r: Record) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss if the run has overfitted, which means that its
-    last loss is over 1% higher. Otherwise return None."""
+    """Return the evaluation with the lowest loss if the run overfitted. A run overfitted if its
+    last loss is more than 1% higher than the lowest. Otherwise, return None."""
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return None

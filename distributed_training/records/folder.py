@@ -1,4 +1,4 @@
-"""Find checkpoints in a run's folder. No torch import."""
+"""Find checkpoints in a run's folder. This module does not import torch."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,8 @@ def remove_unfinished(run_dir: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return a run's newest checkpoint, or the folder itself if it is a checkpoint."""
+    """Return the newest checkpoint in a run's folder, or `folder` itself if it is a checkpoint.
+    Return None if there is none."""
     checkpoint = [folder, *list_checkpoints(folder)][-1]
     return checkpoint if (checkpoint / META_FILE).is_file() else None
 

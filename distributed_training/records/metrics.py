@@ -1,5 +1,5 @@
-"""Measure the speed and memory of a run, and send them to the tracker of `log_to`. Names end in
-units."""
+"""Measure the speed and memory of a run, and send the measurements to the tracker that `log_to`
+names. Names of values end in their units."""
 
 import importlib
 import itertools
@@ -26,15 +26,14 @@ TRACKERS_FILE = ".trackers.json"  # file in a run's folder: tracker -> the run's
 
 
 class StepTimer:
-    """Durations of steps, measured with a clock on CPUs and with non-blocking CUDA events on
-    GPUs."""
+    """Timer of training steps. It uses a clock on CPUs and non-blocking CUDA events on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Begin the next step now. Time since the last mark is not counted for any step."""
+        """Begin the next step now. The time since the last mark is not counted for any step."""
         self._marks.clear()
         self.mark()
 
@@ -46,7 +45,8 @@ class StepTimer:
         self._marks[-1].record()
 
     def durations_s(self) -> list[float]:
-        """Return the seconds of each step since the last call. Wait for the GPU."""
+        """Return the duration in seconds of each step since the last call. On a GPU, wait until the
+        last step has finished."""
         pairs = [*itertools.pairwise(self._marks)]
         self._marks = self._marks[-1:]
         if not self._cuda:
@@ -66,8 +66,8 @@ def summarize_performance(
     """Return the record's `performance`: percentiles of the step time, and tokens/s and MFU of the
     median step.
 
-    The first MAX_WARMUP_STEPS, or the first third of a short run, are excluded. `tokens_per_step`
-    is the number of real tokens in a global batch."""
+    The first MAX_WARMUP_STEPS steps, or the first third of a short run, are excluded.
+    `tokens_per_step` is the number of real tokens in a global batch."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
     timed = np.array([seconds for seconds in durations_s[warmup:] if seconds > 0])
     if len(timed) == 0:
@@ -107,14 +107,15 @@ class PeakMemory:
                 self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
 
     def as_dict(self) -> dict[str, int | None]:
-        """Return this rank's peaks in bytes. GPU memory is None on a CPU."""
+        """Return this rank's peak memory in bytes. The values of GPU memory are None on a CPU."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {**self._peaks, "peak_host_bytes": host}
 
 
 def disk_bytes() -> dict[str, int]:
-    """Return the bytes that this process has read from and written to storage. They include direct
-    I/O (libaio) and exclude hits in the page cache. Return {} if the system does not count them."""
+    """Return the number of bytes that this process has read from and written to storage. The
+    numbers include direct I/O (libaio) and exclude hits in the page cache. Return {} if the system
+    does not count these bytes."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):
@@ -124,7 +125,8 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Receiver of values per step and of a summary at the end. The base class drops them."""
+    """Receiver of values per step and of a summary at the end. By default, all values are
+    dropped."""
 
     send: Callable[..., object] = lambda values, step=None: None  # step is None for the summary
     end: Callable[[], object] = lambda: None
@@ -161,17 +163,17 @@ class Tracker:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity if it overflows."""
+    """Return exp(loss). Losses above 700 count as 700, because exp would overflow."""
     return math.exp(min(loss, 700.0))
 
 
 def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
     """Return an entry of the record's `evaluations`, without its step.
 
-    `loss_sum` is the loss of all targets in nats, and `num_bytes` the UTF-8 bytes of their text.
-    `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None without text. The targets of a
-    conversation are its answers and their end tokens. Special tokens count in the loss, because the
-    model has to predict them, but they are not text."""
+    `loss_sum` is the summed loss of all targets in nats, and `num_bytes` the number of UTF-8 bytes
+    of the targets' text. `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None if there is no
+    text. In a conversation, the targets are the answers and their end tokens. Special tokens count
+    in the loss, because the model has to predict them, but not in the text."""
     loss = loss_sum / num_targets
     return {
         "loss": loss,
@@ -192,12 +194,12 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 def build_tracker(
     log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
 ) -> Tracker:
-    """Return the tracker that CONFIG's `log_to` names, with the settings `about` as its config.
+    """Return the tracker that CONFIG's `log_to` names. The settings `about` become its config.
 
     The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
-    wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space). A
-    run that is resumed after `step` continues its tracker's run, whose id is stored in the run's
-    folder."""
+    wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space).
+    The tracker's id of a run is stored in the run's folder. A run that resumes after `step`
+    therefore continues the same run in the tracker."""
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
@@ -233,7 +235,7 @@ def build_tracker(
 def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Readers then drop later steps that an earlier process of the run wrote.
+    # Readers then drop later steps, which an earlier process of the run wrote.
     purge = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
     accepted = (bool, int, float, str)
