@@ -1,4 +1,4 @@
-"""Test that the model card matches the record and that the Hub accepts its front matter."""
+"""Test that the model card matches the record, and that the Hub accepts the card's front matter."""
 
 import pytest
 from huggingface_hub import ModelCard

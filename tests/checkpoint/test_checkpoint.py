@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 class FakeEngine(Engine):
     """Engine whose state is a single number."""
 
-    # Saving and loading do not use these methods.
+    # Saving and loading do not call these methods.
     train_step = eval_step = logits = describe_dtypes = full_state = None
 
     def __init__(self, value=0):
@@ -60,7 +60,7 @@ class FakeEngine(Engine):
 
 
 def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
-    if run_dir is not None:  # the start of a run makes its folder
+    if run_dir is not None:  # the start of a run creates its folder
         run_dir.mkdir(parents=True, exist_ok=True)
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
@@ -135,7 +135,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path,
     )
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, engine, 5)
-    engine.state += torch.rand(10, 4)  # the next step
+    engine.state += torch.rand(10, 4)  # change the state, like the next step
     assert not saver.ending.done()
     assert list_checkpoints(tmp_path) == []
     gate.set()
@@ -153,7 +153,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
         engine.state[3, 1] = poison
         saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
         begin(saver, engine, 2)
-        engine.state.fill_(2)  # after the copy, so not in the checkpoint
+        engine.state.fill_(2)  # changed after the copy, so not in the checkpoint
         with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
             saver.finish()
         assert list_checkpoints(tmp_path) == [good]
@@ -162,7 +162,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
 
 
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
-    """Under another layout, random numbers differ."""
+    """Under another layout, random numbers depend on the step but not on the saved generator."""
     drawn, other = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)
@@ -176,7 +176,7 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
 
 
 def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
-    """Loading a pickle would execute its code."""
+    """A pickle in place of a tensor file is refused, because loading a pickle can execute code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
     with refused(str(folder), "cannot be loaded", "Remove that folder"):
@@ -184,7 +184,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
 
 
 def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
-    """Training waits for the save."""
+    """If RAM has no space for a copy, the state is written directly while training waits."""
     monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, FakeEngine(3), 3)
@@ -207,7 +207,7 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
 
 
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
-    """Use a file that is large enough to be read in pieces."""
+    """The file is large enough to be read in several pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
     engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]
@@ -233,7 +233,7 @@ def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_pa
     for place, bit in itertools.product(range(0, len(whole), 3), range(8)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
         with contextlib.suppress(UserError):
-            assert read_meta(folder) == meta  # the bit was in white space
+            assert read_meta(folder) == meta  # the bit was in whitespace
     file.write_bytes(whole)
     with refused("is damaged", "the folder was renamed"):
         read_meta(folder.rename(folder.with_name("step-00000041")))
@@ -299,7 +299,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
-    """Otherwise one of two compared strategies would continue the run of the other."""
+    """Otherwise, if two strategies are compared, one of them would continue the run of the
+    other."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})
@@ -322,7 +323,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     assert len(told) == 2
     assert f"{second} is not a checkpoint" in told[0]
     assert f"{third} is damaged. {RANK_0} is missing" in told[1]
-    # The skipped checkpoints are deleted, although their steps are later.
+    # The next save deletes the skipped checkpoints, although their steps are later.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
 
@@ -356,7 +357,8 @@ def test_a_run_that_could_not_be_written_further_is_refused(name, tmp_path):
 
 
 def test_files_are_known_by_their_contents(tmp_path):
-    """The saved run has its texts as "tokens", and a folder of weights."""
+    """Files may move if their contents are the same. The saved run has data fingerprint "tokens"
+    and a folder of weights."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
     saved = plan_of(tmp_path / "a", work=work)
     saved.sources = {"weights": "8-1234", "model": "9-5678"}

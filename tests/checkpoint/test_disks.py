@@ -1,4 +1,4 @@
-"""Test two nodes without a shared disk: two processes, each with its own folder for the run."""
+"""Test two nodes without a shared disk. Each of two processes has a separate run folder."""
 
 import shutil
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Return the observations of each rank after two checkpoints and a failed third one."""
+    """Save four checkpoints with a failure of the third, and check damaged disks. Return each
+    rank's observations."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(
@@ -82,7 +83,7 @@ def on_two_nodes(folder):
 
 
 def find_on(given, output_dir, own_disks=True):
-    """Find the checkpoint as a single process on the first node."""
+    """Return the checkpoint that a single process on the first node finds."""
     plan = plan_of(None)
     plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir
@@ -97,7 +98,8 @@ def two_nodes(tmp_path_factory):
 
 
 def test_what_the_first_node_has_all_have(two_nodes):
-    """The first node publishes last, and the others delete old checkpoints only after it."""
+    """The first node publishes a checkpoint last. Other nodes delete old checkpoints only after
+    that."""
     first, second = two_nodes[1]
     assert first["saved"] == second["saved"] == [2]
     assert (first["one failed"], second["one failed"]) == ([2], [2, 3])

@@ -1,4 +1,4 @@
-"""Test sampling, the weights of keep_best and of checkpoints, and the commands `generate` and
+"""Test sampling, the weights of `keep_best` and of checkpoints, and the commands `generate` and
 `export`."""
 
 import itertools
@@ -21,7 +21,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
 from tests.support import read_model, refused
 
-# Row i has the logits after token i.
+# Row i contains the logits that follow token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 
@@ -64,7 +64,7 @@ def test_generation_takes_one_of_the_forty_likeliest_and_sees_no_more_than_the_c
     assert windows == padded + [ids[:end][-8:] for end in range(8, 206)]
 
 
-# The rate is so high that the last evaluation is not the best.
+# The learning rate is so high that the last evaluation is not the best.
 NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "eval_every": 1,
          "max_steps": 6}  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
 
 
 def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
-    """Generating it and keeping the best weights do not change training."""
+    """Generating a sample before training and keeping the best weights do not change training."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
@@ -117,7 +117,8 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return a run with two checkpoints. Its hf/ has the weights of the last one."""
+    """Return the folder of a run with two checkpoints. hf/ has the weights of the last
+    checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
     record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)
@@ -138,7 +139,8 @@ def test_a_run_answers_a_prompt_and_lines(run_dir):
 
 
 def test_the_text_is_that_of_transformers(run_dir):
-    """Compare the most likely tokens with those of the exported folder."""
+    """With temperature 0, `generate` prints the text that transformers generates from the exported
+    folder."""
     transformers = pytest.importorskip("transformers")
     folder = run_dir / "hf"
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
@@ -167,7 +169,7 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """The run was killed after its last save, so the export must equal its hf/."""
+    """The run looks as if it was killed after its last save, so the export must equal its hf/."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")
@@ -210,7 +212,7 @@ def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
-    """Compare with PEFT's merge."""
+    """The merged weights equal the result of PEFT's merge."""
     peft = pytest.importorskip("peft")
     import transformers
 
@@ -226,7 +228,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
     assert_refused(command("export", made / "hf", "--merge"), "merged already exists", "--to")
-    bare = tmp_path / "bare"  # published adapters often lack the tokenizer of their base
+    bare = tmp_path / "bare"  # published adapters often come without a tokenizer
     bare.mkdir()
     for file in (made / "hf").glob("adapter_*"):
         shutil.copy(file, bare)
@@ -237,7 +239,8 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
 
 
 def test_a_finished_run_is_trained_further(run_dir, tmp_path):
-    """With adapters and a constant rate, the run equals one that was longer from the start."""
+    """With adapters and a constant learning rate, the extended run equals a run that was longer
+    from the start."""
     base = run_dir / "hf"
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
     values |= {"lr_schedule": "constant", "warmup_steps": 0}

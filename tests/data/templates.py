@@ -1,26 +1,26 @@
-"""Chat templates in the shapes of published families, in our own words.
+"""Chat templates with the structure of published model families. We wrote the templates ourselves.
 
-TEMPLATES maps a name to (template, Shape). The shape has the text before and after each answer as
-the model sees it. It was derived by hand from the published format, not from the template."""
+TEMPLATES maps a name to a Shape: the template and the text around each answer as the model sees it.
+We derived this text by hand from the published format, not from the template."""
 
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Template, and the text around an answer as the model sees it when it generates the answer."""
+    """A template, and the text around an answer when a model generates the answer."""
 
     template: str
     before: str  # text that the model writes before the content of an answer
-    after: str  # text that the model writes after it
+    after: str  # text that the model writes after the content
     last: str = ""  # text that follows only the last answer
     alternates: bool = False  # roles must take turns
     system: bool = True  # whether a system message is accepted
-    strips: bool = False  # whether contents are stripped
-    apart: bool = False  # whether earlier answers are rendered differently than when asked for
+    strips: bool = False  # whether contents are stripped of whitespace
+    apart: bool = False  # whether an answer is rendered differently once later turns follow
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
-    """Return a template with turns of the same form for all roles."""
+    """Return a template in which the turns of all roles have the same form."""
     role = "{{ " + name + " }}"
     content = "{{ message.content" + trim + " }}"
     turn = begin.replace("ROLE", role) + content + end
@@ -32,7 +32,7 @@ def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
 
 
 def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
-    """Return a template with one form for users and another for answers."""
+    """Return a template with one form for questions and another for answers."""
     return (
         first + "{% for message in messages %}{% if message.role == 'user' %}" + user
         + "{% elif message.role == 'assistant' %}" + answer
@@ -46,7 +46,7 @@ ALTERNATE = (
     "((loop.index0 - (messages[0].role == 'system')) % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
 )
-# The system message becomes part of the first question, as in Llama 2.
+# As in Llama 2, the system message becomes part of the first question.
 FOLDED = (
     "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}"
     "{% set told = '<<SYS>>\n' ~ messages[0].content ~ '\n<</SYS>>\n\n' %}"

@@ -1,4 +1,4 @@
-"""Test that the token cache uses little memory, is filled once, and survives processes that are
+"""Test that the token cache needs little memory, is written once, and is usable after a process was
 killed."""
 
 import json
@@ -22,7 +22,7 @@ from tests.support import refused, small_text
 def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):
     expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
     with monkeypatch.context() as patch:
-        # The checksum is written last, after everything else.
+        # The checksum is written after all other files.
         patch.setattr(cache, "_checksum", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cache", tokenizer)
@@ -75,7 +75,7 @@ print(before, peak(), len(data.train.tokens))
 
 
 def test_a_long_text_takes_little_memory(tmp_path):
-    """Tokenizing 10 MB took 1 GiB before texts were streamed."""
+    """Texts are streamed. Before, tokenizing 10 MB took 1 GiB."""
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
@@ -105,7 +105,7 @@ def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
     ids = (moved / "train-ids.bin").read_bytes()
     (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
     assert not cache.is_whole(moved)
-    # This imitates another user who has replaced the tokens.
+    # Imitate another user who has replaced the tokens and the checksum.
     (moved / "sha256").write_bytes(cache._checksum(moved))
     assert cache.is_whole(moved)
     assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint

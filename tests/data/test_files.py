@@ -1,4 +1,4 @@
-"""Test files of every format and encoding that users have."""
+"""Test data files in every supported format and encoding."""
 
 import csv
 import gzip
@@ -64,7 +64,7 @@ def write_rows(path, rows):
     if path.suffix == ".jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))
     elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:  # CRLF between rows, as spreadsheets write
+        with path.open("w", newline="") as file:  # CRLF between rows, as in spreadsheets' CSV files
             writer = csv.DictWriter(file, [*rows[0]])
             writer.writeheader()
             writer.writerows(rows)
@@ -112,7 +112,7 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     first = column.dictionary_page_offset
     content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
-    path.write_bytes(content)  # row 31 can no longer be read
+    path.write_bytes(content)  # row 31 is damaged
     rows = files.read_records(path, columns=["text"])
     assert next(rows) == (f"{path} row 1", {"text": "0"})
     with refused("a.parquet "):
@@ -123,7 +123,7 @@ INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]
 
 
 def damage(content, draw):
-    """Flip a bit, remove bytes, or insert something that does not belong."""
+    """Flip a bit, remove bytes, or insert bytes that are not valid there."""
     data = bytearray(content)
     position = draw.randrange(len(data))
     flipped = bytes([data[position] ^ 1 << draw.randrange(8)])
@@ -136,7 +136,7 @@ def damage(content, draw):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
 def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
-    """Each of 100 random damages gives a one-line error or does no harm."""
+    """Damage a file at random 100 times. Each time, reading gives a one-line error or succeeds."""
     path = tmp_path / name
     path.write_text(STORY)
     if name == "plan.json":

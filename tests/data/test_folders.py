@@ -1,4 +1,4 @@
-"""Test which file of a dataset's folder belongs to which split."""
+"""Test which files in a dataset folder belong to which split."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from tests.support import refused
 
 
 def write(file, *texts):
-    """Write records of text in the format of the file's suffix."""
+    """Write text records in the format that the file's suffix names."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     if file.suffix == ".json":

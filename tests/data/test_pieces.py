@@ -1,4 +1,4 @@
-"""Test that a text cut into pieces gives the same ids as the whole text."""
+"""Test that the pieces of a text give the same token ids as the whole text."""
 
 import json
 import random
@@ -21,7 +21,7 @@ AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u30
 
 
 def blocks_of(text, sizes):
-    """Split a text into blocks of these sizes, repeated over and over."""
+    """Split a text into blocks whose sizes cycle through `sizes`."""
     blocks, start = [], 0
     while start < len(text):
         blocks.append(text[start : start + sizes[len(blocks) % len(sizes)]])
@@ -46,17 +46,17 @@ def small_pieces():
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
 )
 def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
-    text += "x"  # a blank text has no pieces
+    text += "x"  # because a blank text has no pieces
     text_pieces = list(cut_text(blocks_of(text, sizes)))
     assert "".join(piece.text for piece in text_pieces) == text
-    assert text_pieces == list(cut_text([text]))  # for all sizes of blocks
+    assert text_pieces == list(cut_text([text]))  # independent of the block sizes
     assert [piece.ends for piece in text_pieces] == [False] * (len(text_pieces) - 1) + [True]
     assert [piece.begins for piece in text_pieces] == [True] + [False] * (len(text_pieces) - 1)
     assert ids_of(tokenizer, text_pieces) == tokenizer.encode_batch([text])[0].tolist()
 
 
 def split_by(pattern):
-    """Return pre-tokenizers as in tokenizer.json files: a pattern, then bytes."""
+    """Return pre-tokenizers as in tokenizer.json files: split by a pattern, then map to bytes."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
@@ -77,8 +77,8 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """Return (a tokenizer in a folder, transformers' tokenizer of the same folder). Merges span
-    spaces and line ends if the pre-tokenizer allows it."""
+    """Return our tokenizer and the transformers tokenizer of the same folder. Merges span spaces
+    and line ends if the pre-tokenizer allows it."""
     before, can_cut = KINDS[request.param]
     built = Builder(models.BPE(unk_token="?"))
     built.pre_tokenizer = before
@@ -122,6 +122,6 @@ def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):
 def test_lines_are_those_of_the_whole_text(text, tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(text.encode())
-    for blocks in (read_text(file, by_line=True), [text]):  # on disk, or in memory
+    for blocks in (read_text(file, by_line=True), [text]):  # from disk and from memory
         lines = [piece.text for piece in cut_lines(blocks)]
         assert lines == [line for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Test records of all supported shapes."""
+"""Test records in all supported formats."""
 
 import json
 import re
@@ -31,7 +31,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 def conversation_of(record, columns=(), **options):
-    """Return (messages, indices that are not in the loss, notes) of a record."""
+    """Return (messages, indices of messages that are not in the loss, notes) for a record."""
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")
@@ -184,7 +184,8 @@ def test_a_record_of_another_form_is_refused(record, words):
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
 def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
-    """OpenAI writes arguments as a string, which `tojson` quotes again (oumi#2599)."""
+    """OpenAI's format has arguments as a JSON string, which the filter `tojson` quotes again
+    (oumi#2599)."""
 
     def align(batch):
         for _, conversation in batch:

@@ -1,5 +1,5 @@
 """Test that any failure of a template gives a one-line error, and that the rendering process is
-used again."""
+reused."""
 
 import pytest
 

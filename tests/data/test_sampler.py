@@ -22,7 +22,7 @@ def samplers(shape):
 
 
 def padded_samples(num_samples, seq_len=6):
-    """Return samples of random lengths over random tokens. Some tokens are in the loss."""
+    """Return samples of random lengths with random tokens. Random tokens are in the loss."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, seq_len + 1, num_samples)
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
@@ -34,12 +34,12 @@ def padded_samples(num_samples, seq_len=6):
 
 
 def test_the_order_is_the_one_of_earlier_releases():
-    """A different order would make runs impossible to repeat or resume after an update."""
+    """With another order, runs of earlier releases could not be repeated or resumed."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
         [[[1, 8], [EMPTY, EMPTY]], [[EMPTY, EMPTY], [EMPTY, EMPTY]]],
-        [[[0, 8], [7, 4]], [[3, 1], [2, 9]]],  # another order in the next epoch
+        [[[0, 8], [7, 4]], [[3, 1], [2, 9]]],  # next epoch, in another order
     ]
     for step, indices in enumerate(expected):
         np.testing.assert_array_equal(sampler.step_indices(step), indices)
@@ -54,7 +54,7 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     all_steps = [epoch * steps + step for step in range(steps)]
     seen = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
     assert sorted(seen[seen != EMPTY]) == list(range(shape["num_samples"]))
-    # Only the last step is padded, at its end.
+    # Only the end of the last step is padded.
     assert (seen[: shape["num_samples"]] != EMPTY).all()
     for step in all_steps:
         assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
@@ -86,7 +86,7 @@ def test_replicas_share_a_step_without_overlap(shape, step):
 @given(shapes)
 @settings(deadline=None)
 def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
-    # The same sampler covers a validation set of another length.
+    # The sampler's indices also work for a validation set of another length.
     count = shape["num_samples"]
     other_samplers = samplers({**shape, "num_samples": 50})
     calls = [list(sampler.eval_indices(count)) for sampler in other_samplers]

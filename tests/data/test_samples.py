@@ -20,13 +20,14 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 
 
 def in_memory(train, validation=None):
-    """Return a corpus of running text."""
+    """Return a corpus of running text from strings."""
     texts = {"train": train} if validation is None else {"train": train, "validation": validation}
     return {name: Source(form=RUNNING, texts=tuple(split)) for name, split in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
-    """Return texts of several lines of random length. One line in five is blank."""
+    """Return a corpus of texts with several lines of random length. About one line in five is
+    blank."""
     random = np.random.default_rng(seed)
     texts = []
     for index in range(num_texts + 2):
@@ -48,7 +49,7 @@ def all_rows(samples):
 
 
 def records_in(samples):
-    """Return [(id, target), ...] of each record in packed blocks, after checking the positions."""
+    """Return [(id, target), ...] for each record in packed blocks, and check positions and ends."""
     records = []
     for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
         assert ends[-1] == samples.seq_len
@@ -56,13 +57,13 @@ def records_in(samples):
         for start, end in itertools.pairwise([0, *np.unique(ends).tolist()]):
             np.testing.assert_array_equal(positions[start:end], np.arange(end - start))
             row = list(zip(inputs[start:end].tolist(), targets[start:end].tolist(), strict=True))
-            if any(target != IGNORE_INDEX for _, target in row):  # not padding
+            if any(target != IGNORE_INDEX for _, target in row):  # skip padding
                 records.append(row)
     return records
 
 
 def without_padding(row):
-    """Return a row up to its last target, because padding follows an answer."""
+    """Return a row up to its last target, without the padding that follows."""
     while row[-1][1] == IGNORE_INDEX:
         row = row[:-1]
     return row
@@ -85,8 +86,9 @@ QUESTIONS = [
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """Compare with a simple implementation: ids outside the loss are not targets, and the last
-    samples are kept for validation. Texts have several pieces in several batches."""
+    """Compare with a simple implementation, in which ids outside the loss are not targets and the
+    last samples are used for validation. Texts are cut into several pieces and tokenized in several
+    batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
@@ -100,24 +102,24 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
         elif not pack:
             texts = [line for text in texts for line in text.splitlines() if line.strip()]
         records = [[(text, True)] for text in texts]
-    blocks = []  # (id, whether it is in the loss) of each record
+    blocks = []  # for each record, a list of (id, whether the id is in the loss)
     for record in records:
         block = []
         for text, trained in record:
             block += [(i, trained) for i in tokenizer.encode_batch([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
-    if pack and form == "running":  # the end that does not fill a block is left out
+    if pack and form == "running":  # tokens that do not fill the last block are left out
         stream = [pair for block in blocks for pair in block]
         starts = range(0, len(stream) - seq_len, seq_len)
         blocks = [stream[start : start + seq_len + 1] for start in starts]
-    elif pack and form == "text":  # a longer text gives several records
+    elif pack and form == "text":  # a text that is longer than a block gives several records
         blocks = [b[at : at + seq_len + 1] for b in blocks for at in range(0, len(b) - 1, seq_len)]
     expected = []
     lengths = []
     for block in blocks:
         targets = [i if trained else IGNORE_INDEX for i, trained in block[1:]]
         row = [(i, target) for (i, _), target in zip(block, targets, strict=False)][:seq_len]
-        if any(target != IGNORE_INDEX for _, target in row):  # otherwise the answer is cut off
+        if any(target != IGNORE_INDEX for _, target in row):  # else the whole answer is cut off
             expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))
             lengths.append(len(row))
 
@@ -241,7 +243,8 @@ def test_records_are_packed_unless_the_engine_cannot_keep_them_apart(tokenizer, 
     assert packed.fingerprint != padded.fingerprint
     assert len(packed.train) < len(padded.train) == len(packed.train.starts)
     assert packed.train.real_share > padded.train.real_share
-    # Packing keeps tokens and targets, and the counts of each step are those of its records.
+    # Packing keeps all tokens and targets. The counts of each step equal the sums over the step's
+    # records.
     assert packed.train.num_targets.sum() == padded.train.num_targets.sum()
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())

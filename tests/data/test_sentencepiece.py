@@ -1,6 +1,6 @@
 """Compare slow and fast tokenizers without tokenizer.json with `AutoTokenizer` on the same folder.
-They use a real tokenizer.model, vocab.txt or bytes. Tokens are added in each file that may add
-them."""
+The tokenizers use a real tokenizer.model, a vocab.txt or bytes. The cases cover every file that can
+add tokens."""
 
 import importlib
 import io
@@ -41,7 +41,7 @@ def added(first, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    """Return the content of a tokenizer.model with 400 tokens and byte fallback."""
+    """Train a tokenizer.model with 400 tokens and byte fallback, and return its content."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(read_prose()[:40]), model_writer=written, vocab_size=400,
@@ -51,7 +51,7 @@ def model():
 
 
 IN_FILE = {"added_tokens.json": {mark: 400 + index for index, mark in enumerate(MARKS)}}
-# Name -> (class, file of the vocabulary, further settings, further files)
+# Name -> (class, vocabulary file, additional settings, additional files)
 CASES = {
     "fast, added_tokens.json": ("LlamaTokenizer", "tokenizer.model", {}, IN_FILE),
     "fast, special_tokens_map.json": (
@@ -118,7 +118,7 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
     def import_protobuf():
         raise TypeError("Detected incompatible Protobuf versions")
 
-    # Patched by name, because `transformers.convert_slow_tokenizer` becomes a function once loaded
+    # Import by name, because the attribute `transformers.convert_slow_tokenizer` is a function.
     module = importlib.import_module("transformers.convert_slow_tokenizer")
     monkeypatch.setattr(module, "import_protobuf", import_protobuf)
     with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:
@@ -127,7 +127,8 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
 
 
 def test_sampled_pieces_are_refused(model, tmp_path):
-    """sentencepiece can sample the pieces of a text, which transformers then does at each call."""
+    """A tokenizer that samples is refused, because transformers then gives other ids at each
+    call."""
     (tmp_path / "spiece.model").write_bytes(model)
     sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
     settings = {"tokenizer_class": "GPTSw3Tokenizer", **NAMES}

@@ -1,7 +1,7 @@
 """Test thirty chat templates with random conversations.
 
-Texts and ids equal those of transformers. The loss covers exactly the answers, each once, after the
-text that the model sees when it generates an answer."""
+Texts and ids equal those of transformers. Each answer is in the loss exactly once, after the text
+that precedes the answer in generation."""
 
 import random
 
@@ -23,7 +23,7 @@ CONTENTS = [
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Return a byte-level BPE without merges, in which a token is a byte or a special token."""
+    """Return a byte-level BPE tokenizer without merges: each token is a byte or a special token."""
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
@@ -34,8 +34,8 @@ def theirs():
 
 
 def conversations(shape, name):
-    """Return conversations of one to four turns, with or without a system message. Some end with a
-    question."""
+    """Yield conversations of one to four turns, with or without a system message. Some
+    conversations end with a question."""
     draw = random.Random(name)
     answers = iter(draw.sample(CONTENTS, len(CONTENTS)))
     for count in (1, 2, 2, 3, 4, 4):
@@ -60,7 +60,7 @@ def test_answers_of_published_shapes(name, theirs):
         samples = answer(Conversation(messages), False)
         assert not isinstance(samples, str), samples
         answer_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        expected = {}  # the text in the loss, by the text before it
+        expected = {}  # text before an answer -> text in the loss
         for index in answer_indices:
             content = messages[index]["content"]
             content = content.strip() if shape.strips else content

@@ -1,5 +1,5 @@
-"""Compare tokenizers with transformers: the shipped one, and a model's own with its chat
-template."""
+"""Compare the shipped tokenizer, and a model's tokenizer with a chat template, with
+transformers."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from distributed_training.settings.request import build_config
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
-# Like Qwen3's template, with each turn between marks and reasoning only in the last answer
+# Like Qwen3's template, this has each turn between marks, and reasoning only in the last answer.
 TURNS = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
     {{- '<|turn|>' + message.role + '\\n' }}
@@ -44,8 +44,8 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Write a byte-level BPE of 400 tokens to tokenizer.json. Each text begins with a special
-    token."""
+    """Write a tokenizer.json with a byte-level BPE of 400 tokens that adds a special token before
+    each text. Return the folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -201,7 +201,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
     ("changes", "words"),
     [
         ({"added_tokens": [{"content": "a"}] * 100_001}, "adds more than 100,000 tokens"),
-        # The next and the last case make the library panic, which is not an Exception.
+        # The next case and the last one make the library panic. The panic is not an Exception.
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA"}}, "charsmap"),
         ({"normalizer": {"type": "Sequence", "normalizers": [_PREPEND] * 300}}, "1e+18 times"),
         ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
@@ -248,8 +248,8 @@ def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
 
 
 def test_random_ids_are_refused(folder, tmp_path):
-    """BPE dropout is a setting of training. transformers drops merges whenever it is in the file,
-    so that no two calls give the same ids."""
+    """A tokenizer with BPE dropout is refused. transformers drops random merges at each call if the
+    file sets dropout, so calls give different ids."""
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     document = json.loads((folder / "tokenizer.json").read_text())
     text = read_prose()[0][:200]
@@ -267,7 +267,8 @@ def test_random_ids_are_refused(folder, tmp_path):
 
 
 def test_texts_without_a_token_are_counted(tmp_path):
-    """A vocabulary without a token for unknown letters gives no ids for a text of such letters."""
+    """If a vocabulary has no token for unknown letters, a text of such letters has no ids and is
+    left out."""
     built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
     built.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}

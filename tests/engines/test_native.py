@@ -34,7 +34,7 @@ def build_engine(plan):
 
 
 def train(engine, *seeds):
-    """Take a step on random tokens for each seed and return its results."""
+    """Train one step on random tokens for each seed. Return the results of the steps."""
     found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -53,17 +53,17 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     engine, resumed = build_engine(plan), build_engine(plan)
     train(engine, *steps)
     write_parts(tmp_path / "state", engine.state_parts())
-    train(resumed, 3)  # `load` must replace this state
+    train(resumed, 3)  # `load` must overwrite the resulting state
     resumed.load(TensorFiles([tmp_path / "state"]), engine.counters())
     train(engine, 4)
     train(resumed, 4)
     for ours, theirs in zip(engine.parameters, resumed.parameters, strict=True):
-        # Checkpoints drop the last bit of a scale of 8-bit Adam moments.
+        # Checkpoints drop the last bit of the scales of 8-bit Adam moments.
         assert torch.allclose(ours, theirs, rtol=0, atol=2e-6 if optimizer == "adamw-8bit" else 0)
 
 
 def fp16_engine(folder, loss_scale):
-    """Return an engine with a loss scale that works as on a GPU."""
+    """Return an fp16 engine whose loss scaling works as on a GPU."""
     options = {"precision": "fp16", "cuda_graphs": False, "compile": False}
     engine = build_engine(plan_for(folder, GPU_MACHINE, 1, **WORK, **options))
     engine.loss_scale.fill_(loss_scale)

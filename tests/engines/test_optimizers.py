@@ -1,4 +1,4 @@
-"""Test AdamW with Adam moments in fewer bits."""
+"""Test AdamW with Adam moments in bf16 and in 8 bits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def build(name, parameter):
 
 
 def train(name, gradients):
-    """Return a parameter after steps with all gradients, and its optimizer state."""
+    """Take one step per gradient. Return the parameter and its optimizer state."""
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512))
     optimizer = build(name, parameter)
     for gradient in gradients:
@@ -32,7 +32,8 @@ def normal(seed, *, scale=1.0):
 
 
 def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_changes_them():
-    """With rounding to nearest, the second moment would never shrink."""
+    """Stochastic rounding is needed: with rounding to nearest, small decays would never shrink the
+    second moment."""
     gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
     exact, state = train("adamw", gradients)
     rounded, moments = train("adamw-bf16", gradients)

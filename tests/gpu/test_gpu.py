@@ -1,4 +1,4 @@
-"""Test on real GPUs. Run with: bash tests/run.sh tests/gpu tests/lab -m gpu"""
+"""Tests on real GPUs. Run them with: bash tests/run.sh tests/gpu tests/lab -m gpu"""
 
 import json
 import os
@@ -29,14 +29,15 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
     str(index) for index in range(torch.cuda.device_count())
 )
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
-# fp32 without TF32. Kernels for GPUs sum in different orders.
+# These runs use fp32 without TF32. Results differ slightly, because GPU kernels sum in different
+# orders.
 EAGER = {**BASE, "compile": False, "batch_size": 8}
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Return runs on one GPU: an eager reference, compiled with and without accumulation, and every
-    strategy."""
+    """Return the results of runs on one GPU: an eager reference, and every strategy compiled, with
+    and without gradient accumulation."""
     cases = {"reference": {**EAGER, "strategy": "dp"}}
     for strategy in STRATEGIES:
         values = {**BASE, "strategy": strategy, "compile": True}
@@ -54,7 +55,7 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_layouts_on_several_gpus_equal_one(count, data):
-    """The runs use NCCL and, if possible, compiled code."""
+    """The runs use NCCL and, if the layout allows it, compiled code."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
     base = {**DEEP, "pack": data == "packed"}
@@ -82,7 +83,7 @@ def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
     torch.manual_seed(0)
     tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     found = []
-    for dropout in (0.0, 0.1):  # a model with dropout has a mask
+    for dropout in (0.0, 0.1):  # with dropout, attention uses a mask
         documents = describe_documents(
             positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout
         )
@@ -95,8 +96,9 @@ def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
         torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
 
 
-NUM_REPLAYED = 30  # cases.py evaluates halfway, after the capture
-# Steps as one CUDA graph, compared with the same steps launched op by op. DeepSpeed has no graphs.
+NUM_REPLAYED = 30  # the evaluation halfway comes after the capture
+# Layouts whose steps are replayed as one CUDA graph and compared with eager steps. DeepSpeed
+# strategies have no CUDA graphs.
 DROPPING = {"dropout": 0.2}
 REPLAYED = {
     1: {
@@ -135,8 +137,7 @@ REPLAYED = {
 
 
 def exactly(count):
-    """Return the environment of runs on the first GPUs whose kernels always sum in the same
-    order."""
+    """Return the environment for runs on the first `count` GPUs with deterministic kernels."""
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE.split(",")[:count])}
     return {**gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -209,7 +210,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
         "strategy": "dp", "batch_size": 2048, "max_length": 1024, "epochs": 1, "num_samples": -1,
         "output_dir": tmp_path, "compile": False, "eval_samples": 1, "checkpoint_every": 0,
     }  # fmt: skip
-    result = run_script(values, 1, "--force")  # otherwise it is refused
+    result = run_script(values, 1, "--force")  # without --force, the run is refused
     assert result.returncode == 1
     assert "Out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr

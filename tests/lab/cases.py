@@ -1,4 +1,4 @@
-"""Cases that processes of the heavy pool run for tests of the lab."""
+"""Functions that processes of the heavy pool call for the tests of the lab."""
 
 from typing import Any
 
@@ -8,5 +8,6 @@ from tests.parity.cases import all_cases
 
 
 def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes that every rank sent per step on average, and those of the formulas."""
+    """For each case, return the number of bytes that every rank sent per step on average, and the
+    number from the formulas."""
     return all_cases(arguments, lambda run: gather(traffic.count_step(run)))

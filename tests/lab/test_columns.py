@@ -1,4 +1,4 @@
-"""Test the parts of tables that no generated document covers."""
+"""Test the columns of tables that no generated document covers."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.support import made_record
 
 
 def cells(text):
-    """Return the rows of a Markdown table as {column: cell}."""
+    """Return each row of a Markdown table as {column: cell}."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert set("".join(lines[1])) == {"-"}
     return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]

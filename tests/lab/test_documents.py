@@ -1,4 +1,5 @@
-"""Test that the documents are up to date: figures equal the records, and links have targets."""
+"""Test that the documents are up to date: their figures equal the records, and their links have
+targets."""
 
 import json
 import re
@@ -43,7 +44,7 @@ def test_the_readme_has_every_strategy():
 def test_the_readme_shows_words_that_the_preset_words_wrote():
     record = load_record(ROOT / "results/records/cpu-words/dp-gpt2-tiny-x2.json")
     preset = json.loads((ROOT / "configs/presets/words.json").read_text())
-    # The record's run had no signal to save at.
+    # The run of this record could not save on a signal.
     own = preset.keys() - {"_comment", "checkpoint_every"}
     assert {name: record.config_requested[name] for name in own} == {n: preset[n] for n in own}
     known = set(re.findall(r"[a-z]+", "".join(read_prose()).lower()))

@@ -38,7 +38,8 @@ def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
 
 
 def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
-    """Two stages and two micro-batches under 1F1B: a third is idle if all take equally long."""
+    """Use two stages and two micro-batches under 1F1B. If all stages take equally long, a third of
+    the time is idle."""
     pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
     equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}
     idle = {"idle_share": 0.5, "between_operations": {"idle_share": 0.4, "operations_s": equal}}
@@ -46,8 +47,7 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     parts = explain(idle, pipeline, orders, (0, 1))
     expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
     assert parts == pytest.approx(expected)
-    # Stage 1 sets the pace: the step takes 1 + 2 x (2 + 4) + 2, and stage 0 works for 6 of this
-    # time.
+    # Stage 1 sets the pace: the step takes 1 + 2 x (2 + 4) + 2 = 15, and stage 0 is busy for 6.
     idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
     parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
@@ -58,8 +58,8 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     ("before", "after", "left_over", "peak"),
     [
         ([0, 0], [0, 0], [0, 0], 130),
-        ([10, 10], [10, 40], [10, 10], 120),  # memory that the run itself leaves counts for the run
-        ([10, 60], [0, 60], [0, 60], 100),  # memory that was freed meanwhile also counts
+        ([10, 10], [10, 40], [10, 10], 120),  # memory that the run itself leaves counts for it
+        ([10, 60], [0, 60], [0, 60], 100),  # memory that was freed during the run also counts
     ],
 )
 def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak):
@@ -75,7 +75,8 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak
 
 
 def test_each_run_has_its_own_batch(tmp_path):
-    """Under torchrun, a run that is started again keeps the folder of its first start."""
+    """Under torchrun, a restarted run keeps its folder, but separate runs of a plan must not share
+    one."""
     runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
     common = {**SMALL, "strategy": "dp", "generate": None}
     (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))

@@ -1,4 +1,4 @@
-"""Test programs of the lab on real GPUs."""
+"""Test the lab's programs on real GPUs."""
 
 import pickle
 import time
@@ -17,7 +17,7 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
     torch.cuda.synchronize()
     began = time.perf_counter()
     _, busy = profiled(lambda: (a @ a, torch.cuda._sleep(10_000_000), a @ a))
-    assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU has a clock of 4 GHz
+    assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU runs at 4 GHz or more
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -1,5 +1,5 @@
-"""Test shares of communication: hand-made traces against counted ticks, and a run of two
-processes."""
+"""Test the shares of communication: compare random traces with counted ticks, and trace a run of
+two processes."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def ticks(spans):
 
 
 def check(rank, computing, talking, step):
-    """Compare the seconds per step with counted ticks."""
+    """Compare the seconds per step with counted ticks (microseconds)."""
     assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
         "step": step,
         "computing": len(computing),
@@ -48,8 +48,7 @@ def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
     events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
     events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
     events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
-    # On a GPU, the activity of the process does not count, and of its steps only their number
-    # counts.
+    # On a GPU, CPU events are ignored, and steps only determine the number of steps.
     events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
     events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
     rng.shuffle(events)
@@ -99,7 +98,7 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
     with gzip.open(folder / "trace-rank0.json.gz") as file:
         names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
     steps = {name for name in names if name.startswith("ProfilerStep#")}
-    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}  # from 0
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}  # names count steps from 0
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2
     assert run["profile"] == {
         "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
@@ -113,7 +112,7 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
         step, computes, talks, exposed, neither = map(float, row[1:2] + row[2::2])
         assert min(computes, talks) > 0
         assert exposed <= talks
-        assert computes + exposed + neither == pytest.approx(step, abs=0.3)  # rounded
+        assert computes + exposed + neither == pytest.approx(step, abs=0.3)  # values are rounded
     assert any(row[:1] == ["all-reduce"] for row in rows)
     assert (folder / "overlap.png").stat().st_size > 5000
 

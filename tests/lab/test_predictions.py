@@ -1,4 +1,4 @@
-"""Compare the predictions with every published run."""
+"""Compare predictions with all published runs."""
 
 import json
 import statistics
@@ -16,16 +16,16 @@ def test_published_runs_on_gpus():
     assert min(memory) > -0.16  # DDP's first buckets, which NCCL's watchdog releases late
     time = [row.time_error for row in rows]
     assert validate.share_within(time, 0.10) >= 0.8
-    assert validate.share_within(time, 0.25) >= 0.95  # the others wait for slow hosts
-    # One minute of microbenchmarks on four H200s, without any training run
+    assert validate.share_within(time, 0.25) >= 0.95  # the other runs wait for slow hosts
+    # These predictions use one minute of microbenchmarks on four H200s, and no training run.
     calibrated = validate.calibrated_errors()
     assert validate.share_within(calibrated, 0.10) >= 0.8
     assert validate.share_within(calibrated, 0.25) >= 0.94
 
 
 def test_runs_that_others_published(tmp_path):
-    """Predict GPT-2's shape on A100s, whose rates no record of ours set. No run that finished is
-    refused."""
+    """Predict runs that others published, including GPT-2 models on A100s. No record of ours set
+    the rates of an A100. No finished run may be refused."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
         time, _, fits = blind.errors(row, tmp_path)
@@ -37,8 +37,8 @@ def test_runs_that_others_published(tmp_path):
 
 
 def test_published_runs_without_gpus():
-    """Compare the RAM of every strategy on 1, 2 and 4 processes, and the time if it was
-    measured."""
+    """Compare the predicted RAM of every strategy on 1, 2 and 4 processes and, where it was
+    measured, the time."""
     rows = validate.cpu_rows()
     assert len(rows) > 20
     assert max(abs(row.memory_error) for row in rows) < 0.10

@@ -1,10 +1,11 @@
-"""Recorded commands can be typed today. `python results/lab/repeat.py` types all of them."""
+"""Test that the recorded commands are still accepted. `python results/lab/repeat.py` tests all of
+them."""
 
 import sys
 
 from tests.conftest import ROOT, run_command
 
-RECORDS = (  # runs of different programs, of an old key, and of a record of the first schema
+RECORDS = (  # runs of different programs, with a renamed key, and with the first schema of records
     "records/h200-x4/gpt2-medium-dp-bf16-b4-x4.json",
     "records/h200-x4-compression/gpt2-medium-dp-topk-int8-b64-x4.json",
     "records/h200-x4-layouts/gpt2-xl-20-heads-pp-pp4-1f1b-m4-bf16-b32-x4.json",

@@ -1,5 +1,4 @@
-"""Test traces of a plan's runs: records of two processes, and the effects of buckets and
-prefetch."""
+"""Test traces of the runs of a plan: timelines, records of two processes, and published shares."""
 
 import json
 
@@ -29,7 +28,7 @@ def test_what_precedes_the_second_step_is_left_out():
 
 
 def test_a_timeline_is_the_first_steps_in_whole_microseconds():
-    """Use two steps of 3000 us. Spans closer than 1 us are drawn as one."""
+    """Use two steps of 3,000 µs. Spans less than 1 µs apart are merged."""
     events = [
         step(1, (0, 1)), step(2, (1, 2)),
         event("gemm", (1_000_000.4, 1_001_000.2)), event("gemm", (1_001_001.1, 1_002_000.4)),
@@ -69,11 +68,11 @@ def test_runs_of_two_processes(tmp_path):
     assert list(runs) == ["dp", "small buckets"]
     for name, run in runs.items():
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
-        for rank in run["ranks"]:  # as `overlap` describes a run
+        for rank in run["ranks"]:  # in the format of `overlap`
             parts = rank["traced_s"]
             assert min(parts["computing"], parts["communicating"], rank["timed_s"]) > 0, name
         assert run["timeline"]["step_us"] > 0
-    # Collectives that only serve the traces are not included.
+    # Collectives that only the tracing needs are not included.
     assert runs["dp"]["ranks"][0]["operations"] == {"all-reduce": 1}
     assert runs["small buckets"]["ranks"][0]["operations"]["all-reduce"] > 4
     assert found["steps"]["timed"] == NUM_TIMED
@@ -85,5 +84,5 @@ def test_published_shares_are_the_runs(name):
     plan = json.loads((ROOT / f"results/plans/{name}.json").read_text())
     assert {**record["plan"], "command": plan["command"]} == plan  # commands change with the code
     assert record["shares"] == summarize(record["runs"])
-    measured = list(record["runs"])  # the first runs of the plan, until the time was over
+    measured = list(record["runs"])  # the plan's first runs, until the time limit
     assert measured == list(record["plan"]["runs"])[: len(measured)]

@@ -1,5 +1,5 @@
-"""Test the formulas for communication volume against published counts and as documents quote them,
-and the tables of smaller and fewer exchanges."""
+"""Test the formulas for communication volume against recorded counts, the figures that documents
+quote, and the tables of smaller and fewer exchanges."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
 
 
 def test_counted_bytes_are_the_formulas():
-    """The bytes of local SGD fall by its number of local steps."""
+    """Local SGD sends fewer bytes per step, by a factor equal to the number of local steps."""
     found = run_cases(CASES, 4, what="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:
@@ -69,7 +69,7 @@ def test_counted_bytes_are_the_formulas():
 
 @pytest.fixture(scope="module")
 def _four_processes():
-    """Return rank 0 of four processes. Nothing is sent."""
+    """Make this process rank 0 of a fake group of four processes. Nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -89,7 +89,7 @@ def test_what_is_counted():
         functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, tp))
         dist.send(part, 2)
         dist.all_to_all_single(torch.zeros(4), part, group=shards)
-        dist.all_reduce(torch.zeros(1))  # a flag
+        dist.all_reduce(torch.zeros(1))  # a flag, which is not counted
     bytes_ = {key: (row["calls"], row["tensor_bytes"]) for key, row in traffic.counted.items()}
     assert bytes_ == {
         "dp_shard all_reduce": (1, 32),
@@ -107,7 +107,7 @@ PP = {"strategy": "pp", "batch_size": 2, "grad_accum_steps": 16}
 HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16, "model": "gpt2-xl"}
 CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
 COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
-QUOTED = [  # folder, quoted text, processes, rank, axes, CONFIG with one replica's batch
+QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch of one replica)
     ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
     ("8_tensor_parallel", "it sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
     ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
@@ -130,7 +130,7 @@ def test_worked_examples(folder, said, processes, rank, axes, words):
     values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
     config = build_config(values)
     mesh = draft_plan(config, this_machine(CPU_MACHINE, processes, processes)).mesh
-    # On a page, each replica has grad_accum_steps micro-batches of batch_size sequences.
+    # The pages assume that each replica has grad_accum_steps micro-batches of batch_size sequences.
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
     assert not odd
@@ -164,5 +164,5 @@ def test_bytes_are_the_formulas(name):
     sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
     if name in slow_links.CASES:
-        for cases in TIMES["rates"].values():  # the interface also counts headers
+        for cases in TIMES["rates"].values():  # the network interface also counts headers
             assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07

@@ -1,4 +1,5 @@
-"""Make tiny random folders of more than twenty kinds of decoder, as transformers writes them."""
+"""Make folders of tiny random models of more than twenty kinds of decoder, saved by
+transformers."""
 
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-VOCABULARY = 2048  # size of the tokenizer in assets/
+VOCABULARY = 2048  # vocabulary size of the tokenizer in assets/
 _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -14,7 +15,8 @@ _SHAPE = {
 }  # fmt: skip
 _HEADS = {"head_dim": 8}
 _ONE_KIND = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
-# Name -> (class, values of its config other than defaults). Windows are shorter than the samples.
+# Name -> (class, config values that differ from the defaults). Windows are shorter than the
+# samples.
 KINDS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {**_SHAPE, **_HEADS}),
     "gemma2": ("Gemma2", {
@@ -90,8 +92,8 @@ KINDS: dict[str, tuple[str, dict]] = {
     "granite_swa": ("GraniteSWA", {  # has attention sinks
         **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
     }),
-    "biogpt": ("BioGpt", _ONE_KIND),  # calls dropout dropout_prob
-    "diffllama": ("DiffLlama", _SHAPE),  # whose constructor draws on the CPU, never on "meta"
+    "biogpt": ("BioGpt", _ONE_KIND),  # names its dropout options dropout_prob
+    "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
     "llama": ("Llama", _SHAPE),
     "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
@@ -99,7 +101,7 @@ KINDS: dict[str, tuple[str, dict]] = {
 
 
 def make_folder(kind: str, folder: Path) -> Path:
-    """Write a model of the kind in which every parameter is random, including norms and biases."""
+    """Save a model of this kind in which every parameter is random, including norms and biases."""
     name, values = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**values)

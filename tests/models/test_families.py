@@ -45,8 +45,8 @@ IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 
 
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
-    """Build a model of transformers in which every parameter is random, including norms and biases,
-    and save it to the folder."""
+    """Build a transformers model in which every parameter is random, including norms and biases.
+    Save the model to `folder`."""
     class_name, options = OPTIONS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options})
@@ -63,7 +63,7 @@ def ours(folder: Path, spec=None):
 
 
 def exported(state, folder: Path) -> torch.nn.Module:
-    """Save our weights and return the model that transformers opens from them."""
+    """Save our weights, and return the model that transformers loads from the saved folder."""
     find_model(str(folder)).save(dict(state), folder / "ours", eos_token_id=7)
     return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
 
@@ -84,7 +84,7 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     loss = model(inputs, targets)
     loss.backward()
     assert_near(loss, expected)
-    # `save` gives gradients Hugging Face's names and shapes, as it does with weights.
+    # `save` converts names and shapes to the Hugging Face format, so it also works for gradients.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     again, with_gradients = (exported(state, tmp_path) for state in (model.state_dict(), gradients))
     assert_near(again(inputs).logits, logits)
@@ -99,7 +99,7 @@ OLD_LLAMA3 = {**LLAMA3, "type": "llama3"}
 del OLD_LLAMA3["rope_type"], OLD_LLAMA3["rope_theta"]
 QWEN2 = {"model_type": "qwen2"}
 NO_GROUPS = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
-# Values of real config.json files, besides SHAPE
+# Values in published config.json files, in addition to SHAPE
 SPELLINGS = {
     "rope-theta": {"rope_theta": 1e6},
     "rope-theta-whole-number": {"rope_theta": 1000000},
@@ -203,7 +203,7 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
     safe, bin_file = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
-    assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index
+    assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index is ignored
     state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safe.rename(tmp_path / "consolidated.safetensors")
     with refused("model-00001-of-00002.safetensors cannot be read", "index lists files"):
@@ -248,7 +248,8 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
 
 
 def edited(folder, edit):
-    """Return our model of a GPT-2 whose tensors were edited."""
+    """Save a GPT-2 and call `edit` on its saved tensors. Return the original model and our model of
+    the edited folder."""
     reference = theirs("gpt2", folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -274,10 +275,10 @@ FC = "h.1.mlp.c_fc.bias"
         (FC, None, "is missing"),
         (FC, torch.zeros(128, dtype=torch.int8), "I8"),
         ("ln_f.bias", torch.zeros(31), "[31]"),
-        # fewer rows than the vocabulary, which zeros would fill
+        # Missing rows of the vocabulary must not be filled with zeros.
         ("wte.weight", torch.zeros(250, 32), "[250, 32]"),
-        ("wte.weight", torch.zeros(300), "[300]"),  # raised an IndexError
-        ("h.0.attn.c_attn.bias", torch.zeros(97), "[97]"),  # raised a RuntimeError
+        ("wte.weight", torch.zeros(300), "[300]"),  # raised an IndexError in the past
+        ("h.0.attn.c_attn.bias", torch.zeros(97), "[97]"),  # raised a RuntimeError in the past
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
@@ -341,7 +342,7 @@ def test_what_is_another_function_is_refused(changes, words, tmp_path):
         find_model(str(tmp_path))
 
 
-# Sizes according to the pages of these models, or counted by transformers
+# Numbers of parameters from the models' pages, or counted by transformers
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -371,7 +372,7 @@ def test_sizes_that_are_known_without_a_download():
 def test_counts_by_hand():
     shape = {"vocab_size": 10, "num_positions": 4, "num_layers": 2, "num_heads": 1}
     size = gpt2.gpt2_size(hidden_size=3, **shape)
-    # embeddings 14 x 3, two blocks of 12 x 9 + 13 x 3, last norm 6
+    # embeddings: 14 x 3; two blocks: 12 x 9 + 13 x 3 each; final norm: 6
     assert size.num_parameters == 42 + 2 * 147 + 6
     assert size.padded_vocab_size == 128
     assert size.flops_per_token(4) == 6 * 342 + 12 * 2 * 3 * 4

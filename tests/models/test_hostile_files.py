@@ -1,4 +1,5 @@
-"""Test that invalid configs, indexes of weights and adapters are refused at once, in one line."""
+"""Test that invalid configs, weight indexes and adapters are refused quickly with a one-line
+error."""
 
 import json
 import os
@@ -116,7 +117,7 @@ def test_weights_that_are_a_pipe(tmp_path):
 
 @pytest.fixture
 def adapters(tmp_path):
-    """Return a model, and a folder with adapters of rank 2 for it whose B are not zero."""
+    """Return a model and a folder of adapters for the model, with rank 2 and nonzero B matrices."""
     spec = find_model("gpt2-tiny")
     state = {}
     for number in range(2):

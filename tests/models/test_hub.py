@@ -1,4 +1,4 @@
-"""Compare decoders that run transformers' code in our frame with transformers itself."""
+"""Compare decoders that use transformers' blocks in our model class with transformers itself."""
 
 import json
 import weakref
@@ -98,13 +98,14 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
 def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
-    """Nemotron's blocks drop them, and the others have their own attention."""
+    """Nemotron's blocks drop the document mask, and the other models have their own attention."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
-    """On GPUs, the kernel for documents supports neither windows nor caps."""
+    """Models with windows or caps stay correct where other models use the document kernel, which
+    supports neither."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))
@@ -119,7 +120,7 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """The three kinds have a cap, a bias and a factor on their logits."""
+    """The logits of the three kinds have a cap, a bias and a factor, respectively."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -134,7 +135,7 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
-    """This includes modules that read their parameters rounded."""
+    """A bf16 model also initializes modules that read their parameters in rounded form."""
     spec, _ = build(make_folder("gemma2", tmp_path))
     with torch.device("meta"):
         model = spec.build(dropout=0.0, seed=0)
@@ -143,7 +144,7 @@ def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
     fill_parameters(model, model.random_source(0, cpu, hashed=False), cpu)
     reference = spec.build(dropout=0.0, seed=0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # only norms, which do not depend on the seed
+        if parameter.dim() == 1:  # only norms, which are initialized without random numbers
             torch.testing.assert_close(parameter, reference.get_parameter(name))
 
 
@@ -165,7 +166,7 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
     once, again, other = (spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2))
     norms = [name for name in once if "norm" in name]
     assert norms
-    assert all(not once[name].any() for name in norms)  # Gemma adds 1 to them
+    assert all(not once[name].any() for name in norms)  # Gemma adds 1 to its norm weights
     assert all(torch.equal(once[name], again[name]) for name in once)
     name = "blocks.0.self_attn.q_proj.weight"
     assert not torch.equal(once[name], other[name])
@@ -173,7 +174,8 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
 
 
 def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
-    """Inductor's caches keep the types of compiled modules, on GPUs until the process ends."""
+    """The weights of a run are freed although Inductor's caches keep the types of compiled modules.
+    On GPUs, the caches keep them until the process ends."""
     folder = make_folder("gemma2", tmp_path / "theirs")
     types, weights = [], []
 
@@ -224,7 +226,7 @@ def test_what_is_no_dense_decoder_is_refused_in_one_line(changes, words, tmp_pat
 
 
 def test_options_that_a_native_family_lacks_are_computed_by_transformers(tmp_path):
-    """A native model with a sliding window has samples up to the window's length."""
+    """A native model with a sliding window only accepts samples up to the window's length."""
     windowed = make_folder("mistral-window", tmp_path / "windowed")
     with refused("max_length=64", f"model to 'hub:{windowed}'"):
         plan_for(tmp_path, model=str(windowed), max_length=64, strategy="dp", dataset="embedded")

@@ -1,5 +1,5 @@
-"""Test LoRA adapters of models that use transformers' blocks: PEFT opens them and computes the
-same."""
+"""Test LoRA adapters of models that use transformers' blocks: PEFT loads the adapters and computes
+the same logits."""
 
 import pytest
 import torch

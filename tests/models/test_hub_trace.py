@@ -1,5 +1,5 @@
-"""Compare the traced costs of a block with the formulas for native models, and test the strategies
-that cannot split such models."""
+"""Compare the traced costs of a block with the formulas for native models, and test which
+strategies refuse traced models."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ def test_a_traced_block_keeps_what_the_formulas_of_the_native_model_say():
     size = find_model("Qwen3-0.6B").size
     traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
     values = 4 * size.hidden_size + size.values_in + size.values_out + size.kept_values
-    expected = 2 * values + 4 * size.num_heads  # plus the softmax's statistics
+    expected = 2 * values + 4 * size.num_heads  # plus the softmax statistics
     assert traced.bytes_per_token("kept", "compiled", 1024) == pytest.approx(expected, rel=0.01)
     assert traced.attention_width == size.attention_width
     assert traced.fused
@@ -31,7 +31,7 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
     assert not traced.fused
     short, long = (traced.bytes_per_token("kept", "eager", length) for length in (64, 128))
     per_key = (long - short) / 64
-    assert per_key >= 4 * 2 * 3  # heads, bytes, and at least scores, tanh and weights
+    assert per_key >= 4 * 2 * 3  # heads x bytes x (at least scores, tanh and weights)
     assert traced.attention_width == 4 * 8
 
     model = f"{HUB_PREFIX}{folder}"
@@ -50,8 +50,8 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
 def test_a_block_with_tensors_of_its_own_is_traced(kind, tmp_path):
-    """Constants of ALiBi, and values that a block's forward makes from Python numbers, become
-    inputs of the graphs."""
+    """ALiBi constants, and tensors that a block's forward creates from Python numbers, become
+    inputs of the traced graphs."""
     folder = make_folder(kind, tmp_path)
     assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32
 

@@ -1,4 +1,4 @@
-"""Compare the loss in chunks with the loss of all tokens at once."""
+"""Compare the chunked loss with the loss of all tokens at once."""
 
 import weakref
 
@@ -25,7 +25,7 @@ def values():
 
 
 def result(loss, x, weight, targets):
-    """Return the loss, and the gradients of twice the loss."""
+    """Return the loss and the gradients of twice the loss with respect to x and the weight."""
     total = loss(x, weight, targets, VOCABULARY)
     gradients = torch.autograd.grad(2 * total, (x, weight))
     return total.detach(), *gradients
@@ -79,7 +79,8 @@ def test_where_chunks_are_refused(tmp_path):
 
 
 def test_chunks_are_predicted_to_take_less(tmp_path):
-    """The logits of 64 x 1,024 tokens need 6.1 GiB in 16 bits, and those of a chunk 0.8 GiB."""
+    """In 16 bits, the logits of 64 x 1,024 tokens need 6.1 GiB, and the logits of a chunk need 0.8
+    GiB."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
     values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
     plans = [plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=n) for n in (0, 8192)]
@@ -88,8 +89,8 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
 
 
 def test_chunks_by_default_cost_little(tmp_path):
-    """Models with a small output layer use small chunks. With adapters, no gradient of the output
-    rows is accumulated."""
+    """The default chunk is small if additional chunks cost little: if the output layer is a small
+    part of the model, or with adapters, which accumulate no gradient of the output rows."""
 
     def chunk(model, machine=GPU_MACHINE, **values):
         values = {"strategy": "dp", "precision": "bf16", "max_length": 1024, **values}

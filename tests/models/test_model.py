@@ -16,7 +16,7 @@ from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
 
-# 300 is not a multiple of 128, so the embedding has 84 rows of padding.
+# The vocabulary size 300 is not a multiple of 128, so the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
 
 
@@ -105,8 +105,8 @@ def test_initial_weights_are_gpt2s_and_of_the_seed_alone():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
-    """Count the elements that autograd keeps outside of checkpointed blocks, and the FLOPs of
-    matrix multiplications, which "selective" does not repeat."""
+    """Count the elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike
+    "full", "selective" does not repeat matrix multiplications."""
     results, kept, flops = {}, {}, {}
     for mode in ("none", "full", "selective"):
         model, sizes = random_model(dropout), []
@@ -138,7 +138,7 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
             model(*random_batch()).backward()
         flops[mode] = counter.get_total_flops()
     features = sum(rows + columns for rows, columns in SIZE.block_matrices)
-    # Nothing needs the last output of a block, so torch does not recompute it.
+    # The backward pass does not need the last output of a block, so torch does not recompute it.
     features -= SIZE.hidden_size
     repeated = 2 * random_batch()[0].numel() * config.lora_rank * SIZE.num_layers * features
     assert flops["selective"] == flops["none"] + repeated
@@ -182,7 +182,8 @@ def test_hashed_weights_depend_on_their_place_alone():
     rows, columns = (numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])
     for one, two in ((numbers, other), rows, columns):
         assert abs((one * two).mean()) < 0.03
-    # Every machine must draw the same bits, because adapters may belong to random weights.
+    # All machines must draw the same bits, because adapters may have been trained for random
+    # weights.
     assert [x.hex() for x in numbers[0, :2].tolist()] == [
         "0x1.e5b4760000000p-1",
         "0x1.0d557a0000000p-7",

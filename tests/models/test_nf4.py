@@ -1,5 +1,5 @@
-"""Test frozen matrices in NF4: their values, their bytes, and the results of a model that uses
-them."""
+"""Test frozen NF4 matrices: their values, their size, and the results of a model with such
+matrices."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from distributed_training.models import nf4
 from distributed_training.models.decoder import Linear
 from distributed_training.models.gpt2 import SIZES, build
 
-# The 16 values of QLoRA's appendix E, between which a number is rounded to the nearest.
+# The 16 levels of NF4 (QLoRA, appendix E). Numbers are rounded to the nearest level.
 LEVELS = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -22,7 +22,7 @@ def draw(*shape, seed=0):
 
 
 def nearest(values):
-    """Quantize rows as the paper does, 64 values at a time."""
+    """Quantize and dequantize values as the paper does, in blocks of 64."""
     blocks = values.float().view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (LEVELS[(blocks / scales).unsqueeze(-1).sub(LEVELS).abs().argmin(-1)] * scales).view(
@@ -61,7 +61,7 @@ def quantized_model():
 
 
 def test_a_model_beside_codes_is_the_model_with_their_values():
-    """Compare logits, gradients, and the weights that `generate` and `export --merge` use."""
+    """Compare outputs, gradients, and the weights that `generate` and `export --merge` use."""
     model = quantized_model()
     rounded = build_model()
     source = nf4.rounded_source(lambda name, box: values[name][box], rounded.size, torch.float32)
@@ -84,7 +84,8 @@ def test_a_model_beside_codes_is_the_model_with_their_values():
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 def test_the_backward_pass_keeps_codes_not_matrices(backend):
-    """The test also compiles, because torch.compile shares tensors that both passes compute."""
+    """Test compiled code as well, because torch.compile may save tensors that both passes
+    compute."""
     linear = quantized_model().blocks["0"].mlp_in
     function = linear if backend is None else torch.compile(linear, backend=backend, dynamic=False)
     x = draw(3, linear.in_features).requires_grad_()

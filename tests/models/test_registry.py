@@ -1,4 +1,4 @@
-"""Test finding models by name, by the path of a Hugging Face folder, and by the path of a
+"""Test that models are found by name, by the path of a Hugging Face folder, and by the path of a
 family."""
 
 import json
@@ -21,7 +21,8 @@ def planned(model, tmp_path, **others):
 
 
 def test_plans_of_folders(tmp_path):
-    """Use a folder of a size without a name and without weights, and a folder with weights."""
+    """Plan with a folder that has a config of unknown size but no weights, and with a folder with
+    weights."""
     folder = tmp_path / "four"
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
@@ -60,8 +61,8 @@ def test_a_family_outside_of_the_package(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
 def test_what_sizes_say_is_what_modules_hold(name):
-    """The planner counts with the properties of a size, and parallel/ splits modules by their
-    roles."""
+    """The planner uses the properties of a size, and parallel/ shards modules by their roles. Both
+    must match the parameters of the built model."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
     held = Counter()

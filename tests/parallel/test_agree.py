@@ -1,5 +1,5 @@
 """Test the values on which ranks agree before the first step, and that ranks wait for a slow
-one."""
+rank."""
 
 import os
 import threading
@@ -20,7 +20,8 @@ VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
 
 def plan_on_two_ranks(tmp_path, **of_rank_1):
-    """Return each rank's plan or error. Threads replace ranks, without a process group."""
+    """Plan on two threads, which act as ranks without a process group. Return each rank's plan or
+    error message."""
     store = dist.HashStore()
 
     def plan(rank):
@@ -37,7 +38,8 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
 
 
 def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
-    """No process group exists yet, so its limit of half an hour does not apply."""
+    """Ranks wait for rank 0 without a limit, because no process group with its timeout of half an
+    hour exists yet."""
     waited = threading.Event()
     data = rendezvous.plan_data
     read = data.read_data

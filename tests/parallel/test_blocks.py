@@ -1,4 +1,4 @@
-"""Test where code is kept that torch compiles for a model's blocks."""
+"""Test where torch stores compiled code for a model's blocks."""
 
 import sys
 
@@ -21,8 +21,9 @@ block.forward(torch.ones(1, 2)).sum().backward()
 
 
 def test_compiled_code_is_never_kept_in_a_folder_that_another_user_can_make_first(tmp_path):
-    """The headers of compiled C++ code count as code. Whoever makes torchinductor_<user> in a
-    shared folder for temporary files can replace them."""
+    """Nothing is stored in torchinductor_<user> in the shared temporary folder, including
+    precompiled C++ headers. Another user could create that folder first and replace its
+    contents."""
     shared = tmp_path / "shared"
     shared.mkdir()
     own = tmp_path / "own"

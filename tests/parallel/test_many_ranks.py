@@ -14,7 +14,7 @@ from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE
 
 WORLD_SIZE, HERE = 128, 8
-RANKS = (0, 37, 77, 127)  # one per stage if there are four stages
+RANKS = (0, 37, 77, 127)  # one rank per stage if there are four stages
 LAYOUTS = {
     "tp4 x pp4 x dp8": {"strategy": "3d", "tp": 4, "pp": 4, "num_microbatches": 4},
     "HSDP 16 x 8": {"strategy": "fsdp", "dp_replicate": 16, "dp_shard": 8},
@@ -23,8 +23,8 @@ SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, h
 
 
 def set_up(plan, rank):
-    """Return the values of the whole parameters that this rank has shards of, the bytes of its
-    shards, and the ranks of its tp group."""
+    """Build the engine of one rank. Return the number of elements of the full parameters of its
+    stage, the number of bytes of its shards, and the ranks of its tp group."""
     process = Process(
         rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE, local_world_size=HERE
     )
@@ -49,12 +49,13 @@ def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path, monkeypatch)
     found = {rank: set_up(plan, rank) for rank in RANKS}
 
     wholes = [whole for whole, _, _ in found.values()]
-    # The last stage has a copy of the embedding, for the logits.
+    # The last stage has a copy of the embedding as the output layer.
     again = SIZE.vocab_size * SIZE.hidden_size if stages > 1 else 0
     expected = plan.size.num_parameters + again
     assert sum(wholes) == expected if stages > 1 else set(wholes) == {expected}
     for rank, (whole, part, together) in found.items():
-        # tp does not shard vectors, and dp_shard shards rows unevenly.
+        # The sizes are not exact, because tp does not shard vectors, and dp_shard shards rows
+        # unevenly.
         assert part == pytest.approx(4 * whole / (tp * shards), rel=0.15), rank
         assert together == list(range(rank - rank % tp, rank - rank % tp + tp))
     fullest = max(part for _, part, _ in found.values())

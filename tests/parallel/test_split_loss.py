@@ -1,4 +1,5 @@
-"""Test the loss over a sharded vocabulary in one process that holds all of it, with padding."""
+"""Test the loss for a sharded vocabulary in one process that has the whole vocabulary with
+padding."""
 
 import pytest
 import torch

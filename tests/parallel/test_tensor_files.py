@@ -1,4 +1,4 @@
-"""Test that tensors written under one sharding are read under any other."""
+"""Test that tensors that are written under one sharding can be read under any other."""
 
 import itertools
 import random
@@ -47,7 +47,7 @@ CUTS = {
 
 
 def save(folder, cut):
-    """Write a file per part."""
+    """Write one file per shard, and return the opened files."""
     for number, (start, values) in enumerate(cut):
         part = part_of("w", values, SHAPE, start)
         write_parts(folder / f"rank-{number:05d}.safetensors", [part])

@@ -1,5 +1,5 @@
-"""Test that a split backward pass has the gradients and matrix multiplications of a whole one, and
-that rounding weights once per step equals training a model with bf16 weights."""
+"""Test that a split backward pass has the gradients and matrix multiplications of an unsplit one,
+and that rounding weights once per step gives the gradients of a bf16 model."""
 
 import copy
 import functools
@@ -38,8 +38,7 @@ def micro_batches(count):
 
 
 def in_two_parts(model, batches):
-    """Run all first parts of backward passes, then all second parts. Return the number of second
-    parts."""
+    """Run the first part of all backward passes, then all second parts."""
     weights, later = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()
@@ -55,7 +54,8 @@ def in_one_part(model, batches):
 
 @pytest.mark.parametrize("name", [*MODELS, "bf16"])
 def test_two_parts_give_the_gradients_of_one(name):
-    """Gradients are fp32, and bf16 weights are rounded once per step."""
+    """Compare split and unsplit backward passes. With bf16, weights are rounded once per step and
+    gradients are fp32."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):
@@ -68,8 +68,8 @@ def test_two_parts_give_the_gradients_of_one(name):
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
-    """Otherwise the ninth block would run uncompiled, as torch compiles a function at most eight
-    times."""
+    """Otherwise the ninth block would run uncompiled, because torch compiles a function at most
+    eight times."""
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
     model = gpt2.build(size, dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
@@ -100,7 +100,8 @@ def test_two_parts_take_the_products_of_one():
 
 
 def test_a_loss_that_is_kept_holds_no_inputs_of_products():
-    """A schedule keeps the losses of all micro-batches until the end of the step."""
+    """Losses must not keep activations alive, because a schedule keeps the losses of all
+    micro-batches until the end of the step."""
     model, (batch,) = build("gpt2"), micro_batches(1)
     weights = WeightGradients(model, CPU, (1, 1))
     loss = model(*batch)
@@ -139,8 +140,8 @@ def test_gradients_are_those_of_rounded_weights_added_up_in_fp32():
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 assert parameter.dtype == parameter.grad.dtype == torch.float32
-                # The embedding is used at both ends. The terms of its gradient are added in fp32 in
-                # one model and in bf16 in the other. In a pipeline, each stage uses it once.
+                # The embedding is used at both ends. One model adds the two terms of its gradient
+                # in fp32, the other in bf16. In a pipeline, each stage has only one of the terms.
                 used_twice = name == "token_embedding.weight"
                 far = float(expected[name].abs().max()) / 64 if used_twice else 0.0
                 torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=far)

@@ -1,4 +1,4 @@
-"""Test requirements and costs of schedules against simulations of their own orders."""
+"""Compare the requirements and costs of schedules with simulations of their orders."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
 
 def test_micro_batches_that_a_schedule_takes():
-    """Try 1 to 12 micro-batches over 4 processes."""
+    """Check which numbers of micro-batches, from 1 to 12, each schedule accepts on 4 processes."""
     expected = {name: list(range(1, 13)) for name in SCHEDULES}
     expected["1f1b"] = list(range(4, 13))
     expected["interleaved"] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
@@ -28,8 +28,8 @@ def test_micro_batches_that_a_schedule_takes():
 
 
 def test_a_message_takes_its_time_between_processes_and_none_within_one():
-    """Forward takes 1 and backward 2. With one micro-batch over two stages, all operations run in
-    sequence."""
+    """A forward pass takes 1, a backward pass 2 and a message 0.25. With one micro-batch on two
+    stages, all operations run in sequence."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
     assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
@@ -39,7 +39,7 @@ def test_a_message_takes_its_time_between_processes_and_none_within_one():
 
 @pytest.mark.parametrize("name", FIXED)
 def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
-    """Use equal stages. Each half of a backward pass takes as long as a forward pass."""
+    """Stages are equal, and each half of a backward pass takes as long as a forward pass."""
     schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
     kinds = "FIW" if schedule.splits_backward else "FB"
     lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
@@ -64,7 +64,7 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
 
 
 def test_zb_v_is_its_authors_order_at_any_durations():
-    """Compare with the orders of sail-sg's zbv.py, which the tutorial stores."""
+    """Compare with orders of sail-sg's zbv.py. The tutorial stores their hashes."""
     file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
         if p == 1:  # no pipeline
@@ -76,14 +76,14 @@ def test_zb_v_is_its_authors_order_at_any_durations():
 
 
 def test_uneven_stages_count_as_the_middle_process():
-    """For each operation, the median over processes of the mean of their two stages is used."""
+    """For each operation, the duration is the mean of a process's two stages, and the median of
+    these over processes."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
     up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
     assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)
 
 
 def most_held(order):
-    """Return the largest number of micro-batches of a stage whose activations a process holds at
-    once."""
+    """Return the largest number of forward passes whose activations a process holds at once."""
     steps = [{"F": 1, "I": 0}.get(kind, -1) for kind, _, _ in order]
     return max(itertools.accumulate(steps))
