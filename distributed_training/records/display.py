@@ -74,8 +74,8 @@ class Display:
             self._bar = tqdm(total=total, initial=num_done, dynamic_ncols=True, bar_format=form)
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
-        """Show the last of `rows`, which are rows of metrics.jsonl. The step `first` is the first
-        of the run. It is slower than other steps, so it is excluded from the speed."""
+        """Show the last of `rows`, which are rows of metrics.jsonl. The speed excludes the run's
+        first step, whose number is `first`, because this step is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]

@@ -194,11 +194,12 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 def build_tracker(
     log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
 ) -> Tracker:
-    """Return the tracker that CONFIG's `log_to` names. The settings `about` become its config.
+    """Return the tracker that CONFIG's `log_to` names. The settings `about` become the config of
+    the tracker's run.
 
     The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
     wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space).
-    The tracker's id of a run is stored in the run's folder. A run that resumes after `step`
+    The id of the tracker's run is stored in the run's folder. A run that resumes after `step`
     therefore continues the same run in the tracker."""
     if log_to is None:
         return Tracker()

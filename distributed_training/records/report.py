@@ -1,4 +1,5 @@
-"""Show comparisons on a terminal, as Markdown and as HTML. Run the command `report`."""
+"""Show comparisons of runs on a terminal, as Markdown and as HTML. Implement the command
+`report`."""
 
 import argparse
 import base64
@@ -25,14 +26,14 @@ from distributed_training.settings.files import given_path, plural, require_writ
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
 NAME_WIDTH = 26
-# Columns that a narrow terminal drops from the table, in this order
+# Columns that are left out of the table on a narrow terminal, in this order
 DROPPABLE = (
     "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
     "training loss",
 )  # fmt: skip
 LINE_STYLES = ("-", "--", "-.", ":")
-Figure = Any  # a matplotlib.figure.Figure, whose import is slow
-# Columns that are aligned to the left
+Figure = Any  # matplotlib.figure.Figure, which is slow to import
+# Columns that are left-aligned
 TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}
 
 
@@ -50,7 +51,7 @@ class Section:
 
 
 def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Return a section per comparison. If there are several, the names of their plots are
+    """Return one section per comparison. If there are several sections, the names of the plots are
     numbered."""
     sections = []
     is_numbered = len(comparisons) > 1
@@ -84,8 +85,8 @@ def build_figures(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _new_figure(height: float) -> tuple[Figure, Any]:
-    """Return a figure of this height in inches and its axes. The figure needs no display and need
-    not be closed."""
+    """Return a figure with this height in inches, and the axes of the figure. The figure needs no
+    display and need not be closed."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(6.4, height), layout="constrained")
@@ -95,8 +96,9 @@ def _new_figure(height: float) -> tuple[Figure, Any]:
 def _losses(
     layouts: Sequence[Layout], x_values: Callable[[Record], Sequence[float]], x_label: str
 ) -> Figure | None:
-    """Plot losses as means over the seeds. Training is drawn as lines with bands of one standard
-    deviation, validation as dots. A loss that was not finite, None in a record, leaves a gap."""
+    """Plot training losses as lines: means over the seeds, with bands of one standard deviation.
+    Plot the validation losses of all runs as dots. A loss that is not finite (None in a record)
+    leaves a gap. Return None if there is no finite training loss."""
     figure, axes = _new_figure(4.2)
     for index, layout in enumerate(layouts):
         runs = [(x_values(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
@@ -129,7 +131,8 @@ def _losses(
 
 
 def _speeds(layouts: Sequence[Layout]) -> Figure | None:
-    """Plot tokens/s as bars: means over the seeds, with standard deviations."""
+    """Plot tokens/s as bars: means over the seeds, with standard deviations. Return None if no run
+    was measured."""
     tokens_per_s = MEASURED["tokens/s"]
     measured = [layout for layout in layouts if tokens_per_s.values(layout.done)]
     if not measured:
@@ -140,7 +143,7 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
     errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in speeds]
     tallest = max(name.count("\n") for name in names)
     figure, axes = _new_figure(1.2 + (0.34 + 0.1 * tallest) * len(names))
-    positions = range(len(names))  # bars with equal names would overlap
+    positions = range(len(names))  # numbers, because bars with equal names would overlap
     bars = axes.barh(positions, means, xerr=errors if any(errors) else None, color="#0072b2",
                      ecolor="#888888", capsize=3)  # fmt: skip
     axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=3, fontsize=8)
@@ -153,8 +156,9 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
 
 
 def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
-    """Return the title, the first table and the notes. The title leaves out settings that are
-    `shared` with other sections. A narrow terminal drops the least important columns."""
+    """Return a section as text for a terminal: the title, the first table and the notes. The title
+    leaves out the settings in `shared`, which other sections have as well. On a narrow terminal,
+    the least important columns are left out."""
     title = section.title
     if shared:
         specific = {name: text for name, text in section.settings.items() if name not in shared}
@@ -193,7 +197,8 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
 
 
 def shared_settings(sections: Sequence[Section]) -> dict[str, str]:
-    """Return the settings that all of several sections share, or {} for one section."""
+    """Return the settings that all sections share. Return {} if there are fewer than two
+    sections."""
     if len(sections) < 2:
         return {}
     common = set.intersection(*({*section.settings.items()} for section in sections))
@@ -206,8 +211,8 @@ def in_words(settings: Mapping[str, str]) -> str:
 
 
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """Return a page with the settings that all sections share at the top. `form` is "md", whose
-    plots are separate files, or "html", a single file without scripts or network access."""
+    """Return a page that begins with the settings that all sections share. `form` is "md", with
+    plots in separate files, or "html", a single file without scripts or network access."""
     shared = shared_settings(sections)
 
     def own_settings(section: Section) -> dict[str, str]:
@@ -221,9 +226,9 @@ def page(form: str, title: str, heading: str, sections: Sequence[Section], note:
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
-    """Return the records of runs, of folders with runs and of files, without duplicates. Each
-    record's `run_dir` is set to its actual location. Print a note about folders without records.
-    Raises UserError for files that are not records."""
+    """Return the records in `paths`, which are runs, folders of runs or record files, without
+    duplicates. Each record's `run_dir` is set to its actual location. Print a note about folders
+    without records. Raises UserError for a file that is not a record."""
     records: dict[Path, Record] = {}
     for path in map(given_path, paths):
         files = [path]
@@ -248,7 +253,8 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
-    """Show the runs that `arguments` name or all runs in `output_dir`. Return the exit code."""
+    """Show the runs that `arguments` name, by default all runs in `output_dir`. Write the plots or
+    the HTML page. Return the exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:

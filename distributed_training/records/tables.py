@@ -12,7 +12,7 @@ from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
 NOTHING = "-"
-_LONGEST_ERROR = 300  # characters of a run's error in a table's notes
+_LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
@@ -44,13 +44,13 @@ def predicted(name: str) -> Value:
 
 
 def finite(value: float | None) -> float:
-    """Return NaN for None, which represents numbers that are not finite in a record."""
+    """Return `value`, or NaN for None, which represents a number that is not finite in a record."""
     return float("nan") if value is None else value
 
 
 def _trained(name: str) -> Value:
     """Return a function that reads an entry of the last evaluation. The function returns None if
-    there was no evaluation after the first step."""
+    there was no evaluation after training began."""
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
@@ -60,7 +60,8 @@ def _trained(name: str) -> Value:
 
 
 def _peak(r: Record) -> float | None:
-    """Return the peak bytes of tensors on the fullest GPU or, without GPUs, of RAM per process."""
+    """Return the peak bytes of tensors on the fullest GPU. Without GPUs, return the peak RAM of the
+    fullest process in bytes."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -116,16 +117,16 @@ class Layout:
     name: str
     records: list[Record]
     num_runs: int = 1  # number of requested runs
-    why: str = ""  # reason why there are fewer records
+    why: str = ""  # reason why there are fewer records than requested runs
 
     @property
     def done(self) -> list[Record]:
-        """Return the runs that have results."""
+        """Return the records of runs that have results."""
         return [r for r in self.records if r.performance]
 
     @property
     def ended(self) -> str:
-        """Describe the status of the runs in one or two words."""
+        """Describe the status of the runs in a few words."""
         num_missing = self.num_runs - len(self.records)
         if self.why:
             return "failed"
@@ -151,7 +152,7 @@ class Comparison:
 
     layouts: list[Layout]
     work: str = ""  # description of the work, if there are no records
-    # Keys of the work whose values differ from other comparisons
+    # Key of the work -> value, for keys whose values differ between comparisons
     differs: dict[str, str] = field(default_factory=dict)
     rows: str = "strategy"  # heading of the first column
 
@@ -174,7 +175,8 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Return the settings that all runs share, on one line."""
+        """Return the settings that all runs share, the work and the differing settings, on one
+        line."""
         settings = self.settings
         device = settings.pop("device", "")
         differing_values = [f"{name} {settings.pop(name)}" for name in self.differs]
@@ -221,13 +223,13 @@ class Comparison:
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that have different values in the runs."""
+    """Return the keys whose values differ between the runs."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """Return the columns of SETTINGS in which all runs have the same value."""
+    """Return the columns of SETTINGS in which all runs have the same value, with this value."""
     settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
     differ = differing(settings)
     return {name: text for name, text in settings[0].items() if name not in differ}
@@ -242,8 +244,8 @@ def status(r: Record) -> str:
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """Return a comparison per work, beginning with the work of the newest run. Each run has its own
-    row."""
+    """Return one comparison per work, beginning with the work of the newest run. Each run has its
+    own row."""
     records = sorted(records, key=lambda r: r.started_at)
     different_keys = differing([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}
@@ -275,7 +277,7 @@ def run_names(records: Sequence[Record]) -> list[str]:
     if num_names == 1:
         return ["" if len(names) == 1 else "-".join(name) for name in names]
     sizes = range(max(map(len, names)) + 1)
-    # By number of words in the prefix
+    # num_prefixes[size]: number of different prefixes of `size` words
     num_prefixes = [len({name[:size] for name in names}) for size in sizes]
     first = num_prefixes.count(1) - 1  # all names share the words before this index
     last = num_prefixes.index(num_names)
@@ -302,7 +304,7 @@ def results(comparison: Comparison) -> Table:
 
 
 def predictions(comparison: Comparison) -> Table:
-    """Return the table that compares the prediction of each plan with its run."""
+    """Return the table that compares each plan's prediction with the measurements of its run."""
     records = comparison.records
     memory = "the RAM of the process that uses the most, including libraries"
     if any(r.machine["gpu_name"] for r in records):
@@ -328,7 +330,8 @@ def predictions(comparison: Comparison) -> Table:
 
 
 def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -> float | None:
-    """Return the relative error of the mean prediction, or None if a value is missing."""
+    """Return the error of the mean prediction relative to the mean measurement. Return None if a
+    value is missing."""
     expected = prediction.values(records)
     actual = measurement.values(records)
     if not expected or not actual:
@@ -339,7 +342,7 @@ def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -
 def _memory(r: Record) -> dict[str, float]:
     prediction = r.prediction or {}
     components = dict(prediction.get("memory_bytes", {}))
-    if components and not r.machine["gpu_name"]:  # adds the memory of Python and libraries
+    if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
         components["Python"] = prediction["host_bytes"] - sum(components.values())
     return components
 
@@ -352,8 +355,8 @@ def _sent(r: Record) -> dict[str, float]:
 def _breakdown(
     title: str, about: str, comparison: Comparison, bytes_of: Callable[[Record], dict[str, float]]
 ) -> Table:
-    """Return a table in bytes, with a row per layout, a column per component and a column for the
-    total."""
+    """Return a table in bytes, with one row per layout, one column per component and a column for
+    the total."""
     columns = {comparison.rows: [layout.name for layout in comparison.finished]}
     rows = [bytes_of(layout.done[0]) for layout in comparison.finished]
     names = dict.fromkeys(name for row in rows for name in row)
