@@ -22,7 +22,7 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import ModelSpec, find_model, peft, weights
+from distributed_training.models import CONFIG_FILE, ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
@@ -319,6 +319,9 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
     exported = run if run.name == LAST else run / LAST
     if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)
+    if checkpoint is None and (exported / CONFIG_FILE).exists():
+        what = f"{exported} already contains the whole model"
+        raise UserError(what, "the run saved no checkpoint", "use this folder")
     if checkpoint is None:
         what = (
             "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"

@@ -194,6 +194,8 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
         assert other[name].shape == weight.shape
         assert not torch.equal(other[name], weight), name
     assert_refused(command("export", tmp_path), "is not a folder with a checkpoint", "runs/latest")
+    shutil.rmtree(killed / "checkpoints")
+    assert_refused(command("export", killed, "--merge"), "already contains the whole model")
 
 
 @pytest.mark.parametrize(
