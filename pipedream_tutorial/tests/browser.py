@@ -22,17 +22,17 @@ SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
 def find_browser():
-    """Return the path of Chromium or Chrome, or None."""
+    """Return the path of Chromium or Chrome. Return None if neither is installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:
-    """One page. `errors` contains uncaught exceptions and the errors that the page wrote to the
-    console."""
+    """One page of a browser. `errors` contains uncaught exceptions and the errors that the page
+    wrote to the console."""
 
     def __init__(self, profile):
         command = [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(  # Chromium reads from 3 and writes to 4
+        self.process = subprocess.Popen(  # Chromium reads from descriptor 3, writes to 4
             ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null', *command], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -45,8 +45,8 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **parameters):
-        """Send a command and return its result. Other messages that arrive in between are checked
-        for errors."""
+        """Send a command and return its result. Check other messages that arrive in between for
+        errors."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -75,7 +75,7 @@ class Browser:
         return message
 
     def open(self, path, hash_="", *, width=1000, height=900, dark=False):
-        """Load a file in a window of this size."""
+        """Load a file in a window of the given size."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,

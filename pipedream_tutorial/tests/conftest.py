@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which tests trigger often."""
+    """Exclude imported modules from garbage collection, which tests often trigger."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

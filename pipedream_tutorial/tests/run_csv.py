@@ -2,8 +2,9 @@
 
     run_csv.py FOLDER NAME...
 
-For each FOLDER/NAME.csv, compare the gradients of this rank's stage with those of the whole batch
-in one piece. Write the differences and the order of operations to FOLDER/rank<r>.json.
+For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients that the
+whole batch gives in one piece. Write the differences and the order of operations to
+FOLDER/rank<r>.json.
 """
 
 import json

@@ -18,11 +18,11 @@ ENVIRONMENT = os.environ | dict([MARK]) | {"PYTHONPATH": str(FOLDER)}
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    """Check that all processes of a test have ended with it."""
+    """Check that all processes that a test started have ended after the test."""
     yield
     started = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # not ours, or just ended
+        with suppress(psutil.Error):  # the process is not ours, or has just ended
             if process.environ().get(MARK[0]) == MARK[1]:
                 started.append(process)
     _, alive = psutil.wait_procs(started, timeout=10)
@@ -32,7 +32,8 @@ def no_process_is_left():
 
 
 def run(arguments, *, start=SCRIPT, limit_s=100, cwd=FOLDER):
-    """Return the finished process. Raises subprocess.TimeoutExpired after the time limit."""
+    """Run a command and return the finished process. Raises subprocess.TimeoutExpired after the
+    time limit."""
     return subprocess.run(
         [*start, *arguments], cwd=cwd, env=ENVIRONMENT, timeout=limit_s,
         capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Test which orders run with sends that wait for their receives, and which block forever."""
+"""Test which orders run, and which block forever, if sends wait for their receives."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def blocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool
 
 
 def check_run(s: Schedule, ended: list[Action]) -> None:
-    """Check that every operation ran once, in order, and not before its inputs had been
+    """Check that every operation ran once, in order, and only after its inputs had been
     received."""
     for rank, order in enumerate(s.orders):
         assert [a.op for a in ended if a.kind == "RUN" and a.peer == rank] == list(order)
@@ -46,7 +46,7 @@ def test_naive_blocking_gpipe_and_one_at_a_time_and_a_fused_1f1b_do_not() -> Non
 
 
 def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
-    """A send and a receive are only fused if nothing runs in between, and ZB-H2 puts its W
+    """A send and a receive are fused only if nothing runs between them, and ZB-H2 runs a W
     there."""
     for p, m in SIZES:
         s = build_schedule("zb-h2", p, m)
@@ -62,10 +62,10 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
     s = build_schedule("gpipe", 2, 2)
     sender, (first, second, *rest) = s.orders
     s = replace(s, orders=(sender, (second, first, *rest)))
-    # The order of operations is valid, because no result is needed before it can exist.
+    # The order of operations is valid, because each result exists before it is needed.
     assert simulate(s, build_costs(s)).makespan > 0
     blocked = "rank 0 is at SEND 0F0 to rank 1; "
-    # A buffered sender continues, although its message is not received.
+    # A buffered sender continues, even if its message is not received.
     for buffered in (False, True):
         with pytest.raises(DeadlockError) as caught:
             run_blocking(blocking_programs(s), buffered=buffered)

@@ -1,5 +1,5 @@
-"""Test that every closed form equals the simulation as a fraction, and the results outside its
-range."""
+"""Test that every closed form equals the simulation as a fraction. Also test results outside the
+range of the closed form."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idl
 
 
 def makespan_idle(name: str, c: Case) -> Fraction:
-    """Return the idle time, which is equal on all ranks, because they all do the same amount of
+    """Return the idle time, which is equal on all ranks because all ranks do the same amount of
     work."""
     (value,) = set(simulated(name, c).makespan)
     return value
@@ -136,7 +136,7 @@ def test_zb_h1_takes_every_batch() -> None:
 
 
 def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None:
-    """Compare with the counts in the paper, and check that the two passes at the ends need no more
+    """Compare with the counts in the paper. Check that the two passes at the ends need no more
     memory."""
     for p in range(2, 17):
         for m in (p + 2, 3 * p + 1):
@@ -158,7 +158,8 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
 
 def test_dualpipe_v_against_the_form_in_its_readme() -> None:
     def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
-        """(PP/2 - 1) (F&B + B - 3W) with PP = 2p stages, whose durations are half a rank's."""
+        """Return (PP/2 - 1) (F&B + B - 3W) with PP = 2p stages. Durations of a stage are half of a
+        rank's durations."""
         pair = c.f + c.backward - saving * min(c.f, c.backward)
         return (c.p - 1) * (pair + c.backward - 3 * c.w) / 2
 
@@ -172,8 +173,8 @@ def test_dualpipe_v_against_the_form_in_its_readme() -> None:
         assert makespan_idle("dualpipe-v", c) >= closed
     assert makespan_idle("dualpipe-v", even(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
     assert CLOSED_FORMS["dualpipe-v"].makespan_idle(even(4, 8, f=1, i=2, w=1)) == Fraction(9, 2)
-    # Ranks have different numbers of overlapping pairs, so X differs between ranks. Rank 0's X
-    # equals the README's only on two ranks.
+    # Ranks have different numbers of overlapping pairs, so X differs between ranks. X of rank 0
+    # equals the README's formula only with two ranks.
     half = Fraction(1, 2)
     for p in range(2, 6):
         c = even(p, 2 * p)

@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
-# Long commands run with less work. The same output is compared.
+# Long commands run with less work. Their output is compared in the same way.
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
@@ -32,14 +32,15 @@ SHORTER = [
 
 
 class Block(NamedTuple):
-    """Command, and the texts that its output must contain, as (kind, lines)."""
+    """Command, and the texts that the command's output must contain, as (kind, lines)."""
 
     command: str
     texts: tuple[tuple[str, str], ...]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return a page's ```bash blocks in order, each with the ```text blocks that follow it."""
+    """Return a page's ```bash blocks in order, each with the ```text blocks that follow the
+    block."""
     found: list[Block] = []
     for fence in _FENCE.finditer((FOLDER / page).read_text()):
         kind, body = fence["kind"], fence["body"]
@@ -52,7 +53,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def squeezed(line: str) -> str:
-    """Return a line without its numbers and with single spaces."""
+    """Return a line without numbers and with single spaces."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
 
 
@@ -114,7 +115,7 @@ def run_block(block: Block, folder: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
-    for path in FOLDER.iterdir():  # link everything into a folder that may be written to
+    for path in FOLDER.iterdir():  # link everything into a writable folder
         if path.name not in ("figures", ".venv") and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     blocks = [block for page in PAGES for block in blocks_of(page)]
@@ -125,11 +126,11 @@ def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
     for block in blocks:  # a command that occurs in several blocks runs once
         before = known.get(block.command, Block(block.command, ()))
         known[block.command] = before._replace(texts=(*before.texts, *block.texts))
-    # A block that uses a file must follow the block that writes it. The order of others does not
-    # matter.
+    # A block that uses a file must follow the block that writes the file. The order of other blocks
+    # does not matter.
     chains = [[b for b in known.values() if ".csv" in b.command]]
     chains += [[b] for b in known.values() if ".csv" not in b.command]
-    # Commands that train in full come first, because they take longest.
+    # Commands that train in full come first, because they take the longest.
     chains.sort(key=lambda chain: not any(kind == "trained" for kind, _ in chain[0].texts))
 
     def run_chain(chain: list[Block]) -> list[str]:

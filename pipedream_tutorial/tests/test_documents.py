@@ -28,7 +28,7 @@ def without_blocks(page: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return GitHub's anchors for the headings of a page."""
+    """Return the anchors that GitHub creates for the headings of a page."""
     heads = re.findall(r"^#+ (.*)$", re.sub(_FENCE, "", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

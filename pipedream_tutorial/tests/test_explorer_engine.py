@@ -68,7 +68,7 @@ def grid():
 
 
 def in_python(name, c):
-    """Return the answer of explorer_cells.mjs to `run`."""
+    """Return the answer that explorer_cells.mjs should give to `run`."""
     sizes = {"num_stages": "p", "num_microbatches": "m", "num_batches": "n", "chunks": "v"}
     durations = {
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",
@@ -114,8 +114,8 @@ def test_every_cell_is_the_python_simulators():
 
 
 def assert_critical(path, found):
-    """Check that each operation began when the previous one had ended or arrived, from time 0 to
-    the last end."""
+    """Check that the path leads from time 0 to the last end. Each operation must begin when the
+    previous operation has ended or its result has arrived."""
     times = {
         cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
         for rank, line in enumerate(found["cells"])
@@ -129,7 +129,7 @@ def assert_critical(path, found):
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():
-    """Each schedule has a formula, and some of these sizes are in its range."""
+    """Each schedule has a formula, and some of the tested sizes are in the formula's range."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [
@@ -187,7 +187,7 @@ def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
 
 
 def test_a_moved_operation_is_judged_as_the_simulator_would():
-    """Every move of every operation of rank 1, by up to three places."""
+    """Test every move of every operation of rank 1 by up to three places."""
     schedule = build_schedule("zb-h1", 3, 4)
     costs = build_costs(schedule, communication="1/2")
     c = chosen(p=3, m=4, durations=(1, 1, 1, "1/2"))
@@ -279,5 +279,5 @@ def test_only_stashing_makes_the_gradient_valid():
     assert little["perStage"][-1] == much["perStage"][-1] == 0
     for a, b in zip(little["perStage"][:-1], much["perStage"][:-1], strict=True):
         assert 0 < a < b
-        assert b / a == pytest.approx(10, rel=0.1)  # linear in the learning rate while it is small
+        assert b / a == pytest.approx(10, rel=0.1)  # linear in small learning rates
     assert all(sum(f["losses"][-8:]) < sum(f["losses"][:8]) for f in found[1::2])

@@ -80,7 +80,7 @@ def middle(browser, operation):
 
 
 def drag(browser, operation, to):
-    """Drag with the mouse to the position of another operation, and a little further."""
+    """Drag with the mouse to the position of another operation, and slightly beyond it."""
     x, y = middle(browser, operation)
     end, _ = middle(browser, to)
     browser.mouse("mouseMoved", x, y)
@@ -184,7 +184,7 @@ def test_pointing_at_an_operation_says_what_it_waits_for(browser):
 
 
 def with_late_forward():
-    """Return 1F1B at c = 1 with 0F4 and the following 0B1 exchanged."""
+    """Return 1F1B at c = 1, with 0F4 and the following 0B1 swapped."""
     schedule = build_schedule("1f1b", 4, 8)
     first, *others = schedule.orders
     swapped = (*first[:5], first[6], first[5], *first[7:])
@@ -283,8 +283,9 @@ LATE = ("B", 1, 2)
 
 
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
-    """F takes 10 ms and B 20, but rank 1's last one 40. The scaled means are 9 and 21 ms on rank 0,
-    and 11 and 25.67 ms on rank 1, so a batch takes 9 + 3 (11 + 25.67) + 21 = 140 ms."""
+    """F takes 10 ms and B takes 20 ms, except that the last B of rank 1 takes 40 ms. The scaled
+    means are 9 and 21 ms on rank 0, and 11 and 25.67 ms on rank 1. So a batch takes 9 + 3 (11 +
+    25.67) + 21 = 140 ms."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
         e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e

@@ -1,4 +1,4 @@
-"""Test that pictures show the computed values, and that no texts overlap."""
+"""Test that pictures show the computed values, and that texts do not overlap."""
 
 import re
 import sys
@@ -37,8 +37,8 @@ CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorde
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
-    """Return a picture after checking that its texts do not overlap, are inside the page and are
-    large enough."""
+    """Check that the texts of a picture do not overlap, are inside the page and are large enough.
+    Return the picture."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
     original, begin = Text.draw, Figure.draw
 
@@ -93,7 +93,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
-    """Return the rectangles of operations. The others are behind them and show idle time."""
+    """Return the rectangles of operations. Other rectangles are behind them and show idle time."""
     own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
 
@@ -120,7 +120,7 @@ def drawn_cells(ax: Axes) -> Cells:
 
 
 def shown_timelines() -> dict[str, list[Timeline]]:
-    """Return the timelines that each panel of a grid picture has to show."""
+    """Return the timelines that the panels of a grid picture must show."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
     rows = [row for row in compare(CONFIG) if isinstance(row, Row) and row.name != "zb-v-fixed"]

@@ -36,8 +36,8 @@ def _start_endless(*more, start=SCRIPT):
 
 
 def _kill(process, rank):
-    """Kill a stage and wait for the others to end. Return (process id of the stage, stderr of
-    all)."""
+    """Kill a stage and wait for the other stages to end. Return (process id of the stage, stderr of
+    all stages)."""
     children = psutil.Process(process.pid).children(recursive=True)
     victim = sorted(child.pid for child in children)[rank]  # started in the order of their ranks
     os.kill(victim, signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_a_killed_stage_ends_the_others_and_is_named():
 
 @pytest.mark.timeout(90)
 def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
-    """The measurements are not lost: the record has the first case."""
+    """The measurements are not lost, because the record contains the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
     end = time.monotonic() + 60
@@ -113,14 +113,15 @@ assert [launch(body, 4) for _ in range(20)] == [2] * 20
 
 
 def test_a_stage_that_refuses_at_once_ends_the_others_at_once():
-    """This includes stages that have just been forked."""
+    """The other stages end even if they have just been forked."""
     done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
     assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
 
 
 @pytest.mark.timeout(90)
 def test_no_stage_listens_to_the_network():
-    """This holds even if the machine's name has an address that others can reach."""
+    """Stages listen only on loopback, even if the machine's name has an address that others can
+    reach."""
     addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
     outside = next((address for address in addresses if not address.startswith("127.")), "")
     rename = ["unshare", "--uts", "sh", "-c", f'hostname {outside}; exec "$@"', "sh"]
@@ -186,7 +187,7 @@ pipedream_runtime.start(sys.argv[1:])
 
 @pytest.mark.timeout(90)
 def test_stages_unpickle_nothing(tmp_path):
-    """Unpickling executes code, so results, orders and weights are sent in other formats."""
+    """Unpickling can execute code, so results, orders and weights are sent in other formats."""
     arguments = ["--device=cpu", "--num_stages=2", "--schedule=zb-h1,search", *FAST]
     weights = ["--num_microbatches=2", "--weights", str(tmp_path / "weights.pt")]
     done = run(["-c", NO_PICKLE, *arguments, *weights], start=[sys.executable])

@@ -1,4 +1,4 @@
-"""Test that lecture.ipynb runs as committed, and that its checks distinguish right and wrong
+"""Test that lecture.ipynb runs as committed, and that its checks distinguish right from wrong
 answers."""
 
 import re
@@ -42,8 +42,8 @@ def said(cell: Any) -> str:
 def test_answers_come_after_guesses_and_solutions_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run it as committed, without answers or solutions. Then run it in the same kernel with
-    guesses and solutions."""
+    """Run the notebook as committed, without answers or solutions. Then run it in the same kernel
+    with guesses and solutions."""
     book = nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
@@ -90,7 +90,8 @@ I_HALF = solution("7_two_halves", "input_gradient")
 
 
 def late_weights(p: int, m: int, r: int) -> list[str]:
-    """Return an order with all W at the end, which is short but frees nothing."""
+    """Return an order with every W at the end. The order is short but frees no memory until
+    then."""
     return [one for one in ORDER(p, m, r) if one[0] != "W"] + [f"W{i}" for i in range(m)]
 
 

@@ -52,8 +52,9 @@ def stepped(weights: Weights, gradients: Weights) -> Weights:
 def recurrence(
     p: int, m: int, num_microbatches: int, version: Callable[[int, int], int]
 ) -> list[Weights]:
-    """W_s(i + 1) = W_s(i) - lr * gradient of microbatch i in W_s, at W_0(v), W_1(v), ... with
-    v = version(stage, i). No schedule, no stash: all versions of all stages are kept."""
+    """Return the last weights of W_s(i + 1) = W_s(i) - lr * gradient of microbatch i with respect
+    to W_s, at W_0(v), W_1(v), ... with v = version(stage, i). There is no schedule and no stash,
+    because all versions of all stages are kept."""
     stages = build_stages(p, 1, seed=SEED)
     history = [[own] for own in initial(stages)]
     for i in range(num_microbatches):
@@ -73,7 +74,8 @@ def test_stashing_and_vertical_sync_are_their_recurrences_bit_for_bit(p: int, m:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
 def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
-    """W(t + 1) = W(t) - lr * gradient at W(t - 1) (2006.09503); W(-1) is W(0)."""
+    """The recurrence is W(t + 1) = W(t) - lr * gradient at W(t - 1) (2006.09503), and W(-1) is
+    W(0)."""
     stages = build_stages(p, 1, seed=SEED)
     old = new = initial(stages)
     for t in range(5):
@@ -88,8 +90,8 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
 def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
-    """Under all of them, each stage adds its microbatches' gradients in the order 0, 1, 2, ..., so
-    even rounding is equal."""
+    """Under all these schedules, each stage adds its microbatches' gradients in the order 0, 1, 2,
+    ..., so even rounding is equal."""
     first, *others = [
         trained(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
     ]
@@ -98,8 +100,8 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
-    """Twice as many stages of the same layers give the same result. DualPipeV delays some W behind
-    later microbatches, so it sums in another order."""
+    """Twice as many stages of the same layers give the same result. DualPipeV runs some W after the
+    W of later microbatches, so it sums in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

@@ -25,14 +25,14 @@ def layer(seconds, activation=0, weight=0):
 
 
 def compositions(total, parts):
-    """Return all ways to write `total` as a sum of `parts` numbers of 1 or more."""
+    """Return all ways to write `total` as a sum of `parts` positive integers."""
     cuts = combinations(range(1, total), parts - 1)
     return [[b - a for a, b in pairwise((0, *cut, total))] for cut in cuts]
 
 
 def brute_force(layers, workers, bandwidth, factor, replication):
-    """Return the shortest period over all cuts and all distributions of exactly `workers` workers,
-    or None."""
+    """Return the shortest period over all cuts and all distributions of exactly `workers` workers.
+    Return None if there is no distribution."""
     best = None
     for stages in range(1, min(len(layers), workers) + 1):
         for sizes in compositions(len(layers), stages):

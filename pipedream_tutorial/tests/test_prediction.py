@@ -1,7 +1,7 @@
-"""Test predictions from measurements: exact for simulated runs, and close with jitter.
+"""Test predictions from measurements. They are exact for simulated runs, and close with jitter.
 
 The accuracy for real runs depends on the load of the machine, so no test checks it. Records of
-pipedream_runtime.py contain it (TEST_RESULTS.md).
+pipedream_runtime.py contain the accuracy (TEST_RESULTS.md).
 """
 
 import json
@@ -35,7 +35,7 @@ SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20],
 
 
 def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
-    """Return a run in which every operation took exactly its simulated time, with changed
+    """Return a run in which every operation took exactly its simulated time. `change` alters the
     slices."""
     schedule = build_schedule(name, p, m)
     slices = [change(s) for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
@@ -63,8 +63,8 @@ def test_communication_counts_only_stages_that_waited():
 
 
 def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
-    """Stage 2's clock is 5 ms early, so it receives results before they were sent. Its own messages
-    show nothing."""
+    """Stage 2's clock is 5 ms early, so stage 2 receives results before they were sent. The
+    messages that stage 2 sends show nothing."""
 
     def early(s):
         by = 5 * MS * (s.rank == 2)

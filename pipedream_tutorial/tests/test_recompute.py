@@ -18,7 +18,7 @@ KEPT = Fraction(1, 20)
 
 
 def built(name: str) -> list[tuple[Case, Schedule]]:
-    """Yield the schedule at all sizes that it allows, with random durations."""
+    """Return the schedule at all sizes that it allows, each with random durations."""
     chance, found = random.Random(name), []
     for p, m in SIZES:
         f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))
@@ -59,7 +59,7 @@ def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
-    """R waits for no other rank, so idle times are the same as without it."""
+    """R waits for no other rank, so idle times are the same with and without R."""
     for c, schedule in built(name):
         found = timed(recomputed(schedule, KEPT), c)
         assert set(idle(found).makespan) == {even_fill(c)}
@@ -71,8 +71,8 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
 def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
-    """A rank holds all activations of one stage, at its F or B, and the kept share of the
-    others."""
+    """A rank holds all activations of one stage, at that stage's F or B, and the kept share of the
+    activations of the other stages."""
     form = CLOSED_FORMS[name]
     for c, schedule in built(name):
         v = schedule.stages_per_rank
@@ -84,7 +84,7 @@ def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fr
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
 def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
-    """All activations of a microbatch are held from R to its late W, so the last rank saves
+    """All activations of a microbatch are held from R to the late W, so the last rank saves
     nothing."""
     for c, schedule in built(name):
         found = peak_activations(recomputed(schedule, KEPT))

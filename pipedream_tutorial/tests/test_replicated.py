@@ -1,4 +1,4 @@
-"""Simulate a plan's stages: orders with replicas, and their period."""
+"""Simulate the stages of a plan. Test the orders with replicas and their period."""
 
 from fractions import Fraction
 

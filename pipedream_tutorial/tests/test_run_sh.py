@@ -10,8 +10,8 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent
 TOOLS = ("bash", "cat", "dirname", "mkdir", "chmod", "sleep", "flock", "uname")
 PYTHON = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
-# Replacement for uv. `uv venv` makes a Python without packages, `uv pip install` makes one with the
-# packages of the tests' Python, and both write a line to a log.
+# Replacement for uv. `uv venv` makes a Python without packages, and `uv pip install` makes a Python
+# with the packages of the tests' Python. Both commands write a line to a log.
 UV = """#!/bin/bash
 echo "$1 $2" >> {log}
 for last; do :; done
@@ -28,7 +28,8 @@ MADE = "venv --quiet\npip install\n"
 
 @pytest.fixture
 def copy(tmp_path):
-    """Copy run.sh to a folder whose name has a space, with a script that prints its arguments."""
+    """Copy run.sh to a folder whose name contains a space, with a script that prints its
+    arguments."""
     folder = tmp_path / "a folder" / "pipedream_tutorial"
     (folder / "pipedream").mkdir(parents=True)
     shutil.copy(FOLDER / "run.sh", folder)
@@ -70,7 +71,7 @@ def test_an_active_environment_is_used_as_it_is(copy, run):
 
 
 def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy, run):
-    """A set-up that fails is an error, and the next run repeats it."""
+    """A failed setup is an error, and the next run repeats the setup."""
     log, fails = tmp_path / "uv.log", tmp_path / "fails"
     uv = UV.format(log=log, fails=fails, python=sys.executable)
     scripts = {"python3": PYTHON, "uv": uv}

@@ -27,8 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulate with these durations of whole passes by stage. The halves of the backward pass do
-    not matter."""
+    """Simulate with the given durations of whole passes by stage. The halves of the backward pass
+    do not matter."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),
@@ -80,7 +80,7 @@ def test_zb_v_is_its_authors_order_at_any_durations() -> None:
 
 
 def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
-    """If messages take no time, mirrored ranks do the same at the same time."""
+    """If messages take no time, mirrored ranks run the same operations at the same time."""
     for p, m in ((2, 4), (4, 8), (6, 14), (8, 24)):
         both = build_schedule("dualpipe", p, m)
         folded = build_schedule("dualpipe-v", p // 2, m // 2)
@@ -112,8 +112,8 @@ def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, wor
 
 
 def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
-    """Each half fills once and then runs at the pace of its slowest stage. Every hop costs time
-    once."""
+    """Each half fills the pipeline once and then runs at the pace of the half's slowest stage.
+    Every hop adds its time once per half."""
     rng = random.Random(1)
     for _ in range(150):
         p, m = rng.randint(1, 7), rng.randint(1, 12)
@@ -123,7 +123,8 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
-    """Asynchronous 1F1B: the order continues without a flush, so this is PipeDream's throughput."""
+    """In asynchronous 1F1B, the order continues without a flush, so its pace is PipeDream's
+    throughput."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)
@@ -138,7 +139,7 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
 
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
     """Stage 0 has at most p microbatches in flight, so p further microbatches cost 2 (p-1) hops,
-    however well sending overlaps with computing. This is 2 c (p-1) / p per microbatch."""
+    however well sending overlaps with computing. The cost is 2 c (p-1) / p per microbatch."""
     rng = random.Random(4)
     for p in range(1, 8):
         times = {}
@@ -147,14 +148,15 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
             times[m] = uneven(build_schedule("1f1b", p, m), (f,) * p, (b,) * p, c).makespan
             hops = 2 * (p + m - 2 - -(-(m - 1) // p))
             assert times[m] == (m + p - 1) * (f + b) + hops * c
-        if p > 2:  # not for each microbatch: some cost two hops, and one in p costs none
+        if p > 2:  # most microbatches cost two hops, and one in p costs none
             steps = {times[m + 1] - times[m] for m in range(1, 3 * p + 2)}
             assert steps == {f + b, f + b + 2 * c}
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
-    """Each further batch costs its work and rank 0's own idle span, which may be less than X."""
+    """Each further batch costs its work and rank 0's idle time within its span, which may be less
+    than X."""
     rng, form, less = random.Random(name), CLOSED_FORMS[name], 0
     for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
         s = build_schedule(name, p, m)

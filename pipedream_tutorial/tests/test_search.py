@@ -1,5 +1,5 @@
-"""Test that orders from the search are valid, as short as reported, and optimal if the optimum is
-known."""
+"""Test that orders from the search are valid and as short as reported. If the optimum is known,
+test that they are optimal."""
 
 import json
 import sys
@@ -44,7 +44,8 @@ def shortest_of_all(problem):
 
 @pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])
 def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
-    """With p = 4, m = 8 and c = F = I = W = 1, OR-Tools proved that these are the shortest."""
+    """With p = 4, m = 8 and c = F = I = W = 1, OR-Tools proved that these times are the
+    shortest."""
     costs = costs_of(4, communication=1)
     found = search(costs, 8, memory)
     assert found.makespan == shortest >= found.lower_bound

@@ -1,4 +1,4 @@
-"""Test both command lines: compare pipedream_simple.py with the engine, and the package's numbers
+"""Test both command lines. Compare pipedream_simple.py with the engine, and the package's numbers
 with the measures."""
 
 import random
@@ -24,7 +24,7 @@ CASE = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
-    """Call main() in this process, which is faster than starting another one."""
+    """Call main() in this process, because starting another process takes longer."""
     monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
     command.show(command.read(command.CONFIG))
@@ -80,7 +80,7 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """This includes consecutive batches, whose times a row computes without simulating all of
+    """The row includes consecutive batches, whose times it computes without simulating all of
     them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
@@ -100,8 +100,8 @@ def test_a_row_is_what_the_measures_say(name):
 
 
 def test_chunks_may_be_uneven():
-    """A factor per chunk, and the mean of two factors for a stage of two chunks, describe the same
-    model."""
+    """A schedule with two chunks per rank has one factor per chunk. With one stage per rank, the
+    mean of two factors describes the same model."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
     case = CASE | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}

@@ -1,5 +1,5 @@
-"""Test that gradient errors are exactly zero where theory says so, and of the right size
-elsewhere."""
+"""Test that gradient errors are exactly zero if theory says so, and have the right size
+otherwise."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Compare our orders with torch's, run our CSVs in torch's runtime, and read torch's CSVs."""
+"""Compare our orders with torch's orders, run our CSVs in torch's runtime, and read CSVs that torch
+wrote."""
 
 import json
 import sys
@@ -27,7 +28,7 @@ BOTH: list[tuple[str, str, int]] = [
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
     """Build torch's schedule, whose constructor needs only numbers from its stages."""
-    from torch.distributed.pipelining import schedules as theirs  # seconds, for this file alone
+    from torch.distributed.pipelining import schedules as theirs  # takes seconds; only here
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
     stages = [
@@ -44,8 +45,8 @@ def operations(order: Iterable[Any]) -> list[str]:
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """Number forwards as torch 2.13 prints them for the last rank of 1F1B, although its 1F1B does
-    not run from this CSV."""
+    """Number forwards from 1, as torch 2.13 prints them for the last rank of 1F1B. Torch's 1F1B
+    does not run from this CSV."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 
@@ -66,7 +67,7 @@ def test_torchs_orders_and_the_csvs_it_writes_are_ours(
             ours[-1] = list(map(forward_numbered_from_1, ours[-1]))
         assert ours == [operations(theirs.pipeline_order[rank]) for rank in range(p)], (p, m)
         compared += 1
-        if m == 2 * p and name not in ("gpipe", "1f1b"):  # which write no CSV
+        if m == 2 * p and name not in ("gpipe", "1f1b"):  # these two write no CSV
             theirs._dump_csv(tmp_path / f"{name}.csv", format="compute_only")
             assert load_csv(tmp_path / f"{name}.csv") == schedule
     assert compared >= 54

@@ -1,4 +1,4 @@
-"""Test that trace files have the format that viewers require, and the contents of the run."""
+"""Test that trace files have the format that viewers require, and contain the run."""
 
 import json
 from collections import defaultdict
@@ -40,7 +40,7 @@ def written(run: Timeline, **more: Any) -> list[dict[str, Any]]:
 
 
 def ns(microseconds: float) -> int:
-    """Return whole nanoseconds from the file's microseconds, which have three decimals."""
+    """Return whole nanoseconds from microseconds in the file, which have three decimals."""
     return round(microseconds * 1000)
 
 
@@ -95,7 +95,8 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
-    """If a transfer takes longer than an operation, several are in flight at the same time."""
+    """If a transfer takes longer than an operation, several transfers are in flight at the same
+    time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
     events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
@@ -120,7 +121,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_are_what_is_in_flight(name: str) -> None:
-    """Count the microbatches between F and their last pass at every moment."""
+    """At every moment, count the microbatches between F and their last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
     events = [e for e in written(run, policy=policy) if e["ph"] == "C"]
@@ -130,7 +131,7 @@ def test_counters_are_what_is_in_flight(name: str) -> None:
     use = weight_use(run.schedule, policy, M)
     for rank, stages in enumerate(run.schedule.stages()):
         own = {e["name"]: {} for e in events}
-        for e in events:  # the last of several at one time counts
+        for e in events:  # of several values at one time, the last counts
             if e["pid"] == 1000 + rank:
                 own[e["name"]][e["ts"]] = e["args"]["count"]
         held, kept = own.values()
@@ -156,7 +157,7 @@ def test_prediction_and_measurement_share_a_file(name: str) -> None:
     events = written(timeline, measured=measured, policy=policy, unit_s=0.001)
     check_format(events)
     check_arrows(events, {(str(a), str(b)) for a, b in transfers(timeline.schedule)})
-    # Transfers that overlap in time have their own threads.
+    # Transfers that overlap in time have separate threads.
     assert {"send", "send 2", "receive 2"} <= {
         e["args"]["name"] for e in events if e["name"] == "thread_name"
     }

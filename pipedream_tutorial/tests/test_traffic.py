@@ -1,4 +1,4 @@
-"""Compare formulas of memory and traffic with counts from real modules, a simulated ring and real
+"""Compare formulas of memory and traffic with counts from real modules, a simulated ring and actual
 orders."""
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_modules() -> None:
         with torch.device("meta"):
             layers = gpt2_layers(size).values()
         counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        untied = model.vocabulary * model.hidden  # our layers' projection has its own weights
+        untied = model.vocabulary * model.hidden  # our layers' projection has separate weights
         assert model.parameters == sum(counts) - untied
         assert model.embedding_parameters == counts[0]
         assert model.block_parameters == counts[1] == counts[-2]
@@ -50,7 +50,7 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
     sent_chunks = [0] * n
     for step in range(2 * (n - 1)):
         reduces = step < n - 1
-        first = 0 if reduces else n  # each device continues with the chunk whose sum it has
+        first = 0 if reduces else n  # each device continues with the chunk that it has summed
         moved = [(r, (r + first - step) % n) for r in range(n)]
         values = [chunks[r][c] for r, c in moved]
         for (r, c), value in zip(moved, values, strict=True):
@@ -80,8 +80,8 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
 
 
 def test_a_v_has_its_own_memory_and_traffic() -> None:
-    """Compare ZB-V with 1F1B: the model is held once, there are twice as many hops between devices,
-    and device 0 has both ends."""
+    """Compare ZB-V with 1F1B. The model is held once, there are twice as many hops between devices,
+    and device 0 has the first and the last stage."""
     wide, straight = replace(SMALL, vocabulary=1), Layout(title="", pipeline=4)
     layout = replace(straight, schedule="zb-v")
     parameters = [stage_parameters(SMALL, layout, r) for r in range(4)]

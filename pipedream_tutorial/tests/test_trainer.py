@@ -45,7 +45,8 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )
 def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
-    """Its module does not keep it. With updates in place, it stays."""
+    """The module does not keep the first version in memory. With updates in place, the first
+    version remains."""
     (module,) = build_stages(1, 1, seed=1)
     trainer = one_stage(module, 0, 1, policy)
     assert all(parameter.is_meta for parameter in trainer.module.parameters())
@@ -58,7 +59,7 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
 
 
 def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
-    """The test counts matrix multiplications, which are equal for both."""
+    """Count matrix multiplications, whose number is equal for two halves and a whole pass."""
     layers, linears, kinds = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)
     for schedule in ("zb-h1", "1f1b"):
