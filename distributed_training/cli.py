@@ -146,7 +146,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
-    """Merge CONFIG, the preset and `key=value` texts into a request."""
+    """Merge CONFIG, the preset and `key=value` texts into a Request. Raises UserError for values
+    that are not accepted and for code that the user has not named."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,
@@ -368,8 +369,8 @@ def run_command(name: str, program: Program) -> int:
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
-    """Run the command given on the command line and return the exit code. `about`: the docstring of
-    the user's script; `script`: its path."""
+    """Run the command given on the command line and return the exit code. `about` is the docstring
+    of the user's script, and `script` is the path of the script."""
     file = Path(script).resolve()
     # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
     # the current folder.

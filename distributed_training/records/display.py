@@ -62,7 +62,7 @@ class Display:
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
-        """Print a title and then the commands, each on lines of its own that can be pasted."""
+        """Print a title, and below the title the commands as lines that can be pasted."""
         self.say("\n".join([title, *map(pasteable, commands)]))
 
     def start(self, num_done: int, total: int, compiles: bool) -> None:
@@ -147,13 +147,15 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """Return the path for printing. It is relative if the path is inside the current folder."""
+    """Return the text of a path for printing. A path inside the current folder is shown as a
+    relative path."""
     relative = os.path.relpath(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 
 def last_part(source: str) -> str:
-    """Return a short name for a dataset or for weights. For a path, this is the last component."""
+    """Return a short name for a dataset or for weights. The short name of a path is the last
+    component."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 
@@ -175,8 +177,8 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run from its first record. Rows without content have empty
-    strings."""
+    """Return the header rows of a run from its first record. A row without content has an empty
+    string as its value."""
     config = r.config
     data = r.data
     length = config["max_length"]

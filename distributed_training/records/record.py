@@ -72,8 +72,8 @@ logger = logging.getLogger(__name__)
 
 
 class History(BaseModel):
-    """Results that grow during training and that a resumed run continues. On each rank, `saves` and
-    `loads` have the rank's own times."""
+    """Results that grow during training and that a resumed run continues. The times in `saves` and
+    `loads` differ between ranks."""
 
     step: _Step = 0  # number of finished optimizer steps
     loss_curve: list[tuple[_Step, float | None]] = []  # (step, training loss or None if not finite)
@@ -262,8 +262,9 @@ def is_alive(r: Record) -> bool:
 def mark_stopped(
     run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
 ) -> bool:
-    """Report why the run stops, from any rank or the launcher. Also update the status of a record
-    that rank 0 has not finished. Return whether this is the first reported cause.
+    """Report why the run stops. Any rank and the launcher may call this function. Also update the
+    status of a record that rank 0 has not finished. Return whether this is the first reported
+    cause.
 
     The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. `consequence`:
     whether the failure follows from another failure, such as a lost connection to a failed process.

@@ -226,8 +226,8 @@ def page(form: str, title: str, heading: str, sections: Sequence[Section], note:
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
-    """Return the records in `paths`, which are runs, folders of runs or record files, without
-    duplicates. Each record's `run_dir` is set to its actual location. Print a note about folders
+    """Return the records in `paths`, without duplicates. Each path is a run, a folder of runs or a
+    record file. Each record's `run_dir` is set to its actual location. Print a note about folders
     without records. Raises UserError for a file that is not a record."""
     records: dict[Path, Record] = {}
     for path in map(given_path, paths):

@@ -46,8 +46,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Expand `~` in `text`, which may be a path. Raises UserError if the path cannot be looked up:
-    the user is unknown, the name is too long or a folder is not accessible."""
+    """Expand `~` in `text`, which may be a path. Raises UserError if the path cannot be looked up
+    because the user is unknown, the name is too long or a folder is not accessible."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -61,7 +61,7 @@ def expand_home(key: str, text: str) -> str:
 
 def given_path(text: str | Path) -> Path:
     """Return the path of a file or folder that the user names. A relative path refers to the
-    current folder, or to the checkout if it exists only there."""
+    current folder, or to the checkout if the path exists only there."""
     path = Path(text).expanduser()
     in_checkout = ROOT / path
     return in_checkout if in_checkout.exists() and not path.exists() else path
@@ -122,8 +122,8 @@ def _sync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError for a pipe or device, which could block or never
-    end."""
+    """Open a regular file for reading in binary mode. Raises OSError for a pipe or device, which
+    could block or never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -243,8 +243,8 @@ def crc32_of(values: Mapping[str, Any]) -> int:
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
-    """Validate a JSON document and return it as an instance of `model`. Raises UserError. The
-    message begins with `source` and, if possible, names the invalid key."""
+    """Return a JSON document as a validated instance of `model`. Raises UserError with a message
+    that begins with `source` and, if possible, names the invalid key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -262,8 +262,8 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
-    """Return the element of `names` that begins with `word` or is most similar to it. Return None
-    if no element is similar."""
+    """Return the element of `names` that begins with `word` or is most similar to `word`. Return
+    None if no element is similar."""
     lower = {name.lower(): name for name in names}
     if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
         return lower[min(begun, key=len)]

@@ -1,6 +1,6 @@
-"""Define a CONFIG key and the argument parser of all commands. Validation, parsing, error messages
-and help are derived from a key. pydantic validates the values, and its JSON schema gives the
-accepted values in messages. This module does not import torch."""
+"""Define the class of CONFIG's keys and the argument parser of all commands. Validation, parsing,
+error messages and help are derived from the keys. pydantic validates the values, and its JSON
+schema lists the accepted values. This module does not import torch."""
 
 import argparse
 import contextlib

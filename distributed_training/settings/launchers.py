@@ -117,7 +117,7 @@ def find_uncounted(environment: Mapping[str, str]) -> str:
 
 def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the name of the variable with the number of nodes that start this command, and the
-    number. Return ("", 1) if no variable has more than one node."""
+    number. Return ("", 1) if no variable gives more than one node."""
     for name in _NODES:
         value = environment.get(name, "")
         if value.startswith("["):
@@ -131,8 +131,8 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints messages for the whole run. It does if it is rank 0 or the
-    only process, or if its rank is invalid, which no other process would report."""
+    """Return whether this process prints messages for the whole run. Rank 0 and a single process
+    do. So does a process with an invalid rank, because no other process would report the rank."""
     source = find_source(environment)
     if source is None and (uncounted := find_uncounted(environment)):
         return environment[uncounted] == "0"

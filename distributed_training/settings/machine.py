@@ -47,7 +47,7 @@ _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Machine properties on which "auto" values and preflight checks depend."""
+    """Hardware properties on which "auto" values and preflight checks depend."""
 
     num_gpus: int  # NVIDIA GPUs that this process may use, according to `CUDA_VISIBLE_DEVICES`
     gpu_name: str | None
@@ -210,7 +210,7 @@ def _read_fields(file: Path) -> dict[str, int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """GPU model: an entry of the table, or a description in JSON that `--gpu` gives."""
+    """GPU model: an entry of the table, or a JSON description passed to `--gpu`."""
 
     name: str = "own GPU"
     memory_gib: Positive

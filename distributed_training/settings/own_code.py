@@ -33,8 +33,8 @@ def named_code() -> list[str]:
 
 
 def name_families(models: Iterable[object]) -> None:
-    """Allow the code of each model family that an element of `models` names by a path to run. The
-    elements must come from CONFIG or the command line."""
+    """For each element of `models` that is the path of a model family, allow the code in that
+    folder to run. The elements must come from CONFIG or the command line."""
     for model in models:
         if folder := _folder_of(model):
             name_code(folder)

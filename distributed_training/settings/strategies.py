@@ -51,7 +51,7 @@ class Traits:
     builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
     hooks_between_blocks: bool = False  # whether each parameter of a block runs Python hooks
-    takes_json: bool = False  # whether a DeepSpeed JSON configures it instead of a mesh
+    takes_json: bool = False  # whether it is configured by a DeepSpeed JSON instead of a mesh
     # True: weights and gradients are in the compute dtype, master weights and Adam moments in fp32
     # (2 + 2 + 12 bytes per parameter). False: everything is in fp32 (4 + 4 + 8).
     rounds_weights: bool = False

@@ -172,7 +172,7 @@ def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: P
 
 
 def ran_out_early(run_dir: Path) -> bool:
-    """Return whether a run ran out of GPU memory within TRIAL_STEPS."""
+    """Return whether a run ran out of GPU memory within its first TRIAL_STEPS steps."""
     if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
         return False
     metrics = run_dir / METRICS_FILE
@@ -251,9 +251,9 @@ def prepare_environment(processes_here: int) -> None:
 def spawn(
     plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
 ) -> int:
-    """Start the plan's processes, or use the processes in `begun`, and wait for them. If one fails,
-    restart them, up to `max_restarts` times. Return the run's exit code. If a process was killed,
-    record the cause."""
+    """Start the plan's processes, or use the processes in `begun`, and wait for them. If a process
+    fails, restart all processes, up to `max_restarts` times. Return the run's exit code. If a
+    process was killed, record the cause."""
     if callable(what):
         what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE

@@ -135,7 +135,7 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Result of the ranks of one machine."""
+    """Signal and return codes with which the ranks of one machine ended."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves
@@ -177,7 +177,7 @@ class Ended:
 @contextlib.contextmanager
 def starting(command: Command, count: int) -> Iterator[Ranks]:
     """Start `count` ranks and yield them, so that `run_ranks` can use them later. Terminate the
-    ranks if the block raises an exception."""
+    ranks if the `with` block raises an exception."""
     ranks: list[psutil.Process] = []
     try:
         if count:
@@ -241,7 +241,7 @@ def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
     cpu_s = []
     stopped = False
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             cpu_s.append(sum(process.cpu_times()[:2]))
             stopped = stopped or process.status() == psutil.STATUS_STOPPED
     return cpu_s, stopped
@@ -282,7 +282,7 @@ def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socke
 
 def _send(ranks: Ranks, signum: int) -> None:
     for process in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
             process.send_signal(signum)
 
 
@@ -291,7 +291,7 @@ def _end(ranks: Ranks, *, told: bool) -> None:
     ranks can save or, if a rank failed, report the cause. `told`: whether the ranks already
     received a signal."""
     patience_s = PATIENCE_S
-    with contextlib.suppress(ValueError):  # torchrun raises an error, but here ranks must end
+    with contextlib.suppress(ValueError):  # torchrun refuses such a value, but here ranks must end
         patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)

@@ -140,7 +140,7 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
 
 def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tuple[str, str]:
     """Wait until the store accepts connections. Return this host's address on the connection and
-    the store's address. Raises UserError after `end`."""
+    the store's address. Raises UserError if there is no connection by `end`."""
     while True:
         timeout_s = max(RETRY_S, end - time.monotonic())
         try:
@@ -369,7 +369,7 @@ def check_disks(plan: Plan, process: Process) -> None:
 
 def _see_folder(plan: Plan, label: str) -> None:
     """Wait until this node sees the run's shared folder with rank 0's plan. Raises UserError after
-    SHARED_WITHIN_S."""
+    SHARED_WITHIN_S seconds."""
     fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():

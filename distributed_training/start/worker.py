@@ -100,7 +100,7 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
 
 def prepare(num_gpus: int, process: Process) -> torch.device:
     """Set up libraries and return this process's device. Raises UserError if torch cannot use the
-    machine's GPUs or if there are fewer GPUs than processes."""
+    machine's GPUs or if there are fewer GPUs than local processes."""
     # Users cannot fix libraries that call each other's deprecated functions.
     own_modules = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=own_modules)
@@ -132,7 +132,7 @@ def use_cpu() -> torch.device:
 
 
 def warm_up(process: Process) -> None:
-    """Do the slow parts of startup that need no plan: on a GPU, initialize its CUDA context and
+    """Do the slow parts of startup that need no plan. On a GPU, initialize the CUDA context and
     import torch's compiler."""
     if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
         torch.zeros((), device=torch.device("cuda", process.local_rank))
