@@ -1,4 +1,4 @@
-"""Generate text, write folders in Hugging Face's format with model cards, and upload them."""
+"""Generate text, export models in the Hugging Face format with model cards, and upload them."""
 
 import json
 import shlex
@@ -27,9 +27,9 @@ from distributed_training.records.record import BEST, RECORD_FILE, Record, load_
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import plural, publish
 
-LENGTHS = 64  # texts are padded to multiples of this many tokens
-# Without cuDNN, which compiles a new plan for each length. A growing text has a new length per
-# token.
+LENGTHS = 64  # texts are padded to a multiple of this number of tokens
+# cuDNN is left out, because it compiles a new plan for each length, and the length of a growing
+# text changes with every token.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 DTYPES = {
@@ -52,19 +52,21 @@ def continuation(
     past: Past | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
-    """Yield ids that continue `prompt_ids`, sampled from the `top_k` most likely tokens, until one
-    of `eos_ids` or for `num_tokens`. A temperature of 0 always chooses the most likely token.
+    """Yield up to `num_tokens` ids that continue `prompt_ids`, and stop early before one of
+    `eos_ids`. Each id is sampled from the `top_k` most likely tokens. With a temperature of 0, it
+    is always the most likely token.
 
-    `logits` maps ids [1, T], with T at most `context`, to [1, T, V]. With a cache `past`, it sees
-    each token once while all tokens fit in the context. `agree` makes a choice, int64 [1], equal on
-    all ranks. Raises UserError if logits are not finite."""
+    `logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
+    vocabulary size. If a cache `past` is given, `logits` receives each token only once while all
+    tokens fit in the context. `agree` changes the chosen id, int64 [1], in place, so that it is
+    equal on all ranks. Raises UserError if logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
         model_ids = ids[past.length :] if past else ids[-context:]
-        # With few distinct lengths, kernels are selected only a few times.
+        # Padding leaves few distinct lengths, so kernels are selected only a few times.
         padding = 0 if past else min(-len(model_ids) % LENGTHS, context - len(model_ids))
         with sdpa_kernel(ATTENTION):
             padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
@@ -88,7 +90,7 @@ def continuation(
 
 
 def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Call `write` in a thread while training continues. Return its future."""
+    """Start `write` in a background thread and return a future for the call."""
     pool = ThreadPoolExecutor(1)
     written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
@@ -96,8 +98,7 @@ def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
 
 
 def copy_folder(made: Path, folder: Path) -> None:
-    """Copy the folder `made` to `folder`. The copy appears under its name only when it is
-    complete."""
+    """Copy the folder `made` to `folder`. `folder` appears only when the copy is complete."""
     with writing(folder) as unfinished:
         shutil.copytree(made, unfinished)
 
@@ -112,9 +113,10 @@ def write_folder(
     *,
     merge: bool = False,
 ) -> None:
-    """Write the trained weights `state` to `folder`, by the model's names. The folder appears only
-    when it is complete. A LoRA run writes only its adapters, unless `merge` is set or the base has
-    random weights. Raises RunError if a value is not finite; an older folder then stays."""
+    """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's names to
+    the weights. `folder` appears only when it is complete. A LoRA run writes only its adapters,
+    unless `merge` is set or the base model has random weights. Raises RunError if a value is not
+    finite, and keeps an existing folder."""
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():
@@ -145,8 +147,8 @@ def save_whole(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write a whole model and its tokenizer to `folder`. The folder appears only when it is
-    complete. Only one tensor is in memory at a time."""
+    """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
+    `folder` appears only when it is complete."""
     with writing(folder) as unfinished:
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
         write_generation_config(unfinished, tokenizer, chat, base)
@@ -155,7 +157,8 @@ def save_whole(
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to, and rename it to `folder` at the end."""
+    """Yield the path of a temporary folder that the block must create. Rename this folder to
+    `folder` if the block raises no error."""
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -169,10 +172,10 @@ def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
     """Write generation_config.json with our end tokens, so that other programs stop generation at
-    the same tokens. The sampling settings of the `base` model are kept."""
+    the same tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
-    # If this mark stays, transformers may generate the file again from config.json, without our end
-    # tokens.
+    # If this key stayed, transformers could generate the file again from config.json, without our
+    # end tokens.
     document.pop("_from_model_config", None)
     ends = document.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -182,8 +185,8 @@ def write_generation_config(
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write README.md, the model card, for `folder`, which is a run's hf/ or best/. `repo_id`: the
-    model's name on the Hub."""
+    """Write the model card README.md to `folder`, which is the hf/ or best/ folder of a run.
+    `repo_id` is the model's name on the Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
     published = r.config["weights"] == "pretrained"
@@ -221,8 +224,8 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
 
 
 def push_folder(folder: Path, repo_id: str) -> str:
-    """Upload `folder` as the model `repo_id` and return its address. Raises UserError if the Hub
-    rejects the upload."""
+    """Upload `folder` as the model `repo_id` and return the model's URL. Raises UserError if the
+    Hub rejects the upload."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 

@@ -1,5 +1,5 @@
-"""Find and check the checkpoint that a run continues from, before processes start. No torch import.
-saver.py writes checkpoints and documents their files."""
+"""Find and check the checkpoint that a run resumes from, before the ranks start. This module does
+not import torch. saver.py writes checkpoints and documents the files in them."""
 
 import contextlib
 import logging
@@ -37,9 +37,9 @@ from distributed_training.settings.files import (
 )
 from distributed_training.supervise import claims
 
-CHECKSUM = "checksum"  # key in meta.json: the checksum of all other values
+CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 5
-# Keys that belonged to every run's work and now belong to one engine
+# Keys that earlier releases stored in the work of every run, and that now belong to one engine
 MOVED_KEYS = {"compression_rank", "compression_k"}
 USE_OLDER = "remove that folder to resume from the previous checkpoint, or set resume to None"
 MERGE_FOLDERS = (
@@ -52,15 +52,15 @@ logger = logging.getLogger(__name__)
 
 
 class ElsewhereError(UserError):
-    """Error for a node that needs files from other nodes."""
+    """Raised if this node lacks files that are on other nodes."""
 
 
 class Meta(BaseModel, strict=True):
-    """Values in a checkpoint's meta.json."""
+    """Contents of a checkpoint's meta.json, without the checksum."""
 
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
-    work: dict[str, Any]  # `Plan.work` of the run that wrote it
+    work: dict[str, Any]  # `Plan.work` of the run that wrote the checkpoint
     spread: dict[str, Any]  # `Plan.spread`
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
@@ -78,8 +78,8 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint, if the
-    file is damaged or if it belongs to another folder."""
+    """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint of this
+    format, if meta.json is damaged, or if meta.json belongs to another folder."""
     try:
         values = parse_json(read_small(folder / META_FILE).decode())
         form = values.get("format")
@@ -105,9 +105,10 @@ def file_of(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Return the files of a checkpoint that `rank` needs. If nodes have their own disks and the
-    layout is unchanged, these are the files of the rank's node; otherwise all files. Raises
-    ElsewhereError if required files are on other hosts."""
+    """Return the names of the files that `rank` needs to load a checkpoint. Usually these are all
+    files. If some files are absent, nodes have no shared disk and the layout is unchanged, only the
+    files of the rank's node are needed. Raises ElsewhereError if a needed file is on another
+    host."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -128,8 +129,8 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
 
 
 def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Return `files_to_read` after checking the files. Raises UserError if a file is missing or
-    damaged."""
+    """Check the files that `rank` needs and return their names, as `files_to_read` does. Raises
+    UserError if a file is missing or damaged."""
     names = files_to_read(folder, meta, plan, rank)
 
     def find_damage(name: str) -> str:
@@ -146,7 +147,8 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
-    """Return the checkpoint that `resume` requests, or None."""
+    """Return the checkpoint that the setting `resume` requests. Return None to start a new run. Add
+    a note if the state must be resharded."""
     resumed = find_resume(plan, notes)
     if resumed is None:
         return None
@@ -167,13 +169,15 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 
 
 def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    """Return the checkpoint to continue from and its meta.json, or None to start a new run.
+    """Return the checkpoint to resume from and its metadata. Return None to start a new run.
 
-    "auto" uses the newest readable checkpoint of the newest unfinished run with the same work,
-    preferably with the same strategy. It logs a warning for each damaged checkpoint, and adds a
-    note if it finds no checkpoint. Raises UserError if the run is in use or has files on other
-    nodes. If the checkpoint is given by name, UserError is also raised if the checkpoint is missing
-    or damaged, has no record of its run, or is from a run with other work."""
+    If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
+    same work. A run with the same strategy is preferred to a newer run with another strategy. Log a
+    warning for each damaged checkpoint. Add a note if there is no usable checkpoint.
+
+    Raises UserError if the run is in use or has files on other nodes. If `resume` names a
+    checkpoint, also raises UserError if that checkpoint is missing or damaged, has no record of its
+    run, or is from a run with other work."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -206,8 +210,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 
 def _start_from(checkpoint: Path) -> str:
-    """Return the --weights option that starts a new run from a checkpoint's weights, with the
-    command to type first if the weights are not exported yet."""
+    """Return the --weights option that starts a new run from the weights of a checkpoint's run. If
+    these weights are not exported yet, the option is preceded by the export command."""
     run_dir = os.path.relpath(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
@@ -239,7 +243,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     def has_other_strategy(checkpoint: Path) -> bool:
         return candidates[checkpoint].spread.get("strategy") != plan.strategy.name
 
-    # Prefer the same strategy, so that each of several compared strategies continues its own run.
+    # Prefer the same strategy. If a user compares strategies, each strategy then resumes its
+    # previous run.
     for checkpoint in sorted(candidates, key=has_other_strategy):
         with _passing_over(checkpoint):
             check_files(checkpoint, candidates[checkpoint], plan)
@@ -253,8 +258,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 @contextlib.contextmanager
 def _passing_over(checkpoint: Path) -> Iterator[None]:
-    """Log a warning about a damaged checkpoint instead of raising its error. Raises ElsewhereError
-    if the checkpoint's files are on other nodes."""
+    """Log a warning that a damaged checkpoint is skipped, instead of raising an error. Raises
+    ElsewhereError if files of the checkpoint are on other nodes."""
     try:
         yield
     except ElsewhereError:
@@ -265,7 +270,8 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
 
 def state_of(checkpoint: Path, meta: Meta) -> Record:
     """Return the record of the checkpoint's run. If that record is damaged or missing, return the
-    copy in the checkpoint. Raises ElsewhereError if another node has the record."""
+    copy in the checkpoint. Raises ElsewhereError if the record is on another node, and UserError if
+    neither record can be read."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
@@ -280,13 +286,14 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """Return values that identify a run. resume=auto refuses to run two identical runs at the same
-    time."""
+    """Return the values that identify a run. resume=auto refuses to start a run while an identical
+    run is active."""
     return {**plan.work, "strategy": plan.strategy.name}
 
 
 def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys typed by the user that make a resumed run train longer than before."""
+    """Return which of the keys "max_steps" and "epochs" the user typed with a new value. Return an
+    empty set if the run would not train beyond the checkpoint."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
@@ -302,7 +309,7 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     new_strategy = plan.strategy.name
     differences = list[str]()
     names = list(saved | work)
-    # An engine with keys of its own
+    # The work of the two strategies has different keys.
     if old_strategy != new_strategy and saved.keys() != work.keys():
         change = f"strategy was {old_strategy} and is now {new_strategy}"
         differences = [f"{change}, which computes different results"]
@@ -310,7 +317,7 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]
     unchanged_keys = _same_contents(meta, plan) if names else set()
     names = [name for name in names if name not in unchanged_keys]
-    # If the user typed some of these keys, report only those, because the other differences follow
+    # If the user typed some of these keys, report only the typed keys. The other differences follow
     # from them.
     requested = plan.requested
     typed = [name for name in names if requested.is_set(name)]
@@ -322,8 +329,9 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 
 def _same_contents(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys that name the same texts, tokenizer, weights or model as in the run that
-    saved the checkpoint, although under a different path or spelling."""
+    """Return the keys whose files have the same contents as in the run that saved the checkpoint,
+    even if the path or its spelling differs. The files are texts, a tokenizer, weights or a
+    model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

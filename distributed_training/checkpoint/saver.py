@@ -3,14 +3,14 @@
     <run>/checkpoints/step-00000120/
         meta.json               step, work, layout, checksums of all files
         record.json             the run's record at this step
-        rank-00000.safetensors  one rank's shards of weights and Adam moments, under the model's
-                                names, and the states of its random number generators
+        rank-00000.safetensors  one rank's shards of weights and Adam moments, named as in the
+                                model, and that rank's random number generator states
 
-A checkpoint appears under its final name only when it is complete, and the last
-`keep_checkpoints` are kept. Without a shared disk, each node has meta.json and the files of its own
-ranks. These files also hold copies of the shards that its ranks need but ranks of other nodes
-write; a copy has the prefix COPY. The sampler needs no file, because its position is the step.
-resume.py finds and checks checkpoints."""
+A checkpoint appears under its final name only when it is complete, and the last `keep_checkpoints`
+are kept. Without a shared disk, each node stores meta.json and the files of that node's ranks.
+These files also contain copies of shards that the node's ranks hold but only ranks of other nodes
+write. The name of each copy has the prefix COPY. The sampler needs no file, because its position is
+the step. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
@@ -46,19 +46,19 @@ from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
-MEMORY_MARGIN = 1.3  # a copy is made if this factor times its size is free
+MEMORY_MARGIN = 1.3  # make a copy if this factor times the copy's size is free
 
 
 class Saver:
-    """Background saves during training: a thread writes a copy of the state in host memory. Only
-    one save runs at a time."""
+    """Save checkpoints in the background during training. If the host has enough free memory, the
+    state is copied there first, and a thread writes the copy. Only one save runs at a time."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
         self.memory: HostMemory | None = None  # memory for the copy; None if the copy does not fit
         self.step = 0  # step of the last save
-        self._copies: list[Part] = []  # parts that are copied to `memory`
+        self._copies: list[Part] = []  # copies of shards in `memory`
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
@@ -66,24 +66,25 @@ class Saver:
         self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.thread = self._pool.submit(threading.get_ident).result()  # id of the writing thread
-        self.ending: Future[Path] | None = None  # set during a save, for `finish`
+        self.ending: Future[Path] | None = None  # result of the current save; None between saves
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """Start to allocate memory for the first save, once the whole state exists. Collective."""
+        """Start allocating memory for the first save. Call this method once the whole state exists.
+        All ranks must call this method."""
         if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
-        """Start to write the state. The previous save must have finished. If the host has enough
-        memory, a copy is written while training continues. Otherwise the state itself is written,
-        and training must wait. Collective over all processes."""
+        """Start writing the state to disk. The previous save must have finished. If all hosts have
+        enough free memory, a copy is written while training continues. Otherwise the state itself
+        is written, and training must wait for `finish`. All ranks must call this method."""
         began = time.monotonic()
         self.step = step
         writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
         if self._leads:
             remove_unfinished(self.plan.run_dir)
-            # The run's own folder is not made again if a user has removed it.
+            # If a user has removed the run's folder, mkdir fails instead of creating it again.
             writing.parent.mkdir(exist_ok=True)
             writing.mkdir()
         dist.barrier()
@@ -105,14 +106,15 @@ class Saver:
         self._row["stall_s"] = time.monotonic() - began
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
-        """Return the parts of the state that this rank writes. Collective."""
+        """Return the shards of the state that this rank writes. All ranks must call this method."""
         all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         nonempty_parts = [part for part in all_parts if all(part.size)]
         copies = _copies_here(nonempty_parts, self.topology) if self.plan.own_disks else []
         return [part for part in nonempty_parts if part.writes] + copies
 
     def _find_memory(self, parts: list[Part]) -> None:
-        """Allocate memory for a copy of the parts if the memory fits on all ranks. Collective."""
+        """Ensure that `memory` can hold a copy of `parts`. If any rank lacks free memory, set
+        `memory` to None. All ranks must call this method."""
         needed_bytes = bytes_to_copy(parts)
         if all(gather(self.memory is not None and len(self.memory.memory) >= needed_bytes)):
             return
@@ -125,17 +127,17 @@ class Saver:
             self.memory = HostMemory(needed_bytes, self.topology.device if self._keeps else None)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return all weights after `step` by the model's names, from the copy in host memory.
-        Return {} if the copy does not contain all of them."""
+        """Return a dictionary from the model's names to all weights after `step`, taken from the
+        copy in host memory. Return {} if the copy does not contain all weights after `step`."""
         if self.step != step or self.topology.world_size > 1:
             return {}
         parts = [part for part in self._copies if part.name.startswith("weight/")]
         return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in parts}
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
-        """Wait for the current save. Return the checkpoint and its row of the record's `saves`.
-        Raises the error of any rank, such as OSError, or FloatingPointError if the state was not
-        saved because it is not finite."""
+        """Wait for the current save. Return the checkpoint's folder and the save's row in the
+        record's `saves`. Raises on all ranks the error of any rank, such as OSError. Raises
+        FloatingPointError if the state is not finite; the state is then not saved."""
         assert self.ending is not None
         began = time.monotonic()
         try:
@@ -148,8 +150,9 @@ class Saver:
         return folder, self._row
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
-        """Write this rank's file. When all files are on disk, publish them with one rename per disk
-        and delete old checkpoints. Return the new checkpoint. Collective in the thread's group."""
+        """Write this rank's file. When the files of all ranks are on disk, publish them with one
+        rename per disk, and delete old checkpoints. Return the new checkpoint's folder. The writing
+        threads of all ranks must call this method."""
         began = time.monotonic()
         is_rank_0 = self.topology.rank == 0
         final = writing.with_name(name_of(meta.step))
@@ -162,7 +165,8 @@ class Saver:
             meta.checksums[name] = checksum
             if self.plan.own_disks:
                 meta.hosts[name] = host
-        # Rank 0 publishes last, so that every checkpoint of its node exists on all nodes.
+        # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
+        # nodes.
         for has_turn in (not is_rank_0, is_rank_0):
             with failing_together(self._group):
                 if self._leads and has_turn:
@@ -193,9 +197,10 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
 def load_checkpoint(
     folder: Path, engine: Engine, plan: Plan, topology: Topology, data_fingerprint: str
 ) -> int:
-    """Restore the engine and the random number generators from a checkpoint. Return its step.
-    Raises UserError if it cannot be loaded or was trained on other tokens or base weights.
-    Collective."""
+    """Restore the engine from a checkpoint and return the checkpoint's step. If the layout is
+    unchanged, also restore the random number generators; otherwise seed them. Raises UserError if
+    the checkpoint cannot be loaded, or if it was trained on other tokens or base weights. All ranks
+    must call this function."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
         what = f"The dataset is not the one that {folder} was trained on"
@@ -211,11 +216,11 @@ def load_checkpoint(
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
             load_own(engine, saved, topology)
-        # Under another layout, seed dropout so that it draws masks that the run has not drawn
+        # Under another layout, seed dropout so that the run draws masks that it has not drawn
         # before.
         else:
             seed_dropout(plan, topology, meta.step)
-    except Exception as error:  # each library raises errors of its own
+    except Exception as error:  # each library raises different errors
         what = f"Checkpoint {folder} cannot be loaded"
         first_line = str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.USE_OLDER) from error
@@ -223,10 +228,11 @@ def load_checkpoint(
 
 
 def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
-    """Return this rank's share of the parts that ranks of its node hold but none of them writes.
-    Each returned part has a name with the prefix COPY. Collective."""
+    """Return copies of shards that ranks of this node hold but only ranks of other nodes write. The
+    ranks of a node share this work. The name of each copy has the prefix COPY. All ranks must call
+    this function."""
     part_by_key: dict[str, Part] = {}
-    for part in parts:  # with a zb-v schedule, one rank holds the tied embedding twice
+    for part in parts:  # with the schedule zb-v, one rank holds the tied embedding twice
         key = f"{part.name} {part.start} {part.size}"
         part_by_key[key] = part if part.writes else part_by_key.get(key, part)
     node = topology.rank - topology.local_rank
@@ -246,8 +252,8 @@ def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
 
 
 def own_parts(engine: Engine, topology: Topology) -> list[Part]:
-    """Return the state that only this rank has: its random number generators and engine-private
-    tensors."""
+    """Return the state that only this rank has: engine-private tensors and the states of the random
+    number generators."""
     rank = topology.rank
     tensors = {f"own/{rank}/{name}": tensor for name, tensor in engine.own_state().items()}
     tensors[f"random/cpu/{rank}"] = torch.get_rng_state()
@@ -269,9 +275,11 @@ def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
 
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
-    """Seed the dropout of a run that starts or continues after `step`."""
-    # Ranks with the same activations must draw the same masks. Without sequence parallelism, these
-    # are the ranks along tp, except in attention.
+    """Seed the random number generators that dropout uses, for a run that starts or resumes after
+    `step`."""
+    # Ranks with the same activations must draw the same dropout masks. Without sequence
+    # parallelism, all ranks of a tensor-parallel group have the same activations, except in
+    # attention.
     num_equal = 1 if plan.config.sequence_parallel else topology.tp
     first_seed = plan.config.seed + 1000 + step * topology.world_size
     torch.manual_seed(first_seed + topology.rank // num_equal)

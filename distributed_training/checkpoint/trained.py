@@ -1,4 +1,4 @@
-"""Read the weights that a run has trained, one tensor at a time, to load or export them."""
+"""Read a run's trained weights one tensor at a time, to load or export them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ WEIGHT = "weight/"  # prefix of weights in checkpoints
 
 
 class Saved(Mapping[str, torch.Tensor]):
-    """Weights of a checkpoint by the model's names. Each tensor is read when it is accessed."""
+    """Weights of a checkpoint, keyed by the model's names. Each tensor is read when it is
+    accessed."""
 
     def __init__(self, files: TensorFiles) -> None:
         self.files = files
@@ -30,8 +31,8 @@ class Saved(Mapping[str, torch.Tensor]):
         return self.files.whole(f"{WEIGHT}{name}")
 
     def check(self, plan: Plan) -> None:
-        """Raise UserError unless these are the weights of the model in a run's `plan`, whose file
-        may have changed since."""
+        """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
+        The run's plan file may have changed since training."""
         blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
         fits = len(blocks) == plan.model.size.num_layers
         if fits and not plan.config.lora_rank:  # peft.of_state compares the shapes of adapters.
@@ -39,9 +40,9 @@ class Saved(Mapping[str, torch.Tensor]):
                 with torch.device("meta"):
                     outline = plan.model.build(dropout=0.0, seed=0)
                 shapes = {name: part.shape for name, part in outline.named_parameters()}
-            except UserError:  # for example, a model family in the user's own code
+            except UserError:  # such as an error of a model family in the user's code
                 raise
-            except Exception:  # for example, a size of -1
+            except Exception:  # such as an error for a size of -1
                 shapes = {}
             stored = self.files.stored
             fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
@@ -61,17 +62,18 @@ class Saved(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Weights of a model. Only adapters are in memory; other tensors are read when needed."""
+    """Weights of a trained model. Adapters are in memory, and other tensors are read when
+    needed."""
 
     spec: ModelSpec
-    weights: Source  # weights of a whole model, or of the base model of `adapters`
+    weights: Source  # weights of the whole model or, with `adapters`, of the base model
     adapters: peft.Adapters | None = None
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
-        """Build the model on `device`. If `dtype` is set, weights and computation use it, and a
-        quantized base stays quantized. Otherwise the model computes in fp32. If fp32 weights would
-        take more than a quarter of the available RAM, each is stored in the dtype of its file.
-        Adapters are not merged."""
+        """Build the model on `device` without merging adapters. If `dtype` is set, weights and
+        computation use this dtype. A quantized base then stays quantized and keeps its compute
+        dtype. If `dtype` is None, the model computes in fp32. If fp32 weights would take more than
+        a quarter of the available RAM, each weight keeps the dtype of its file."""
         with torch.device("meta"):
             model = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(model)
@@ -98,7 +100,7 @@ class Trained:
         return model.eval().requires_grad_(False)
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
-        """Write the whole model with merged adapters, as `ModelSpec.save` does."""
+        """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
         with torch.device("meta"):
             outline = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(outline)
@@ -117,7 +119,8 @@ class Trained:
 
 
 def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int) -> Trained:
-    """Return the trained weights of a run from `state`, by the model's names."""
+    """Return the trained weights of a run. `state` maps the model's names to the trained
+    tensors."""
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
@@ -134,7 +137,7 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
 
 
 def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
-    """Return the weights in `folder`. If it contains adapters, return the adapters with their
-    `base`."""
+    """Return the weights in `folder`. If `base` is another folder, `folder` contains adapters for
+    the model in `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
     return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters)
