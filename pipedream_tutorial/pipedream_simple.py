@@ -453,8 +453,8 @@ def fill_v(
         return done(r, "F") + done(r, "f") - done(r, "W") - done(r, "w")
 
     def arrival(r: int, step: str) -> Fraction:
-        """Return the time at which the step's input arrives from the rank before or after, or 0 if
-        there is none."""
+        """Return the time at which the step's input arrives from the rank before or after. Return 0
+        if there is no such rank."""
         source = r - 1 if step in "Fi" else r + 1
         if step in "Ww" or not 0 <= source < p:
             return Fraction(0)

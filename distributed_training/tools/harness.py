@@ -4,8 +4,8 @@
         for name, results in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
-This saves time, because starting processes takes longer than the few steps of a comparison or
-test."""
+Sharing a group saves time, because starting processes takes longer than the few steps of a
+comparison or test."""
 
 import contextlib
 import dataclasses

@@ -38,7 +38,7 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
 
 
 class PipelinedDecoder(private.GivenPartition, PipelineModule):
-    """This process's stage of a model. DeepSpeed represents a model as one list of layers: the
+    """One process's stage of a model. DeepSpeed represents a model as one list of layers: the
     embeddings, the blocks, the final norm, and the rows of the output layer. `head` uses these
     rows."""
 

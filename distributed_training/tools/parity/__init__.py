@@ -1,13 +1,14 @@
 """Check that every layout computes the same as one process.
 
-The reference is one process without compilation. It trains twice, the second time with another
-micro-batch size, and the difference between these two runs is the rounding. A layout fails if it
-differs by more than LIMITS and by more than SPREADS times the rounding. Each tensor is compared
-with its own rounding, because Adam turns gradients that consist of rounding into large steps. If
-records are packed, one process also trains on them one by one; this counts as a layout.
+The reference is one process without compilation. This process trains twice, the second time with
+another micro-batch size. The difference between these two runs is the rounding error. A layout
+fails if it differs by more than LIMITS and by more than SPREADS times the rounding error. Each
+tensor has a separate rounding error, because Adam turns gradients that consist of rounding into
+large steps. If records are packed, one process also trains on the records one by one. This run
+counts as a layout.
 
-Two process groups do all the training: one process, then the processes of the layouts. Starting
-processes takes longer than training the few steps."""
+Only two process groups train: one process, then the processes of the layouts. Starting processes
+takes longer than training the few steps."""
 
 import argparse
 import importlib
@@ -59,8 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
-    """Train under every layout, then write the page. Return the exit code, which is 1 if a layout
-    computes different results."""
+    """Train under every layout, then write the page. Return the exit code, which is 0 if the
+    layouts compute the same as one process."""
     if arguments.jobs is not None and current_process() is not None:
         from distributed_training.tools.parity import ranks
 
@@ -102,8 +103,8 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
-    """Return 0 if at least one layout computes the same as one process and none differs, otherwise
-    1."""
+    """Return 0 if at least one layout computes the same as one process and no layout differs or
+    fails. Otherwise, return 1."""
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 
@@ -164,7 +165,8 @@ def train_group(
 
 
 def import_ranks(configs: Sequence[Request]) -> ModuleType:
-    """Return the module of a rank, imported before the fork so that the ranks share its imports."""
+    """Import the module that the ranks run, before the fork, so that the ranks share its imports.
+    Return the module."""
     launch.import_worker().use_cpu()
     importlib.import_module("torch._dynamo")  # optimizers import it later
     for config in configs:
@@ -173,8 +175,7 @@ def import_ranks(configs: Sequence[Request]) -> ModuleType:
 
 
 def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
-    """Copy a line of the results into its trial. A line of None means that the trial has no
-    result."""
+    """Copy a line of the results into its trial. If `line` is None, the trial has no result."""
     if line is not None:
         for name in ("verdict", "why", "apart", "seconds", "mesh"):
             setattr(trial, name, line.get(name))
@@ -182,8 +183,8 @@ def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
 
 
 def first_error(log: Path, offset: int) -> str:
-    """Return the line after `offset` bytes that names the first exception not caused by a lost
-    peer. If there is none, return the last line."""
+    """Return the line after `offset` bytes that names the first exception that was not caused by a
+    lost peer. If there is no exception, return the last line."""
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(offset)
         lines = [line.strip() for line in file if line.strip()]

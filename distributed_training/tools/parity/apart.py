@@ -10,8 +10,9 @@ from distributed_training.data.samples import IGNORE_INDEX, Sampler, Samples, St
 
 
 def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
-    """Return the inputs and targets of the documents in packed blocks, each padded to the length of
-    a block: int64 [2, documents, seq_len]. `micro_batch` is from `Samples.batch`."""
+    """Return the inputs and targets of the documents in packed blocks: int64 [2, documents,
+    seq_len]. Each document is padded to the length of a block. `micro_batch` is from
+    `Samples.batch`."""
     inputs, targets, _, ends = micro_batch
     rows = []
     for *block, bounds in zip(inputs, targets, ends, strict=True):
@@ -30,7 +31,7 @@ class OneByOne(Sampler):
         batch = Sampler.step_batch(self, samples, step)
         unpacked = [rows_of(blocks, samples.padding_id) for blocks in batch.micro_batches]
         size = self.micro_batch_size
-        # Rows that the last micro-batch lacks
+        # Number of rows that the last micro-batch lacks
         num_missing = -sum(rows.shape[1] for rows in unpacked) % size
         empty = np.full((2, num_missing, samples.seq_len), IGNORE_INDEX)
         empty[0] = samples.padding_id

@@ -18,7 +18,8 @@ from distributed_training.tools.parity.trials import OK, Trial
 
 
 def summary(trials: Sequence[Trial]) -> list[str]:
-    """Return the result in one sentence, then a line per layout with the reason for its verdict."""
+    """Return the result in one sentence, then one line per layout with the reason for the layout's
+    verdict."""
     names: dict[str, list[str]] = {}
     for trial in trials:
         names.setdefault(trial.verdict, []).append(trial.name)

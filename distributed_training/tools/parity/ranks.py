@@ -2,9 +2,9 @@
 the reference, which a group of one process trained earlier.
 
 A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
-"progress": [number of runs before these, number of all runs]}. For each run, rank 0 adds a line
-{"began": key} to the results file before the run starts and a line {"key": key, ...} after it ends.
-From these lines the launching process knows which run ended the group."""
+"progress": [number of runs before these, number of all runs]}. Before each run, rank 0 adds a line
+{"began": key} to the results file. After the run, it adds a line {"key": key, ...}. From these
+lines, the launching process knows which run ended the group."""
 
 import json
 import math
@@ -42,7 +42,7 @@ from distributed_training.tools.parity.trials import (
 )
 from distributed_training.train.loop import Trainer
 
-# Relative differences that summing in another order in fp32 can cause, with a margin
+# Relative differences that another order of summation in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors of a checkpoint
@@ -63,8 +63,8 @@ class Rows(metrics.Tracker):
 
 
 def train_all(file: Path, build: Build) -> int:
-    """Run the jobs of a file as one rank of the process group. Return the exit code. Collective
-    over all processes."""
+    """Run the jobs of a file as one rank of the process group. Return the exit code. All ranks must
+    call this function."""
     jobs = json.loads(file.read_text(encoding="utf-8"))
     out = Path(jobs["out"])
     screen = os.fdopen(os.dup(1), "w")
@@ -112,7 +112,8 @@ def note(out: Path, **line: Any) -> None:
 
 def _train(run: harness.Run) -> Values:
     """Train with the usual loop, which saves a checkpoint after the last step. Return the losses,
-    the gradient norms and the run's folder. Collective over all processes."""
+    the gradient norms, the run's folder and other values for `conclude`. All ranks must call this
+    function."""
     rows = Rows()
     trainer = Trainer(
         run.engine, run.plan, run.topology, run.data, run.sampler, Display(enabled=False),
@@ -159,8 +160,8 @@ def _train_dequantized(run: harness.Run) -> Values:
 
 
 def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
-    """Compare a run with the reference and remove its folder. Return its entry for parity.json.
-    `results`: from `harness.each_run`."""
+    """Compare a run with the reference and remove the run's folder. Return the run's entry for
+    parity.json. `results` are from `harness.each_run`."""
     if isinstance(results, str):
         return {"verdict": "skipped", "why": results, "apart": {}, "mesh": None}
     entry = results[0]
@@ -189,7 +190,7 @@ def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
 def compare(entry: Values, reference: Values) -> Differences:
     """Return the relative differences between two runs in losses, gradient norms and tensors."""
     differences = {}
-    # LIMITS also contains the weights, for which there are no figures.
+    # LIMITS also contains the weights, which have no figures.
     figures = zip(LIMITS, entry["figures"], reference["figures"], strict=False)
     for quantity, values, reference_values in figures:
         differences[quantity] = {
@@ -201,8 +202,8 @@ def compare(entry: Values, reference: Values) -> Differences:
 
 
 def judge(apart: Differences, again: Differences) -> tuple[str, str]:
-    """Return the verdict on the differences `apart` from one process, and its reason. `again`: the
-    differences between the two runs of one process."""
+    """Return (verdict, reason) for `apart`, the differences of a layout from one process. `again`
+    contains the differences between the two runs of one process."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         differences = apart[quantity]
@@ -219,8 +220,8 @@ def judge(apart: Differences, again: Differences) -> tuple[str, str]:
 
 
 def _relative_difference(value: float | None, reference: float | None) -> float:
-    """Return the relative difference of `value` from `reference`. If one of them is missing (None),
-    the difference is infinite."""
+    """Return the relative difference of `value` from `reference`. If only one of the two is missing
+    (None), the difference is infinite."""
     if value is not None and reference:
         return abs(value - reference) / reference
     return 0.0 if value == reference else math.inf
@@ -229,7 +230,7 @@ def _relative_difference(value: float | None, reference: float | None) -> float:
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     """Return the relative difference, by norm, of each tensor of the last checkpoints. The tensors
     are weights and Adam moments. Adam moments are included because Adam's steps hardly depend on
-    the size of a gradient. Checkpoints of all layouts have the same tensors."""
+    the magnitude of a gradient. Checkpoints of all layouts have the same tensors."""
     files = []
     for checkpoint_dir in (run_dir, reference_dir):
         (folder,) = list_checkpoints(checkpoint_dir)

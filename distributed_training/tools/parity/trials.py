@@ -12,7 +12,7 @@ from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
 REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the two runs of one process
-# Key of the run of one process with packed records one by one, and its verdict if no records are
+# Key of the run of one process with packed records one by one, and the verdict if no records are
 # packed
 APART, NOT_PACKED = "one by one", "not packed"
 DEQUANTIZED = "dequantized"  # key of the run of one process with dequantized weights
@@ -40,18 +40,18 @@ class Trial:
     apart: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     mesh: dict[str, int] | None = None
-    # The whole line of results, with CONFIG and steps
+    # Complete line of the results file, with CONFIG and steps
     about: compare.Values = field(default_factory=dict)
 
     @property
     def is_layout(self) -> bool:
-        """Return whether this trial is a layout to compare, not a reference."""
+        """True if this trial is a layout to compare, not a reference."""
         return self.key.startswith("layout-")
 
 
 def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
-    """Give all runs the same "auto" model, the one with the most blocks that any run needs, and
-    fp32 unless CONFIG or the command line sets the precision."""
+    """Give all runs the same "auto" model: the model with the most blocks among the models that the
+    runs would choose. Set precision to fp32 unless CONFIG or the command line sets it."""
     models = []
     for run in runs:
         if run.config is not None:
@@ -67,7 +67,7 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
 
 
 def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
-    """Return a trial per layout. Layouts that CONFIG refuses have the verdict "skipped"."""
+    """Return one trial per layout. Layouts that CONFIG refuses have the verdict "skipped"."""
     return [
         Trial(
             key=f"layout-{number}", name=run.name, values=run.values, why=run.why,
@@ -78,8 +78,9 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
-    """Return the trials of one process with the same global batch and work as the layouts: the
-    reference, the same with another micro-batch size, and one with one packed record per row."""
+    """Return the trials of one process, with the same global batch and work as the layouts. They
+    are the reference, the reference with another micro-batch size, and a run with one packed record
+    per row. With an NF4 base, the last trial has dequantized weights."""
     first, config = next((run, run.config) for run in runs if run.config)
     shared_keys = compare.WORK | DEFAULTS.keys() | ALWAYS.keys() | {"precision"}
     shared = {name: value for name, value in first.values.items() if name in shared_keys} | PLAIN

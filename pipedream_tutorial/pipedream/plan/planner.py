@@ -193,20 +193,20 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     pipeline always runs at full speed.
 
     PipeDream gives the input stage NOAM = ceil(workers / input replicas). If numbers of replicas do
-    not divide each other, this can be too small: 3-2-1 workers with equal work per worker run at
-    5/4 of the predicted period. The following numbers, from the last stage backwards, suffice for
-    all durations:
+    not divide each other, NOAM can be too small. For example, 3-2-1 workers with equal work per
+    worker run at 5/4 of the predicted period. The following numbers, from the last stage backwards,
+    suffice for all durations:
 
         n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
-    Proof: let the period be P >= T_k / R_k for all k, T_k = F_k + B_k, and start the forward of
-    microbatch i on stage k at f_k + i P, its backward at x_k later, x_k = F_k + (n_k - 1) R_k P.
-    The rank's order is then possible, because its next forward comes n_k R_k P - x_k >= B_k after
-    that backward starts. The data arrives in time if f_k and x_k leave time for both directions
-    between neighbors, x_k - x_next >= F_k + B_next. This means (n_k - 1) R_k P >= (n_next - 1)
-    R_next P + T_next, which follows from n_next R_next <= (n_k - 1) R_k. An earlier start never
-    delays an order, so the period is max T_k / R_k. With equal work on every worker, no smaller
-    numbers suffice. Without replication, both rules give n_k = p - k.
+    Proof: let T_k = F_k + B_k, and let the period be P >= T_k / R_k for all k. Start the forward of
+    microbatch i on stage k at f_k + i P, and its backward x_k later, with x_k = F_k + (n_k - 1) R_k
+    P. The rank's order is then possible, because its next forward starts n_k R_k P - x_k >= B_k
+    after that backward. The data arrives in time if f_k and x_k leave time for both directions
+    between neighbors: x_k - x_next >= F_k + B_next. This condition is (n_k - 1) R_k P >=
+    (n_next - 1) R_next P + T_next, which follows from n_next R_next <= (n_k - 1) R_k. An earlier
+    start never delays an order, so the period is max T_k / R_k. With equal work on every worker, no
+    smaller numbers suffice. Without replication, both rules give n_k = p - k.
     """
     in_flight: list[int] = []
     following = 0
@@ -217,8 +217,9 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
-    """Return PipeDream's 1F1B-RR: replica r of a stage with R replicas runs the microbatches i with
-    i mod R == r, at most `in_flight` of them at a time. Ranks are numbered stage by stage."""
+    """Return PipeDream's order, 1F1B-RR. Replica r of a stage with R replicas runs the microbatches
+    i with i mod R == r, at most `in_flight` of them at a time. Ranks are numbered stage by
+    stage."""
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):

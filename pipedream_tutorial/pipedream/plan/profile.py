@@ -83,7 +83,7 @@ def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, 
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile for load_profile. Its numbers must be int or float."""
+    """Write a profile for load_profile. The numbers in the profile must be int or float."""
     values = profile._asdict() | {"layers": [layer._asdict() for layer in profile.layers]}
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 

@@ -173,8 +173,8 @@ def save_csv(schedule: Schedule, path: Path) -> None:
 
 def load_csv(path: Path) -> Schedule:
     """Read orders from a CSV. Empty cells, which are bubbles in torch, are skipped. Raises
-    UserError with line and cell for text that is not an operation, and for stages that are not
-    numbered 0, 1, ... or are on several ranks."""
+    UserError with the line and cell for text that is not an operation. Raises UserError for stages
+    that are not numbered 0, 1, ... or are on several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []

@@ -111,7 +111,7 @@ class Row:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Most updates between a microbatch's weights and its own update, by stage."""
+        """Most updates between a microbatch's weights and the microbatch's update, by stage."""
         return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
@@ -161,7 +161,7 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 def measure(name: str, config: Config) -> Row:
     """Return the row of a schedule, of the best order that "search" finds within CONFIG's memory,
-    or of a CSV, which has its own numbers of ranks and microbatches. Raises UserError for sizes
+    or of a CSV. A CSV defines the numbers of ranks and microbatches. Raises UserError for sizes
     that a schedule does not allow, and for orders in a CSV that are incomplete or wait for each
     other."""
     p, m = config["num_stages"], config["num_microbatches"]

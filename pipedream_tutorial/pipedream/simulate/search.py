@@ -164,7 +164,7 @@ def lower_bound(problem: Problem) -> int:
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """Return limits for `greedy`. A limit is, by rank, the number of forwards by which F may lead
-    I. It is equal on all ranks, or lower by 1 or 2 on each later rank."""
+    I. This number is equal on all ranks, or lower by 1 or 2 on each later rank."""
     p = len(problem.durations)
     most = problem.memory
     limits_tried: dict[tuple[int, ...], None] = {}

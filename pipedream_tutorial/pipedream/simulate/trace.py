@@ -159,8 +159,8 @@ def _slices(
 def _arrows(
     ways: Iterable[tuple[Op, Op]], at: dict[Op, Slice], first_pid: int
 ) -> Iterator[TraceEvent]:
-    """Yield arrows from the inside of the sending slice to the inside of the receiving slice,
-    because viewers attach an arrow's ends to the slices that enclose them."""
+    """Yield arrows from the inside of the sending slice to the inside of the receiving slice.
+    Viewers attach each end of an arrow to the slice that encloses it."""
     for number, (sender, receiver) in enumerate(ways):
         shared = {
             "name": "activation" if sender.kind == "F" else "gradient",

@@ -26,10 +26,9 @@ from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, 
 
 
 def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
-    """Run every operation once, in the order of the simulator's clock with equal durations. Any
-    other order that the ranks' orders and the data allow would give the same result, because a
-    stage always runs its own operations in its rank's order.
-    """
+    """Run every operation once, in the order of the simulator's clock with equal durations. Other
+    orders that the ranks' orders and the data allow give the same result, because a stage always
+    runs its operations in its rank's order."""
     source = handed_on(schedule)
     given: dict[Op | None, Tensor | None] = {}  # operation -> result that is not used yet
     for op in simulate(schedule, build_costs(schedule)).times:

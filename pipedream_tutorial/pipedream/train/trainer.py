@@ -36,7 +36,8 @@ Gradients = tuple[Tensor, ...]
 
 class CutLinears(TorchFunctionMode):
     """Context in which backward passes leave out W of linear layers. The input of each linear layer
-    must require a gradient. It does if it depends on the stage's input or on a norm's weights."""
+    must require a gradient, as it does if it depends on the stage's input or on a norm's
+    weights."""
 
     def __init__(self) -> None:
         self.aside: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
@@ -125,8 +126,8 @@ class StageTrainer:
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
         """Run one operation of this stage. `received` is the result of the previous stage for F,
-        and of the next stage for B and I. It is None if there is no such stage, and for W. Return
-        the result to send, or None if there is nothing to send."""
+        and of the next stage for B and I. `received` is None for W, or if there is no such stage.
+        Return the result to send. Return None if there is nothing to send."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
