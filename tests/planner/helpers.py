@@ -23,8 +23,7 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
-# Possible results of `plan --calibrate` on a CPU, without the values that follow from times in the
-# model
+# Possible results of `plan --calibrate` on a CPU, without the results of training steps
 CPU_CALIBRATION: dict[str, Any] = {
     "matrix_products": [
         {
@@ -42,7 +41,7 @@ CPU_CALIBRATION: dict[str, Any] = {
 
 
 class LaidOut(NamedTuple):
-    """Decisions of a plan for CONFIG's words and a number of processes."""
+    """The mesh, layout and batch of a plan."""
 
     mesh: Mapping[str, int]
     layout: Layout
@@ -50,15 +49,16 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
-    """Lay out CONFIG with `words` as --set would. Raises UserError as a plan would."""
+    """Return the layout for CONFIG values `config` and --set arguments `words`. Raises UserError as
+    a plan would."""
     asked = candidate(*words, **config)
     filled = dataclasses.replace(asked, mesh=fill_mesh(asked, world_size))
     return LaidOut(filled.mesh, build_layout(filled), cut_batch(filled))
 
 
 def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
-    """Return CONFIG values, merged with those of --set, with the strategy's own mesh or the given
-    one."""
+    """Return a Candidate for CONFIG values and --set arguments. Its mesh is `mesh` or, by default,
+    the mesh of the strategy."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=words)
     strategy = load_strategy(built)
     model = find_model(built.model)
@@ -66,7 +66,7 @@ def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) ->
 
 
 def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
-    """Merge CONFIG and typed values as the command line does."""
+    """Merge CONFIG values and --set arguments as the command line does."""
     return build_config(config, overrides=texts)
 
 
@@ -80,8 +80,8 @@ def plan_for(
     below_bytes: float = math.inf,
     **config: Any,
 ) -> Plan:
-    """Return a plan of gpt2-tiny or, unless `checked`, a draft. `here`: number of processes on this
-    machine."""
+    """Return a plan, with model gpt2-tiny by default. If `checked` is False, return a draft. `here`
+    is the number of processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
     cluster = this_machine(machine, num_processes, here or num_processes)

@@ -1,4 +1,5 @@
-"""Test how the sequences of a step are divided, and which divisions a user may request."""
+"""Test how the sequences of a step are split into micro-batches, and which splits a user may
+request."""
 
 import itertools
 
@@ -11,7 +12,7 @@ from tests.planner.helpers import candidate, lay_out
 
 
 def cut(mesh, name, **config):
-    """Return (Batch, the schedule for which it is divided)."""
+    """Return the batch, and the schedule for which it was split."""
     asked = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
     return cut_batch(asked), asked.schedule
 
@@ -19,16 +20,17 @@ def cut(mesh, name, **config):
 @pytest.mark.parametrize(
     ("strategy", "processes", "config", "cut"),
     [
-        # (micro-batches of a replica, sequences of each)
+        # cut: (micro-batches per replica, sequences per micro-batch)
         ("dp", 4, {"batch_size": 3, "grad_accum_steps": 5}, (5, 3)),
         ("tp", 4, {"batch_size": 4}, (1, 16)),
-        # Without sequence parallelism, tp does not split a quarter of a block's values, so 8
-        # sequences would need the memory of 5.
+        # Without sequence parallelism, tp does not shard a quarter of a block's activations. On 2
+        # processes, 8 sequences would therefore need the memory of 5.
         ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
-        ("pp", 2, {"batch_size": 1}, (2, 1)),  # there are fewer than 4 sequences
+        ("pp", 2, {"batch_size": 1}, (2, 1)),  # fewer than 4 sequences are available
         ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
         ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6
-        # The first process keeps at least half of 16 sequences, even in micro-batches of one.
+        # Under GPipe, the first process keeps the activations of at least half of the 16 sequences,
+        # even with one sequence per micro-batch.
         ("pp", 2, {"batch_size": 1, "grad_accum_steps": 8, "pipeline_schedule": "gpipe"}, (16, 1)),
         ("3d", 8, {"batch_size": 4}, (4, 4)),
     ],
@@ -43,7 +45,7 @@ def test_cuts_by_hand(strategy, processes, config, cut):
 
 
 def typed(text):
-    """Return the settings that a refusal suggests, each as a dictionary."""
+    """Yield each alternative that a refusal suggests, as a dictionary of settings."""
     *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
     assert last == "set micro_batch_size and num_microbatches to auto"

@@ -1,4 +1,5 @@
-"""Test refusals before processes start: each check at its boundary."""
+"""Test the checks that refuse a plan before processes start. Each check is tested at its
+boundary."""
 
 import dataclasses
 import importlib.util
@@ -30,7 +31,7 @@ def _no_extensions_of_this_machine(tmp_path, monkeypatch):
 
 
 def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **config):
-    """Return a plan before its checks."""
+    """Return a plan without running its checks."""
     config = {"precision": "fp32", "offload_dir": str(tmp_path / "offload"), **config}
     return plan_for(tmp_path, machine, num_processes, checked=False, strategy=strategy, **config)
 
@@ -99,7 +100,8 @@ def test_no_more_processes_than_gpus(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
 def test_what_a_refusal_suggests_fits(strategy, tmp_path):
-    """Use a batch that is far too large for four GPUs of 16 GiB."""
+    """Each suggestion for a batch that is far too large for four GPUs of 16 GiB gives a plan that
+    fits."""
     words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
     large = draft(tmp_path, strategy, **uncut, **words)
@@ -142,13 +144,14 @@ def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "machine", "per_parameter"),
     [
-        # Least bytes per parameter in each of 2 processes: state, or the model while it is built
+        # minimum bytes per parameter in each of 2 processes: state, or the model during its
+        # construction
         ("fsdp", CPU_MACHINE, 8),
         ("offload", GPU_MACHINE, 4 + 6 + 2),
     ],
 )
 def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter, tmp_path):
-    # The copy for a checkpoint is left out first.
+    # If RAM is short, the copy for checkpoints is omitted first.
     roomy = estimate_memory(draft(tmp_path, strategy, machine, model="gpt2", checkpoint_every=0))
     needed = 2 * roomy.host_bytes
     assert needed > 2 * per_parameter * SIZES["gpt2"].num_parameters
@@ -180,7 +183,7 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
     asked = free_disk(monkeypatch, needed)
     checks.check_disk(draft(tmp_path, model="gpt2", **config))
-    asked.assert_called_once_with(tmp_path)  # the nearest folder that exists
+    asked.assert_called_once_with(tmp_path)  # the nearest existing folder
     if needed:
         free_disk(monkeypatch, needed - 1)
         with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
@@ -199,7 +202,7 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
 
 
 def test_extensions_that_are_built():
-    """Compare the names that DeepSpeed uses."""
+    """Compare the names with DeepSpeed's names."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
@@ -229,12 +232,12 @@ def test_extensions_are_compiled_once(tmp_path):
     for name in ("cpu_adam", "pin_memory"):
         (tmp_path / "extensions" / name).mkdir(parents=True)
         (tmp_path / "extensions" / name / f"{name}.so").write_text("")
-    (tmp_path / "extensions" / "async_io").mkdir()  # as after a killed build
+    (tmp_path / "extensions" / "async_io").mkdir()  # a killed build leaves such a folder
     assert checks.unbuilt_extensions(strategy) == ["async_io"]
 
 
 def make_lock(folder):
-    """Make a lock that is ten minutes old."""
+    """Create a lock file that is ten minutes old."""
     folder.mkdir(parents=True)
     lock = folder / "lock"
     lock.write_text("")
@@ -246,7 +249,7 @@ def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     version = sysconfig.get_python_version().replace(".", "")
     cache = tmp_path / ".cache" / "torch_extensions"
-    make_lock(cache / "py27_cpu" / "cpu_adam")  # a lock of another Python does not matter
+    make_lock(cache / "py27_cpu" / "cpu_adam")  # a lock for another Python version is ignored
     checks.check_extensions(draft(tmp_path, "offload"))
     folder = cache / f"py{version}_cpu" / "cpu_adam"
     make_lock(folder)

@@ -1,4 +1,4 @@
-"""Test the command `plan`: its table, JSON, batch script and errors."""
+"""Test the command `plan`: its table, JSON output, batch script and errors."""
 
 import dataclasses
 import json
@@ -61,7 +61,8 @@ def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch
 
 @pytest.mark.parametrize(("gbit", "first"), [("400", "dp m8"), ("25", "pp 1f1b m64")])
 def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, gbit, first):
-    """strategies/README.md names the first layout over fast and slow networks, and the reasons."""
+    """strategies/README.md names the first layout for a fast and a slow network, and gives the
+    reasons."""
     words = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
     words += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
     assert plan(monkeypatch, *words) == 0
@@ -72,8 +73,8 @@ def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, g
 
 
 def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
-    """The model's state fits nowhere without recomputation, and the batch is the largest that pays
-    off."""
+    """Without --batch_size, the batch size and activation checkpointing are searched. Typed values
+    are kept."""
     words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
     assert plan(monkeypatch, *words) == 0
     assert "tokens per step" in (out := capsys.readouterr().out)
@@ -134,7 +135,7 @@ def test_what_is_typed_is_typed_once(monkeypatch, capsys):
 def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
     layouts = json.loads(capsys.readouterr().out)
-    # Orders are searched for only on request.
+    # Orders of operations are only searched on request.
     schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     assert {layout["schedule"] for layout in layouts} == schedules
     assert all(list(layout) == FIELDS for layout in layouts)

@@ -1,4 +1,4 @@
-"""Test a strategy's DeepSpeed JSON: values filled in from CONFIG, and conflicts between the two."""
+"""Test a strategy's DeepSpeed JSON: values filled in from CONFIG, and conflicts with CONFIG."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
-# CONFIG and the batch of the tests below, and the values that the JSON must have
+# CONFIG values and the batch of the tests below, and the values that the JSON must then have
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
 DECIDED = {
@@ -27,7 +27,7 @@ DECIDED = {
 
 
 def fill(tmp_path, document, strategy="zero2", **config):
-    """Return `document`, the strategy's deepspeed_config, with values filled in."""
+    """Return the DeepSpeed JSON `document` with values filled in from CONFIG."""
     path = tmp_path / "given.json"
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
@@ -72,7 +72,7 @@ def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
         ("train_micro_batch_size_per_gpu", "3", "micro_batch_size=3", {}),
         ("gradient_accumulation_steps", 1, "num_microbatches=5", {}),
         ("fp16.enabled", True, "precision='bf16'", {}),
-        # True is not 1.
+        # True is not accepted as 1.
         ("gradient_clipping", True, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
     ],
 )
@@ -106,7 +106,7 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"optimizer": None}, ("optimizer", "is not a JSON object")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "Remove")),
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "Remove")),
-        # The error names the place of an "auto" that has no value.
+        # The error names the key of an "auto" for which no value is known.
         ({"timers": {"a": {"b": "auto"}}}, ("not understood at timers.a.b",)),
         (
             {"zero_optimization.offload_optimizer": "auto"},
@@ -171,7 +171,7 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
     open_sizes = {f"zero_optimization.{name}": "auto" for name in names}
     path = tmp_path / "given.json"
     path.write_text(json.dumps(own_json("zero3", **open_sizes)))
-    words = {"strategy": "zero3", "deepspeed_config": str(path), "model": "gpt2"}  # 768 wide
+    words = {"strategy": "zero3", "deepspeed_config": str(path), "model": "gpt2"}  # hidden size 768
     plan = plan_for(tmp_path, checked=False, **words)
     zero = plan.strategy.document["zero_optimization"]
     assert [zero[name] for name in names] == [768 * 768, 530841, 7680]
@@ -179,8 +179,8 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
 
 
 def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
-    """This runs in a child process, because importing DeepSpeed takes seconds that usual JSONs need
-    not pay for."""
+    """A child process asks DeepSpeed about unusual values, because importing DeepSpeed takes
+    seconds. Usual JSONs need no import."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
     assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
     assert check_sections({"zero_optimization": {"stage": 0}, "fp16": {"loss_scale": 0}}, "") == []

@@ -1,4 +1,5 @@
-"""Test that a typed key without effect is refused, and that one in CONFIG gets a note."""
+"""Test that a typed key without effect is refused, and that a CONFIG key without effect gives a
+note."""
 
 import pytest
 
@@ -31,7 +32,7 @@ def notes_of(config, *typed):
 
 
 def test_every_key_is_tested():
-    # False asks for nothing, and True is the default, so sequence_parallel is never refused.
+    # False requests nothing and True is the default, so sequence_parallel is never refused.
     assert {key for need in NEEDS for key in need.keys} == {*TYPED, "sequence_parallel"}
 
 
@@ -60,7 +61,8 @@ def test_config_serves_several_strategies(key, value):
     ["fsdp_prefetch=1", "pipeline_schedule=1f1b", "sequence_parallel=True", "lora_alpha=16"],
 )
 def test_a_resolved_config_can_be_typed(typed):
-    """A plan has these values whether or not they have an effect."""
+    """Keys that a plan resolves may be typed with the resolved value, even if they have no
+    effect."""
     (note,) = notes_of({"strategy": "zero2"}, typed)
     assert note.startswith(typed.split("=")[0])
 

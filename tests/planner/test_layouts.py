@@ -1,4 +1,4 @@
-"""Test partitions of a model into stages against brute force, and refusals before a start."""
+"""Compare partitions of a model into stages with brute force, and test refusals of layouts."""
 
 import itertools
 import math
@@ -67,10 +67,10 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     [
         (8, {"strategy": "tp", **XL},
          ("tp=8 does not divide num_heads=25", ". Use fsdp")),
-        # A suggested layout comes with the other settings that it needs.
+        # A suggested layout includes the other settings that it requires.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
          ("Use fsdp with num_microbatches=auto",)),
-        # Stages and blocks.
+        # The number of stages does not match the number of blocks.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2, or")),
         # The product of the axes is not the number of processes.
@@ -92,5 +92,5 @@ def test_tokens_that_tp_does_not_divide(tmp_path):
     words = {"strategy": "tp", "max_length": 255, "checked": False}
     with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
         plan_for(tmp_path, micro_batch_size=1, **words)
-    plan_for(tmp_path, micro_batch_size=2, **words)  # whole samples are distributed
+    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are not divided
     plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)

@@ -1,4 +1,4 @@
-"""Test values that follow from the text: the number of samples and steps, and the warm-up."""
+"""Test values that depend on the data: the numbers of samples and steps, and the warm-up."""
 
 import math
 import shutil
@@ -75,9 +75,9 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
         patch.setattr(data, "read_corpus", None)
         found = cut_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    # Tokens are not read from output_dir, because others may write to it.
+    # Tokens are not read from output_dir, because other users may be able to write to it.
     assert not (tmp_path / "runs" / ".cache").exists()
-    # A machine with its own disk has no such cache and reads its own text.
+    # A machine with a separate disk has no such cache and reads its copy of the text.
     shutil.rmtree(token_cache() / plan.cache)
     assert cut_data(plan).cache != plan.cache
 

@@ -1,4 +1,4 @@
-"""Test meshes: values filled in, refusals, and that every suggestion of a refusal is accepted."""
+"""Test meshes: inferred axes, refusals, and that every suggestion of a refusal is accepted."""
 
 import contextlib
 import dataclasses
@@ -39,14 +39,14 @@ OTHERS = (
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch):
-    """Read the strategies' files once, because they do not change between thousands of layouts."""
+    """Cache the strategies' files, because these tests build thousands of layouts."""
     for name in ("list_strategies", "_read_folder"):
         cached = functools.cache(getattr(strategy_module, name))
         monkeypatch.setattr(strategy_module, name, cached)
 
 
 def suggestions(text):
-    """Return the arguments that a refusal suggests typing."""
+    """Yield each alternative that a refusal suggests, as a list of arguments."""
     choices = re.search(r" Set (.+)\.$", text)
     for words in choices[1].split(", or ") if choices else []:
         yield words.split()
@@ -100,7 +100,7 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
         ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
         ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
         ({"dp_replicate": 2, "dp_shard": -1}, 3, "a multiple of 2 processes, but the run has 3"),
-        # A mesh without an open axis accepts no multiple.
+        # A mesh in which all axes are fixed accepts no multiple of its size.
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "needs 4 processes, but the run has 8"),
         ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
         ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),

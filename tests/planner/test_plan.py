@@ -1,4 +1,4 @@
-"""Test plans: their contents, reading them back from a file, and any CONFIG on any machine."""
+"""Test plans: their contents, their JSON form, and plans for any CONFIG on any machine."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ TEXT = "\n".join(f"line {number} of a text that is not very long" for number in 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_extensions_of_this_machine(tmp_path_factory):
-    """Hide this machine's extensions and libaio, because asking the compiler per example would take
-    most of the time."""
+    """Hide this machine's extensions and pretend that libaio is installed, because asking the
+    compiler in each example would take most of the time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(checks, "has_libaio", lambda: True)
     patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
@@ -40,7 +40,7 @@ def _no_extensions_of_this_machine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """Return a folder with a text, DeepSpeed JSONs and obstacles."""
+    """Return a folder with a text, DeepSpeed JSONs and a file that is not valid JSON."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text.txt").write_text(TEXT)
     (folder / "file").write_text("{")
@@ -54,7 +54,7 @@ def scratch(tmp_path_factory):
     ("machine", "num_processes"), [(CPU_MACHINE, 2), (GPU_MACHINE, 2), (GPU_MACHINE, 4)]
 )
 def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_path):
-    """All strategies do the same work. Only 3d needs more than two processes or another mesh."""
+    """All strategies plan the same work. On two processes, only 3d needs another mesh."""
     works = []
     for name in NAMES:
         axes = {"tp": 1} if name == "3d" and num_processes == 2 else {}
@@ -101,7 +101,8 @@ machines = st.just(CPU_MACHINE) | st.builds(
 )
 STRATEGIES = st.sampled_from([*UNSPLIT, *UNSPLIT, *UNSPLIT, *SPLIT, "zero", "ZeRO2"])
 AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
-# Most keys have their default and another value. Keys that interact with others have more.
+# Most keys have their default and another value here. Keys that interact with other keys have more
+# values.
 OPTIONS = {
     name: st.sampled_from([key.default, OTHER[name], *key.choices])
     for name, key in KEYS.items()
@@ -151,7 +152,7 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
         assert len(text) > 20
         return
     words = plan.config.to_user_words()
-    # These are a path, a prompt of any text, and values that depend on the data (test_make.py).
+    # These keys are a path, a prompt, and values that depend on the data (test_make.py).
     kept_auto = {"resume", "generate", "num_samples", "pack"}
     assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False, "whole")
@@ -159,7 +160,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_user_words()
     decided = {key for key in words if requested[key] not in ("auto", words[key])}
-    # model=auto is gpt2-tiny without a GPU. For the user's own text, the preset decides.
+    # Without a GPU, model=auto is gpt2-tiny, or the model of the preset if the dataset is the
+    # user's text.
     assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name.startswith(plan.run_dir.name)

@@ -25,7 +25,7 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """Return (the draft and its sources as one object, its notes)."""
+    """Return the draft and its sources as one object, and the notes."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
@@ -38,7 +38,7 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
 
 
 def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
-    """The preset decides except for typed values and CONFIG values that differ from their
+    """The preset "words" applies except to typed values and to CONFIG values that differ from their
     defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
@@ -59,7 +59,7 @@ def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
     [
         (2, 2, {"strategy": "pp"}),
         (4, 4, {"strategy": "pp"}),
-        (2, 4, {"strategy": "pp", "pipeline_schedule": "zb-v"}),  # two stages a process
+        (2, 4, {"strategy": "pp", "pipeline_schedule": "zb-v"}),  # two stages per process
         (8, 2, {"strategy": "3d"}),
         (4, 2, {}),
     ],
@@ -100,11 +100,11 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
     text = " / ".join(notes)
     for words in ("WikiText-2 is not available", "GPT-2's tokenizer", "trains random weights"):
         assert words in text
-    assert "hidden from unit tests" in text  # the reason
+    assert "hidden from unit tests" in text  # the note gives the reason
 
 
 def test_missing_weights_are_pointed_out(monkeypatch):
-    """The Hub has everything else, and the shipped tokenizer replaces GPT-2's."""
+    """If GPT-2's weights are missing, the error says how to get them."""
     monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
     monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
@@ -135,7 +135,7 @@ TINY = {"model": "gpt2-tiny"}
 @pytest.mark.parametrize(
     ("machine", "values", "said"),
     [
-        # A value that the user names is never replaced.
+        # A value that the user sets is never replaced.
         (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
          ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
         (CPU_MACHINE, {}, ("published weights of gpt2 are", "hf download", "weights to random")),
@@ -201,7 +201,8 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """ "auto" does without the switch and says so, except for switches that few users request."""
+    """ "auto" switches the option off and gives a note, except for options that few users request.
+    An explicit True is refused."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

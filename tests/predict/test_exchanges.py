@@ -1,4 +1,4 @@
-"""Test plans with fewer or smaller exchanges: refusals, memory and ranking."""
+"""Test plans with fewer or smaller exchanges: refusals, predicted memory and ranking."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
         ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
         ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
-        # An overflow would stay in the stored error.
+        # An overflow would remain in the stored compression error.
         ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
         ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set on_nonfinite to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
@@ -56,7 +56,7 @@ def test_what_goes_with_buckets_and_prefetch():
     plan_of("dp", H200.machine, **words)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
         plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
-    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # has no effect, like any other option
+    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # no effect, but accepted
     three, one, none = (
         estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)
@@ -73,8 +73,9 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
 
 
 def test_state_bytes():
-    """Count optimizer state (Adam has 8 bytes per parameter) and the copy for a checkpoint (4). If
-    replicas differ, each adds its weights, its Adam moments and the mean."""
+    """Count the bytes of optimizer state (8 per parameter for Adam) and of the copy for a
+    checkpoint (12 per parameter, sharded over 4 replicas). State that differs between replicas is
+    not sharded."""
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),
@@ -90,8 +91,8 @@ def test_state_bytes():
 
 
 def test_slow_links_are_what_they_pay_on():
-    """Over 1 Gbit/s, the predicted seconds per step fall with the bytes. Over NVLink, they hardly
-    change."""
+    """Over 1 Gbit/s, the predicted step time falls with the number of bytes. Over NVLink, the step
+    time hardly changes."""
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
     words = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [

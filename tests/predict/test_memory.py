@@ -1,4 +1,5 @@
-"""Compare peaks of memory with sums by hand, tensor by tensor, and state with published figures."""
+"""Compare peak memory with sums by hand, tensor by tensor, and model state with published
+figures."""
 
 import dataclasses
 import math
@@ -28,9 +29,9 @@ def peak(tmp_path, num_processes=1, **config):
 
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
-    """At the loss, memory holds fp32 weights, Adam moments, rounded weights, 12 blocks and logits.
-    With chunks, it holds the gradients of hidden states and output rows, and the logits of one
-    chunk."""
+    """At the loss, memory holds fp32 weights, Adam moments, rounded weights, the activations of 12
+    blocks, and logits. With a chunked loss, the logits are replaced by the gradients of hidden
+    states and output rows, and the logits of one chunk."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
     parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
@@ -38,8 +39,9 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
     assert parts["parameters"] == pytest.approx(4 * padded)
     assert parts["optimizer"] == pytest.approx(8 * padded)
     assert parts["copies"] == pytest.approx(2 * padded)
-    assert parts["gradients"] == 0  # they are added while activations are freed
-    # x, its norm, q k v, attention, the sum, its norm, and twice the MLP's hidden units
+    assert parts["gradients"] == 0  # gradients grow while activations are freed
+    # Values per token: x, its norm, q k v, attention, the residual sum, its norm, and the MLP's
+    # hidden units twice.
     block = TOKENS * (2 * D * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) + 4 * H + 16)
     ends = 3 * TOKENS * 2 * D + 2 * VOCABULARY * D
     assert parts["activations"] == pytest.approx(L * block + ends)
@@ -47,8 +49,8 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 
 
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
-    """The first stage's rank has blocks 0 and 11, the embeddings, the final norm and the tied
-    copy."""
+    """In a V-shaped schedule, rank 0 has the first and the last stage: blocks 0 and 11, the
+    embeddings, the final norm and the tied output layer."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
@@ -75,8 +77,8 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
 def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
-    """Some of the 16 values per token are whole on every process. The batch grows with the
-    number of processes, so a quarter of the model sees four times the tokens."""
+    """tp does not shard `whole` of the 16 values per token. The batch grows with the number of
+    processes, so each quarter of the model processes four times the tokens."""
     words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
     split = peak(tmp_path, 4, strategy="tp", **words).fullest["activations"]
     alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
@@ -84,7 +86,8 @@ def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, w
 
 
 def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
-    """1F1B keeps p, p - 1, ... micro-batches, and GPipe keeps all of them."""
+    """Under 1F1B, ranks keep p, p - 1, ... micro-batches. Under GPipe, every rank keeps all
+    micro-batches."""
     words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
     few, many = (
         [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_place]
@@ -108,7 +111,8 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
 
 
 def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
-    """fp32 weights and both Adam moments are sharded over all ranks that hold the same part."""
+    """The copy of fp32 weights and Adam moments is sharded over the ranks that hold the same
+    parameters. If RAM is short, no copy is made."""
     four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
     copied = four.host_bytes - none.host_bytes
     assert copied == pytest.approx(3 * four.fullest["parameters"] / 4)
@@ -122,10 +126,11 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
 
 
 def test_recomputing_rounds_weights_again(tmp_path):
-    """The numbers count the tensors that torch 2.13's compiled block saved. With selective
-    checkpointing, these are its input, q k v, attention, its product and the MLP's hidden units.
-    Only without it are rounded weights also saved. The peak is in the last block's backward pass,
-    which has recomputed the whole block and holds the gradient of the MLP's hidden units."""
+    """The numbers count the tensors that a compiled block of torch 2.13 saved. With selective
+    checkpointing, these are the block's input, q k v, attention, the attention projection and the
+    MLP's hidden units. Rounded weights are only saved without checkpointing. The peak is in the
+    last block's backward pass, which has recomputed the whole block and holds the gradient of the
+    MLP's hidden units."""
     none, some, full = (
         peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
         for mode in ("none", "selective", "full")
@@ -149,7 +154,8 @@ WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 
 
 def state(strategy, precision="bf16", **axes):
-    """Return bytes per parameter: parameters, gradients, optimizer state, host, disk."""
+    """Return the bytes per parameter of parameters, gradients, optimizer state, host memory and
+    disk."""
     values = {"model": "gpt2", "strategy": "3d", "precision": precision, **WHOLE}
     mesh = {**WHOLE, **axes}
     config = build_config({**values, **axes})
@@ -161,7 +167,7 @@ def state(strategy, precision="bf16", **axes):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_papers_example(stage, gigabytes):
-    """Compare with figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
+    """Compare with figure 1 of the ZeRO paper: 7.5B parameters on 64 GPUs."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
     total = sum(state(strategy, dp_shard=64)) * 7.5
@@ -172,7 +178,7 @@ def test_zero_papers_example(stage, gigabytes):
     ("name", "precision", "parts"),
     [
         ("dp", "bf16", (4, 4, 8, 0, 0)),
-        ("tp", "bf16", (4, 4, 8, 0, 0)),  # for the part of the parameters that a process has
+        ("tp", "bf16", (4, 4, 8, 0, 0)),  # per parameter of a process's shard
         ("fsdp", "bf16", (1, 1, 2, 0, 0)),
         ("zero1", "bf16", (2, 2, 3, 0, 0)),
         ("zero1", "fp32", (4, 4, 3, 0, 0)),
@@ -215,5 +221,5 @@ def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
-    """strategies/10_3d_parallel has 12 / S + 6 bytes per parameter in bf16."""
+    """strategies/10_3d_parallel/README.md states 12 / S + 6 bytes per parameter in bf16."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*parts, 0, 0))

@@ -1,4 +1,4 @@
-"""Test properties that hold for every prediction, whatever its constants."""
+"""Test properties of predictions that do not depend on the constants."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ def test_a_cpu_that_was_not_measured_has_a_wide_range(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "gemm", "memory", "link"),
-    [  # TFLOP/s and GB/s that others measured: see constants.json
+    [  # published TFLOP/s and GB/s, see constants.json
         ("A100", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
         ("a100-pcie", 245, 1750, 31.5), ("V100-PCIe", 95, 800, 15.75), ("B200", 1745, 4000, 900),
     ],
@@ -69,13 +69,13 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
-    """This holds for the fullest process, at any position along a pipeline, and for its state on
-    host and disk."""
+    """More processes never increase the model state of the fullest process, including state on host
+    and disk."""
     found = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
         words = {"checked": False, "strategy": name, "model": "gpt2-xl-20-heads", "batch_size": 4}
-        with contextlib.suppress(UserError):  # some numbers of processes have no layout
+        with contextlib.suppress(UserError):  # no layout for this number
             state = estimate_state(plan_for(tmp_path, machine, count, **words))
             found.append(sum(state.values()))
     assert len(found) > 2
@@ -84,8 +84,7 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_larger_takes_more(name, tmp_path):
-    """Longer texts need more memory and, unless the host is the bottleneck, more time.
-    Recomputation needs less memory."""
+    """Longer samples need more memory and no less time. Activation checkpointing reduces memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
         plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)
@@ -98,8 +97,8 @@ def test_what_is_larger_takes_more(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ranked_is_what_starts(name, tmp_path):
-    """If its settings are typed, every ranked layout becomes a plan with the same mesh and
-    micro-batches."""
+    """The settings of every ranked layout give a plan with the same mesh, batch, layout and
+    schedule."""
     cluster = parse_cluster("4xH200")
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
     assert plans
@@ -112,7 +111,8 @@ def test_what_is_ranked_is_what_starts(name, tmp_path):
 
 @pytest.mark.parametrize("count", [8, 12])
 def test_what_is_ranked_is_all_that_starts(count, tmp_path):
-    """Type every factorization of `count` into the four axes under every strategy."""
+    """Try every factorization of `count` into the four axes with every strategy. The accepted
+    layouts equal the ranked ones."""
     cluster = parse_cluster(f"{count}xH200")
     listed, started = set(), set()
     for name in NAMES:
@@ -133,7 +133,7 @@ def test_what_is_ranked_is_all_that_starts(count, tmp_path):
 
 
 def layout_of(plan):
-    """Return a key that is equal for two names of one layout: hybrid without a pipeline is
+    """Return a key that is equal for equal layouts. For example, hybrid without a pipeline is
     zero1."""
     name = plan.strategy.name if plan.strategy.traits.takes_json else "native"
     name = "zero1" if name == "hybrid" and plan.mesh["pp"] == 1 else name
@@ -145,8 +145,8 @@ def ranked(cluster, **words):
 
 
 def test_one_gpu_and_a_thousand_are_ranked():
-    """On one GPU, nothing is better than dp. Over 31.5 GB/s, gathering XL's weights costs more than
-    a pipeline's bubble."""
+    """On one GPU, dp is the best strategy. Over links of 31.5 GB/s, gathering the weights of
+    gpt2-xl costs more than a pipeline's bubble."""
     best = ranked("H200", batch_size=8)[0]
     assert (best.plan.strategy.name, best.fits) == ("dp", True)
     assert ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)[0].plan.mesh["pp"] > 1

@@ -1,4 +1,4 @@
-"""Test orders that are searched for measured durations."""
+"""Test orders of operations that are searched for given durations."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
 
-# Durations in ms of six gpt2-medium blocks and the loss on an H200, for 32 x 1024 tokens
+# Durations in ms of one block and the loss of gpt2-medium on an H200
 BLOCK, LOSS, MESSAGE = (1.71, 2.73, 1.09), (7.34, 11.0, 0.0), 0.6
 MEDIUM = (2, 4, 4, 4, 3, 3, 3, 1)
 
@@ -48,7 +48,7 @@ def length(found, seconds, message=MESSAGE):
 
 
 def held(order, blocks):
-    """Return the largest number of blocks whose activations a process holds."""
+    """Return the largest number of blocks whose activations a process holds at once."""
     now = most = 0
     for kind, stage, _ in order:
         now += {"F": 1, "W": -1}.get(kind, 0) * blocks[stage]
@@ -64,7 +64,8 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
         assert sorted(found[rank]) == sorted(known[rank])
         kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
         assert held(found[rank], blocks) <= max(held(known[rank], blocks), kept)
-    # A missing input would end the simulation. The loss's backward pass follows at once.
+    # A missing input would end the simulation. On the last stage, the backward pass directly
+    # follows the forward pass.
     assert length(found, seconds) <= length(known, seconds)
     last = len(blocks) - 1
     for number in range(m):
@@ -73,8 +74,8 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
 
 
 def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
-    """The order is within 3% of the bound that no order can beat: the time of the process that
-    starts last."""
+    """The order is within 3% of a lower bound for all orders: the start and the work of the process
+    that starts last."""
     seconds = durations(MEDIUM)
     found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
     assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
@@ -84,7 +85,8 @@ def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
 
 
 def test_equal_operations_idle_as_the_formula_says():
-    """No order on a V is shorter: the last process waits for p - 1 forward passes."""
+    """No order of a V-shaped schedule is shorter, because the last process waits for p - 1 forward
+    passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
         found = length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
@@ -110,7 +112,8 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
 
 
 def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
-    """The planning process searches once, with the available rates. The others read plan.json."""
+    """The planning process searches once, with the machine's rates. All other processes read the
+    order from the plan."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
     slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
     plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
@@ -128,7 +131,8 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
 
 
 def lowered(plan):
-    """Return each process's actions in torch's order, including the actions that FSDP needs."""
+    """Return each process's actions with FSDP's actions, and with sends and receives where torch
+    puts them."""
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(
@@ -144,14 +148,14 @@ def lowered(plan):
 
 PEERS = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
          "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
-# For each stage and micro-batch, a message needs its producer and an operation its message.
+# Action -> action of the same stage and micro-batch that must come first
 NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
          "FORWARD": "RECV_F", "BACKWARD_INPUT": "RECV_B"}  # fmt: skip
 
 
 def run_blocking(found, ranks):
-    """Run processes whose messages block both ends until both have reached them. Return the number
-    of completed messages."""
+    """Simulate processes in which each message blocks both ends until both have reached it. Return
+    the number of completed messages."""
     left = {
         rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
         for rank, actions in found.items()
@@ -189,8 +193,8 @@ def run_blocking(found, ranks):
     ],
 )
 def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
-    """Both ends of every edge use the same order of messages, and no process waits for a later
-    message."""
+    """Both ends of every edge have the same order of messages, and no process waits for a message
+    that is produced later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
     ranks, spans = plan.layout.ranks, expect_spans(plan)
@@ -208,7 +212,7 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     assert found != before
     edges = sum(a != b for a, b in itertools.pairwise(ranks))
     assert run_blocking(found, ranks) == 2 * edges * plan.batch.num_microbatches
-    # A receive is posted while its message is being produced, or when the process is idle.
+    # A receive is posted before its message has been produced.
     for rank, actions in found.items():
         done = 0.0  # end of the previous operation
         for action in actions:

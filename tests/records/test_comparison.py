@@ -1,4 +1,4 @@
-"""Test how runs are grouped by work and what the tables of a comparison show."""
+"""Test how runs are grouped by work, and the contents of comparison tables."""
 
 import platform
 import statistics
@@ -20,7 +20,8 @@ SPEEDS = (100_000.0, 140_000.0)
 
 
 def seeded(seed, speed, **changes):
-    """Return a run with a prediction, two evaluations and a curve that depends on the seed."""
+    """Return a record with a prediction, two evaluations and a loss curve that depends on the
+    seed."""
     curve = [[step, 4 - step / 10 - seed / 100] for step in range(1, 5)]
     evaluations = [{"step": step, "loss": 3.0 + seed, "perplexity": 20.0} for step in (0, 4)]
     return made_record(
@@ -31,8 +32,8 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def over_seeds():
-    """Return two seeds of one layout, one of two seeds of another, and a layout that could not
-    run."""
+    """Return a comparison of three layouts with two seeds each: two runs, one run, and no run
+    finished."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
         Layout(name="zero2", records=runs, num_runs=2),
@@ -43,7 +44,7 @@ def over_seeds():
 
 
 def rows_of(comparison, title="Results"):
-    """Return name -> heading -> cell of a table."""
+    """Return a table as {name: {heading: cell}}."""
     (table,) = (table for table in comparison.tables() if table.title == title)
     rows = zip(*table.columns.values(), strict=True)
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
@@ -60,7 +61,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
     newest, oldest = group_by_work(records)
     assert newest.differs == {"seed": "7", "global_batch_size": "64"}
     assert oldest.differs == {"seed": "42", "global_batch_size": "32"}
-    # Shared settings are above the table, and names contain the different ones.
+    # Shared settings are in the title. Settings that differ are in the rows' names.
     assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
     rows = rows_of(oldest)
     names = ["3 dp, precision bf16", "4 zero2, precision bf16", "1 zero2, precision fp32"]

@@ -34,7 +34,7 @@ def test_summary_says_what_came_out():
     }
 
 
-# A record has None for NaN, and a resumed run reads its first rows from the record.
+# A record contains None for NaN, and a resumed run reads its earlier rows from the record.
 NAN = float("nan")
 DIVERGED = [
     {"step": 0, "loss": None, "perplexity": None},

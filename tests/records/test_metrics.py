@@ -1,5 +1,5 @@
-"""Check speed and memory against values computed by hand, and trackers against TensorBoard's files
-and recorded calls of the other packages."""
+"""Compare speed and memory with values computed by hand, and trackers with TensorBoard's files and
+recorded calls of the other packages."""
 
 import math
 import sys
@@ -46,7 +46,7 @@ def test_steps_of_a_clock_that_stands_still_have_no_speed():
     ("name", "peak"),
     [
         ("NVIDIA H100 PCIe", 756e12),
-        # These names begin with a known name but are other GPUs.
+        # These names begin with a known name, but belong to other GPUs.
         ("Quadro RTX 6000", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of a GPU
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
@@ -69,7 +69,7 @@ def test_timer_leaves_out_what_lies_between_restart_and_mark(monkeypatch):
     timer.restart()  # 100, after an evaluation of 97 s
     timer.mark()
     assert timer.durations_s() == [1.5]
-    timer.mark()  # 103.5, because reading the durations does not stop the clock
+    timer.mark()  # 103.5: reading the durations does not stop the clock
     assert timer.durations_s() == [2.0]
 
 
@@ -103,7 +103,7 @@ FINAL = {
 
 
 def track(log_to, folder, step=0):
-    """Run a short training run with this tracker, continued after `step`."""
+    """Log the rows of a short run, continued after `step`, with this tracker."""
     tracker = build_tracker(log_to, folder, ABOUT, step)
     tracker.log_step(ROW)
     tracker.log_evaluation(EVALUATION, PEAKS)
@@ -134,7 +134,7 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
 def test_tensorboard_has_each_step_once_where_a_killed_run_goes_on(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((0, 10), (5, 12)):  # resumes from step 5
+    for first, last in ((0, 10), (5, 12)):  # the second run resumes from step 5
         tracker = build_tracker("tensorboard", tmp_path, ABOUT, first)
         for step in range(first + 1, last + 1):
             tracker.log_step({**ROW, "step": step, "loss": float(first)})
@@ -145,7 +145,7 @@ def test_tensorboard_has_each_step_once_where_a_killed_run_goes_on(tmp_path):
     assert found == [(step, 0.0 if step < 6 else 5.0) for step in range(1, 13)]
 
 
-# wandb 0.31, mlflow 3.17's fluent interface, trackio 0.43
+# Calls for wandb 0.31, the fluent interface of mlflow 3.17, and trackio 0.43
 BEGUN = {"project": "distributed-training", "name": "run", "config": ABOUT, "resume": "allow"}
 ROWS = [("log", STEP, 7), ("log", EVALUATED, 8), ("log", FINAL), ("finish",)]
 CALLS = {
@@ -160,8 +160,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_packages_are_called_by_their_own_interfaces(name, tmp_path, monkeypatch):
-    """The packages are not installed. Compare the recorded calls, in order, with their keyword
-    names. A resumed run continues in the tracker."""
+    """The packages are not installed, so fakes record the calls. Compare the calls, in order and
+    with keyword names. A resumed run continues the run of the tracker."""
     calls = []
 
     def answer(method):

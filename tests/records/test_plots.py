@@ -1,4 +1,4 @@
-"""Test that plots show the figures of the records."""
+"""Test that plots show the values of the records."""
 
 import itertools
 import math
@@ -18,14 +18,15 @@ def of_runs(*records):
 
 
 def bars(axes):
-    """Return label -> length of a plot's bars, from top to bottom."""
+    """Return a plot's bars as {label: length}, from top to bottom."""
     assert axes.yaxis_inverted()
     names = [text.get_text() for text in axes.get_yticklabels()]
     return dict(zip(names, [bar.get_width() for bar in axes.patches], strict=True))
 
 
 def curves(axes):
-    """Return label -> (places, losses) of a plot's lines. Validation curves have no label."""
+    """Return a plot's lines as {label: (x values, losses)}. Validation curves, which have no label,
+    are omitted."""
     lines = {
         line.get_label(): line.get_data() for line in axes.get_lines() if len(line.get_xdata())
     }

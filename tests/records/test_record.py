@@ -69,7 +69,7 @@ def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_
     assert is_alive(state)
     for key, value in (
         ("pid", process.pid), ("pid", None),
-        ("started_at", "2020-01-01T00:00:00+00:00"),  # another process has this pid now
+        ("started_at", "2020-01-01T00:00:00+00:00"),  # another process now has this pid
     ):  # fmt: skip
         record.update(**{key: value})
         assert not is_alive(load_record(tmp_path)), key
@@ -90,7 +90,8 @@ def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
 
 
 def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, caplog):
-    """It also drops lines that a power cut or a kill has damaged."""
+    """A resumed run drops the rows that it repeats, and lines that a power cut or a kill has
+    damaged."""
     truncate_metrics(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
     append_metrics(tmp_path, [{"step": 1, "loss": 2.5}])
@@ -121,7 +122,8 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
-    """It does not matter which process writes first, or that rank 0 writes its record meanwhile."""
+    """The earliest cause is kept, independent of the order of writes and of rank 0's updates of the
+    record."""
 
     def state():
         found = load_record(tmp_path)
@@ -133,7 +135,7 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     assert state() == ("failed", lost, 0)
     assert mark_stopped(tmp_path, "failed", "rank 2 saw nonsense", ago_s=1)
     assert not mark_stopped(tmp_path, "failed", "rank 1: killed", ago_s=5)
-    record.update(step=3, status="interrupted")  # rank 0 was saving
+    record.update(step=3, status="interrupted")  # rank 0 updates the record later
     assert state() == ("failed", "rank 1: killed", 3)
 
     def write_late(file, values, replace=os.replace):
@@ -160,7 +162,7 @@ def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
 
 
 def test_every_published_record_loads():
-    """Published records load with the current schema."""
+    """All published records load with the current schema, and their values are consistent."""
     documents = [json.loads(path.read_text()) for path in ROOT.glob("results/records/**/*.json")]
     published = [values for values in documents if "schema_version" in values]
     assert len(published) > 80
@@ -178,7 +180,7 @@ def test_every_published_record_loads():
 
 def test_version_1_is_read_by_its_names_and_nothing_is_lost():
     old = record_values(schema_version=1, of_then=[1])
-    old["topology"] = {"dp_replicate": 1, "dp_shard": 4}  # the earliest records have no tp and pp
+    old["topology"] = {"dp_replicate": 1, "dp_shard": 4}  # the earliest records lack tp and pp
     batch = old["batch"]
     batch["grad_accum_steps"], batch["dp_size"] = (
         batch.pop(name) for name in ("num_microbatches", "num_replicas")

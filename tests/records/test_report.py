@@ -1,4 +1,4 @@
-"""Test `report` and the page of comparisons, on a terminal and as HTML that a parser reads."""
+"""Test `report` and the comparison page, in a terminal and as HTML."""
 
 import json
 import re
@@ -25,8 +25,7 @@ def write_run(folder, **changes):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Make a folder of three runs (one failed) with a link to the newest, and a run next to the
-    folder."""
+    """Return a folder with three runs (one failed), a cache folder and a link to the newest run."""
     folder = tmp_path / "runs"
     write_run(folder / "20260101-000001-zero2-x")
     write_run(folder / "20260101-000002-dp-x", strategy__name="dp")
@@ -39,7 +38,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def main(argv, output_dir=Path("runs")):
-    """Call `report` with these arguments."""
+    """Call `report` with these arguments, and return the exit code."""
     script = ROOT / "real_model_example.py"
     program = cli.Program(
         config={}, script=script, about="", output_dir=output_dir, argv=tuple(argv)
@@ -94,7 +93,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(runs):
-    """As with `| head -1`, if the output is larger than a pipe's buffer."""
+    """As with `| head -1`, the reader closes the pipe before all output is written."""
     with subprocess.Popen(
         [sys.executable, ROOT / "real_model_example.py", "report", runs / "latest"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -121,7 +120,7 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys)
 
 
 def tables_of(text):
-    """Return the tables as rows of cells."""
+    """Return each HTML table as a list of rows, each a list of cells."""
     return [
         [re.findall(r"<t[hd][^>]*>\s*(.*?)\s*</t[hd]>", row) for row in table.split("<tr>")[1:]]
         for table in text.split("<table>")[1:]

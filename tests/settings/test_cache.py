@@ -1,4 +1,4 @@
-"""Test the caches that a machine keeps for later runs."""
+"""Test the caches on a machine that later runs use."""
 
 import json
 import os
@@ -22,7 +22,8 @@ import torch
 
 
 def start(tmp_path, dont_write, num_cores=2):
-    """Return the bytecode that a process keeps if it imports an uncompiled package named torch."""
+    """Start a process that imports a package named torch without bytecode. Return the bytecode
+    files that the process writes."""
     package = tmp_path / "site" / "torch" / "__init__.py"
     package.parent.mkdir(parents=True, exist_ok=True)
     package.touch()
@@ -59,7 +60,8 @@ def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
 
 
 def refused_or_variables(**given):
-    """Return the environment of a process that was given these variables, or its refusal."""
+    """Set up private caches in a process with these variables. Return the output: notes and the
+    resulting environment as JSON, or the error."""
     code = "import json, os; from distributed_training.settings.cache import *\n"
     code += "try: use_private_caches()\nexcept ValueError as error: print(error)\n"
     code += "else: print(json.dumps(dict(os.environ)))"
@@ -78,7 +80,7 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
         folder = Path(found[name])
         assert folder.is_relative_to(tmp_path / "own")
         assert {path.stat().st_mode & 0o777 for path in (folder, tmp_path / "own")} == {0o700}
-    # Without our own cache folder, the user's folder in the folder for temporary files is used.
+    # If the cache folder cannot be used, a per-user folder in the temporary folder replaces it.
     found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path))
     folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)

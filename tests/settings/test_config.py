@@ -1,4 +1,5 @@
-"""Test that CONFIG, presets and texts become a RunConfig, or a one-line error with advice."""
+"""Test that CONFIG, presets and --set texts become a RunConfig, or give a one-line error with
+advice."""
 
 import contextlib
 import json
@@ -34,7 +35,7 @@ def write(path, value):
 
 
 def test_script_and_run_config_agree():
-    """CONFIG shows defaults, and all keys that it does not show keep their defaults."""
+    """The script's CONFIG contains only default values, so it equals RunConfig()."""
     defaults = RunConfig().to_user_words()
     for name, value in CONFIG.items():
         assert (type(value), value) == (type(defaults[name]), defaults[name]), name
@@ -56,7 +57,7 @@ OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
-    """This holds for every source and every name of the key."""
+    """Every source and every alias of a key sets the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
@@ -141,7 +142,7 @@ def test_names_that_are_none_or_two_are_refused(config, words):
         build_config(config)
 
 
-# Values that are not accepted, and the rule in the error.
+# (key, value that is not accepted, words of the error)
 BAD = {
     "batch_size": (["4", 4.5, None, True, 0, 2**31 + 1], 'a whole number >= 1 or "auto"'),
     "num_samples": ([0, -2], "a whole number >= 1 or -1"),
@@ -218,7 +219,7 @@ set_texts = st.text(max_size=30) | st.builds(
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
 def test_any_config_and_any_text_resolve_or_explain(config, texts, typed):
-    """The result is either a complete RunConfig or a one-line refusal with content."""
+    """The result is either a complete RunConfig or a one-line error."""
     try:
         built = build_config({}, overrides=texts) if typed else build_config(config)
     except UserError as error:

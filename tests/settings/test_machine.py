@@ -17,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Replace nvidia-smi with a program whose output and exit code a test chooses."""
+    """Return a function that installs a fake nvidia-smi with the given output and exit code."""
 
     def install(answer=ROWS, code=0):
         (tmp_path / "answer").write_text(answer)
@@ -43,7 +43,7 @@ def test_the_weakest_gpu_counts(nvidia_smi):
     [
         (" 0 , 2 ", [143771, 15360]),
         ("GPU-cccc,0", [15360, 143771]),
-        ("0,9,1", [143771]),  # as in CUDA: nothing after the first unknown entry
+        ("0,9,1", [143771]),  # CUDA ignores all entries from the first unknown one
         ("", []),
         ("-1", []),
     ],
@@ -71,7 +71,7 @@ def test_memory_is_this_machines():
 
 
 def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
-    """Integrated GPUs (GB10, Jetson) report [N/A], and their memory is the host's."""
+    """Integrated GPUs (GB10, Jetson) report [N/A] because they share the host's memory."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1\n")
     monkeypatch.setattr(machines, "available_ram_bytes", lambda: 99 * MIB)
     machine = machines.detect_machine()
@@ -82,7 +82,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
 @pytest.mark.parametrize(
     ("groups", "files", "ram", "cpus"),
     [
-        # In version 2, the limit of a job is on a parent group of this process.
+        # In cgroup version 2, a parent group of this process may have the limit of a job.
         (
             "0::/job/step",
             {
@@ -93,7 +93,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
             },
             450, 2,
         ),
-        # In version 1, a container's paths are the host's, and its own limits are at the root.
+        # In cgroup version 1, a container sees the host's paths, and finds its limits at the root.
         (
             "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
             {
@@ -114,7 +114,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
             },
             10**6, 8,
         ),
-        # Without statistics and without the link cpu
+        # memory.stat and the link "cpu" are missing
         (
             "5:memory:/\n4:cpu,cpuacct:/",
             {

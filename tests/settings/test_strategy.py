@@ -1,4 +1,4 @@
-"""Test strategies' folders: their contents, refusals, and a folder and an engine of the user."""
+"""Test strategy folders: the shipped ones, refusals, and folders and engines of the user."""
 
 import json
 
@@ -24,8 +24,8 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         strategy = named_strategy(name)
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
         if strategy.engine != "native":
-            # fp16 skips the same steps under every strategy, because the scale halves at each
-            # overflow.
+            # All strategies skip the same fp16 steps, because the loss scale starts and changes
+            # alike.
             fp16 = strategy.document["fp16"]
             assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
             assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)
@@ -60,7 +60,8 @@ def test_the_number_of_stages_may_be_set_beside_a_json_of_ones_own(tmp_path):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Write strategies' folders: folder name -> config.json."""
+    """Return a function that writes strategy folders, given {folder name: content of
+    config.json}."""
     monkeypatch.setattr("distributed_training.settings.strategies.STRATEGIES_DIR", tmp_path)
 
     def write(**documents):
@@ -77,7 +78,8 @@ def load_own(**config):
 
 
 def test_a_clone_may_add_strategies(folders):
-    """Their DeepSpeed JSON may be in the folder, beside it or in configs/."""
+    """The DeepSpeed JSON of a new strategy may be in config.json, in another file of the folder, or
+    in configs/."""
     inside = {"zero_optimization": {"stage": 1}}
     root = folders(**{
         "10_inside": {"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
@@ -106,7 +108,7 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
-        # An engine accepts only its own axes.
+        # An engine accepts only the axes that it supports.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
         ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("needs 'deepspeed', not 'm",)),
         ({"name": "own", "deepspeed": {}, "engine": "native"}, ("needs 'mesh', not 'deepspeed'",)),

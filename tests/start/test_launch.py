@@ -64,7 +64,7 @@ def test_processes_share_the_cores(monkeypatch):
         monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin:/bin", **given})
         launch.prepare_environment(processes)
         assert os.environ["OMP_NUM_THREADS"] == threads
-        assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
+        assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # for ninja
 
 
 WHOLE = {0: 0, 1: 0}
@@ -73,8 +73,8 @@ KILLED = {1: -signal.SIGKILL}
 
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Return a function that calls spawn() with ranks that touch the record and then end as the
-    test requests."""
+    """Return a function that calls spawn() with fake ranks, which touch the record and end with the
+    given exit codes."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):
@@ -96,7 +96,7 @@ def spawn(tmp_path, monkeypatch):
 def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
     for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
-    started(tmp_path).update(status="interrupted")  # the record of another attempt does not count
+    started(tmp_path).update(status="interrupted")  # the record of another attempt is ignored
     assert spawn({0: 2}, recorded=False) == 2
 
 
@@ -233,7 +233,7 @@ def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch)
 
 
 def run_without_planning(run_dir):
-    """Run in a separate process, in which no planning function can be called."""
+    """Start a planned run with all planning functions removed. Runs in a separate process."""
     launch_module.make_plan = machine.detect_machine = None
     load_plan = launch.load_plan
 
@@ -257,7 +257,8 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
 
 
 def run_without_deepspeed(arguments):
-    """Run in a separate process, in which neither DeepSpeed nor transformers can be imported."""
+    """Run the script as if neither DeepSpeed nor transformers were installed. Runs in a separate
+    process."""
     find_version = importlib.metadata.version
 
     def version(package):

@@ -1,4 +1,4 @@
-"""Test that ranks start together, and that none remains after one has failed or all were
+"""Test that ranks start together, and that no rank remains after one has failed or all were
 stopped."""
 
 import functools
@@ -32,7 +32,8 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture(params=["new", "forked"])
 def ranks(request, tmp_path, monkeypatch):
-    """Return a function that runs two ranks with the code `text` and returns their exit codes."""
+    """Return a function that runs two ranks with the code `text` and returns how they ended. Check
+    at the end that no rank remains."""
 
     def call(text):
         script = tmp_path / "script.py"
@@ -153,7 +154,7 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
 
 
 def test_another_process_answers_meanwhile(capfd):
-    answer = compute_in_fork(lambda: "x" * 100_000)  # more than fits into a pipe
+    answer = compute_in_fork(lambda: "x" * 100_000)  # more than a pipe can hold
     assert answer() == "x" * 100_000
     with pytest.raises(RunError, match="killed by SIGKILL; the usual cause is that memory ran out"):
         compute_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))()
@@ -173,7 +174,7 @@ def test_phases_are_counted_from_the_start_of_the_process():
     )
     began = time.monotonic()
     said = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
-    assert 0.5 < float(said) < time.monotonic() - began + 0.02  # a tick of the system
+    assert 0.5 < float(said) < time.monotonic() - began + 0.02  # tolerance: clock ticks
     assert Startup({"import": 3.0}).seconds == {"import": 3.0}
 
 

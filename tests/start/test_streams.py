@@ -1,4 +1,4 @@
-"""Test output after its reader has gone."""
+"""Test output streams whose reader stalls or disappears."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
         lasting = LastingStream(stream)
         lasting.write("first\n")
-        lasting.write("x" * 100_000 + "\n")  # more than fits into a pipe
+        lasting.write("x" * 100_000 + "\n")  # more than a pipe can hold
         held = b""
         while len(held) < 60_000:
             held += os.read(reader, 2**20)
         assert held.startswith(b"first\nxxx")
         lasting.write("it reads again\n")
         assert os.read(reader, 2**20).endswith(b"it reads again\n")
-        lasting.write("a line")  # like print, which writes the line end separately
+        lasting.write("a line")  # like print, which writes the newline separately
         stream.write("of another process\n")
         stream.flush()
         lasting.write("\n")
@@ -39,7 +39,7 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_go_nowhere(closed, tmp_path):
-    """No file that is opened later takes the descriptor of a closed stream."""
+    """A file that is opened later must not get the descriptor of a closed stream."""
     command = f'{sys.executable} real_model_example.py --dry-run --set output_dir="$0" {closed}'
     environment = clean_environment()
     done = subprocess.run(

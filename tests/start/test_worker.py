@@ -1,4 +1,4 @@
-"""Test the parts of a worker that need no second process."""
+"""Test the parts of a worker that work without a second process."""
 
 import json
 import os
@@ -24,7 +24,8 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])
 def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monkeypatch):
-    """DeepSpeed starts from rounded weights, so every strategy does, in fp32."""
+    """DeepSpeed starts from rounded weights, so all strategies start from rounded weights, stored
+    in fp32."""
     for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
         monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
     plan = plan_for(tmp_path, CPU_MACHINE, 1, strategy=strategy, precision="bf16", seed=7)
@@ -33,7 +34,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
         model.fill(model, device=torch.device("cpu"))
     actual = dict(model.named_parameters())
     expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
-    assert actual.keys() == expected.keys()  # the output layer is still the embedding
+    assert actual.keys() == expected.keys()  # the output layer is still tied to the embedding
     for name, parameter in actual.items():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, expected[name].bfloat16().float()), name
@@ -41,7 +42,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
 
 def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # loss of many tokens
+    long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # a loss over many tokens
     for count, values, divide, chunk in (
         (2, {"strategy": "dp", **long}, True, True),
         (1, {"strategy": "dp"}, False, False),
@@ -80,7 +81,7 @@ PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
             8,
             torch.device("cuda", 4),
             ("TORCH_CUDA_ARCH_LIST", "9.0"),
-        ),  # architecture of this machine's GPU
+        ),  # compute capability of this machine's GPU
         (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
         (
             5,

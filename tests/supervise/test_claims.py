@@ -17,7 +17,7 @@ from tests.conftest import clean_environment
 from tests.support import refused
 
 IDENTITY = {"strategy": "dp", "seed": 1}
-# A launcher that the test kills after a rank of its run has started.
+# A launcher with one rank. The test kills the launcher after the rank has started.
 LAUNCHER = """
 import os, pathlib, sys, time
 from distributed_training.supervise import claims
@@ -51,7 +51,7 @@ def claim_as(run_dir, **changes):
 
 
 def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
-    """The claim outlives a killed launcher."""
+    """A rank keeps the claim on the run folder after its launcher was killed."""
     run_dir = tmp_path / "a"
     run_dir.mkdir()
     launcher = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     for _ in range(2):
         claims.claim(run_dir, IDENTITY)
     assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
-    claims.refuse_held(run_dir)  # held by this process
+    claims.refuse_held(run_dir)  # this process holds the claim, so nothing is refused
     for _ in range(2):
         claims.release(run_dir)
     assert not claims.is_locked(run_dir)

@@ -1,4 +1,4 @@
-"""Test how processes detect lost and hanging processes, and when they end."""
+"""Test how ranks detect lost and hanging ranks, and when they give up."""
 
 import platform
 import re
@@ -27,7 +27,7 @@ def watch():
         ("torch/_ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed/comm/torch", True),
         ("deepspeed/runtime/swap_tensor/async_swapper", False),
-        # The wrapper of DeepSpeed's functions does not show whether they wait.
+        # DeepSpeed's nvtx wrapper is ignored, and its caller decides.
         ("deepspeed/runtime/zero/partition_parameters > deepspeed/utils/nvtx", True),
         ("deepspeed/ops/adam/cpu_adam > deepspeed/utils/nvtx", False),
         ("user/script", False),
@@ -71,7 +71,7 @@ def test_a_look_at_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch
     entered.wait()
     left = []
 
-    def node():  # `_describe` calls it at its end
+    def node():  # `_describe` calls this function at its end
         leave.set()
         thread.join()
         left.append(len(tensors))
@@ -86,7 +86,7 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     watch.end()
     watch.world_size, watch._min_limit_s = 2, 60.0
     watch.at("saving step 3")
-    watch._clock += 200  # not a step
+    watch._clock += 200  # time that does not belong to a step
     limits = []
     for seconds in (1, 5, 5, 300):
         watch.at("step", is_step=True)
@@ -98,7 +98,7 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert watch.limit_s == 600
     watch._timeout_s = 7
     assert watch.limit_s == 7
-    watch._min_limit_s = 600.0  # if steps are compiled
+    watch._min_limit_s = 600.0  # the minimum for compiled steps
     watch.at("step", is_step=True)
     assert watch.limit_s == 7
     watch._steps_s.clear()  # the first step
@@ -113,8 +113,8 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     ("heard_s", "answered_s", "reason"),
     [
         (LOST_S + 1, 2, "lost rank 0 in starting: it has shown no sign of life for 30 s and is"),
-        # The last heartbeat was read twice before the node was disconnected. Its launcher is also
-        # cut off and must end.
+        # The last heartbeat was read twice before the node was disconnected. The node's launcher is
+        # also disconnected and must end.
         (LOST_S + 1, LOST_S - 1, ""),
         (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it has shown no sign of life"),
     ],

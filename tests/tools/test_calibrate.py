@@ -1,4 +1,4 @@
-"""Test that the planner reads what `calibrate` writes."""
+"""Test that the planner can use the results of `calibrate`."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tests.support import CPU_MACHINE
 
 
 def of_all(_arguments):
-    """Return the results of one of several processes, with almost no time per measurement."""
+    """Run `calibrate` with very short measurements on this rank, and return the results."""
     calibrate.TOKENS = {"cpu": 16}
     calibrate.CALLS = 2
     with links.open_group(budget_s=0.0) as group:
@@ -39,8 +39,8 @@ def test_two_processes_measure_at_once():
 
 
 def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
-    """Measured seconds become rates, and these rates predict the measured seconds, if matrix
-    multiplications take less than the whole step."""
+    """The rates from measured steps predict the measured times, if matrix multiplications take less
+    time than the whole step."""
     seconds = iter((0.1, 0.03, 0.005))
     monkeypatch.setattr(calibrate, "in_step", lambda call: next(seconds))
     training = calibrate.training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)
@@ -52,8 +52,8 @@ def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_
 
 
 def test_rates_are_those_that_the_measured_times_mean():
-    """The rates are matrix multiplications at 10 TFLOP/s in whole tiles, links of 100 GB/s, and a
-    slow host."""
+    """Recover known rates from their times: 10 TFLOP/s for matrix multiplications in whole tiles,
+    links of 100 GB/s, and a slow host."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
     seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}

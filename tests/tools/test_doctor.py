@@ -1,4 +1,4 @@
-"""Run the checks of `doctor` on machines that fixtures describe."""
+"""Test the checks of `doctor` on simulated machines."""
 
 import dataclasses
 import json
@@ -21,7 +21,8 @@ GPU3\t{link}\t{link}\t{link}\t X \t0-15
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return settings for the answers of nvidia-smi and torch."""
+    """Replace the answers of nvidia-smi and torch. Return an object whose attributes change the
+    answers."""
     told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
 
     def answer(program, *arguments, seconds=10):

@@ -1,4 +1,4 @@
-"""Compare bits per byte and the command `eval` with transformers' own loss on the same text."""
+"""Compare the results of the command `eval` with the loss of transformers on the same text."""
 
 import json
 import math
@@ -22,7 +22,8 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
-    """Return a tiny model whose answers end in a special token and a line feed."""
+    """Save a tiny model with a chat template in which answers end in a special token and a line
+    feed. Return the folder."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"intermediate_size": 16, "vocab_size": 400, "max_position_embeddings": 64}
@@ -31,7 +32,8 @@ def model(folder):  # noqa: F811
 
 
 def theirs(model, samples):
-    """Return (nats, number of targets) of pairs (ids, target mask), one sample at a time."""
+    """Return the summed loss of transformers in nats and the number of targets. `samples` are pairs
+    (ids, target mask)."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = 0.0, 0
     for ids, mask in samples:
@@ -44,7 +46,7 @@ def theirs(model, samples):
 
 
 def evaluated(model, file, *options):
-    """Return the numbers that `eval` prints, by name."""
+    """Run `eval`, and return the printed numbers by name."""
     result = heavy_pool().script(["eval", model, "--dataset", file, *options])
     assert_ok(result)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
@@ -72,7 +74,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
     nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
-    # The first token is the start token, which is never a target.
+    # The first token is the start token. It is never a target.
     agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
 
 
@@ -87,7 +89,7 @@ def test_of_chats_the_answers_are_evaluated_and_marks_are_no_text(model, tmp_pat
         asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)
         start = len(asked["input_ids"])
         samples.append((whole, [place >= start for place in range(len(whole))]))
-    # Packed records have the same loss as unpacked ones.
+    # The run packs records, which does not change the loss.
     text = "".join(f"{answer}\n" for answer in answers)
     agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
 

@@ -1,4 +1,5 @@
-"""Test that the commands and jobs that `plan` writes make the ranked plans."""
+"""Test that the commands that `plan` prints, and the jobs that it writes, result in the ranked
+plans."""
 
 import dataclasses
 import random
@@ -22,7 +23,7 @@ from tests.pool import SCRIPT
 from tests.support import small_text
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
-# Differences between two plans of one layout: names that contain the time, and the source of
+# Fields that may differ between two plans of one layout: names with the time, and sources of
 # settings
 OTHERWISE = {
     "run_dir", "offload_dir", "requested", "notes", "command", "prediction", "output_dir",
@@ -54,8 +55,8 @@ OPTIONS = {
 
 
 def random_words(number):
-    """Return up to five options in random order, each with its value in the next word or after
-    `=`."""
+    """Return a random cluster and one to five random options. The value of an option is the next
+    word or follows `=`."""
     draw = random.Random(number)
     words = ["--cluster", draw.choice(["H200", "4xH100-80GB", "2x2xH200", "2x1xL4"])]
     for name in draw.sample(sorted(OPTIONS), k=draw.randint(1, 5)):
@@ -66,7 +67,7 @@ def random_words(number):
 
 
 def sources_of(draft):
-    """Return sources that decide nothing."""
+    """Return sources that change no CONFIG value."""
     return Sources(
         decided={}, model=draft.model, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None,
         identities={},
@@ -75,8 +76,8 @@ def sources_of(draft):
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return a function that runs the script without this machine's calibration and caches. It
-    returns (exit code, picked layouts, the plan of a dry run)."""
+    """Return a function that runs the script without reading sources and data. The function returns
+    (exit code, plans of the picked layouts, plans that a dry run describes)."""
 
     def run(words):
         picked, printed = [], []
@@ -98,10 +99,10 @@ def call(monkeypatch):
 
 
 def comparable(plan):
-    """Return everything that a draft decides."""
+    """Return the fields that must be equal for two plans of one layout."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
     kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
-    # `mesh` has the sizes; a job resumes.
+    # `mesh` already contains the axes, and a job sets `resume`.
     asked = (*MESH_AXES, "resume")
     kept["config"] = {k: v for k, v in plan.config.to_user_words().items() if k not in asked}
     kept["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
@@ -109,8 +110,8 @@ def comparable(plan):
 
 
 def assert_same_plans(call, capsys, words, tmp_path):
-    """Check that the printed commands and the job make the picked plans. Return the number of
-    plans."""
+    """Check that the printed commands and the job result in the picked plans. Return the number of
+    picked plans."""
     job = tmp_path / "job.slurm"
     capsys.readouterr()
     code, picked, _ = call(["plan", *words, "--write", str(job)])
@@ -145,7 +146,7 @@ def test_printed_commands_make_the_plans_that_were_ranked(call, capsys, tmp_path
 
 
 def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
-    """The job runs in the script's folder, wherever the plan was made."""
+    """A job names its files by absolute paths, because the job runs in the script's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("text")
     (tmp_path / "own.json").write_text('{"validation_dataset": "mine.txt", "output_dir": "out"}')

@@ -1,4 +1,5 @@
-"""Test `links` and `doctor --nodes`: the fit, the ring formula, measurements and slow links."""
+"""Test `links` and `doctor --nodes`: the line fit, the ring formula, measurements and slow
+links."""
 
 import argparse
 import dataclasses
@@ -18,8 +19,8 @@ from tests.support import refused
     ("points", "latency"),
     [
         ([(10, 1.0), (1000, 1.0)], 1.0),  # no slope
-        ([(10, 2.0), (1000, 1.0)], 1.2),  # larger is faster
-        ([(10, 1e-3), (1000, 1.0)], 0.0),  # smaller is much faster
+        ([(10, 2.0), (1000, 1.0)], 1.2),  # the larger message is faster
+        ([(10, 1e-3), (1000, 1.0)], 0.0),  # the smaller message is far faster
     ],
 )
 def test_neither_latency_nor_rate_is_below_zero(points, latency):
@@ -29,7 +30,7 @@ def test_neither_latency_nor_rate_is_below_zero(points, latency):
 
 
 def test_links_that_follow_the_ring_formula_have_its_times():
-    """Four processes whose messages have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
+    """Use four processes whose messages have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
     messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
     for size in (2**12, 2**20, 2**26):
@@ -98,7 +99,7 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
     ],
 )
 def test_the_slow_rank_is_named(slower, words):
-    """Compare links between nodes only with each other."""
+    """Links between nodes are only compared with each other, so they are not reported as slow."""
     links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
     links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)

@@ -36,11 +36,11 @@ def test_rates_rise_to_the_peak_and_follow_the_schedule(warmup):
         assert rates == pytest.approx(expected, abs=1e-12)
 
 
-NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
+NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5 and 10; the last is cut short at 12
 
 
 class CountingEngine:
-    """Engine whose steps need no model. `at_step` runs during each step."""
+    """Engine without a model that returns given losses. `at_step` is called in each step."""
 
     def __init__(self, losses=None, at_step=lambda step: None):
         self.losses = losses or [2.0] * NUM_STEPS
@@ -65,7 +65,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
-    """Record the steps that are saved, and write nothing."""
+    """Return a list that records the steps of checkpoints, instead of saving them."""
     steps = []
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: steps.append(step))
     return steps
@@ -73,7 +73,7 @@ def saved(monkeypatch):
 
 @pytest.fixture
 def exported(monkeypatch):
-    """Record the steps whose best weights are exported, and write nothing."""
+    """Return a list that records the steps of exports, instead of exporting."""
     steps = []
 
     monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
@@ -130,7 +130,8 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
 def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
     every, steps, monkeypatch
 ):
-    """If the record came later, a kill between the two would lose those steps permanently."""
+    """Before a checkpoint is saved, the record must contain all its steps. Otherwise a kill after
+    the save would lose these steps permanently."""
     monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
@@ -205,7 +206,7 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     [
         ([5, 4, 3, 2, 1, 0, 0], 0, 12),
         ([5, 4, 3, 2, 1, 0, 0], 1, 12),
-        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss is not lower
+        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss counts as no improvement
         ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
         ([5, 4, math.nan, math.nan, 1, 1, 1], 2, 6),
         ([5, 6, 7, 8, 9, 9, 9], 12, 12),
@@ -274,7 +275,7 @@ def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
     assert exported == steps
     assert trainer.history.best["step"] == steps[-1]
     epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
-    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # means over the steps of each epoch
+    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # mean losses over the steps of each epoch
 
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
@@ -288,7 +289,7 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
     trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
-    trainer.data.train.num_targets[:] = 1  # each target stands for two tokens
+    trainer.data.train.num_targets[:] = 1  # num_targets is 1 and num_tokens is 2
     trainer.record = SimpleNamespace(update=lambda **_: None)
     monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
     trainer.run()

@@ -1,5 +1,5 @@
-"""Test the choice of traced steps: never the first, none while a graph is captured, and as many as
-requested if the run has them."""
+"""Test the choice of traced steps: not the first step, not a step in which a graph is captured, and
+the requested number if the run is long enough."""
 
 from types import SimpleNamespace
 
