@@ -162,7 +162,7 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
 
 
 def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
-    """Print a line per stage, then the bottleneck and NOAM."""
+    """Print one line per stage, then the bottleneck and NOAM."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
     needed = full_speed_in_flight(plan.replicas)
     for index, stage in enumerate(plan.stages):
@@ -205,8 +205,8 @@ def print_comparison(plans: dict[str, Plan]) -> None:
 
 
 def print_simulation(plan: Plan, num_microbatches: int) -> None:
-    """Print the plan's period and utilization, with the planner's and with the simulator's model of
-    links."""
+    """Print the plan's period and utilization, once with the planner's model of links and once with
+    the simulator's model."""
     rows = [["simulated", "in flight", "period s", "of predicted", "utilization"]]
     for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
         run = simulate_plan(plan, num_microbatches, busy_links=busy)

@@ -125,7 +125,8 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
-    """Return the schedules that all the given sizes allow, and name the others on stderr."""
+    """Return the schedules that all the given sizes allow. Print the names of the other schedules
+    on stderr."""
     p = config["num_stages"]
     fitting = []
     for name in TRAINABLE:
@@ -141,8 +142,8 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
 
 
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages. With go_on, restart them without the schedules that failed. If torchrun
-    started this process, run it as one of the stages."""
+    """Start the stages. With go_on, start again without the schedules that failed. If torchrun
+    started this process, run the process as one of the stages."""
     config = read_config(arguments)
     code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:

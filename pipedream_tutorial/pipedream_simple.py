@@ -50,7 +50,7 @@ def need(op: Op, last_stage: int) -> Op | None:
         return ("I", stage, i)
     if stage == last_stage:
         return ("F", stage, i)  # the loss connects the two
-    return (kind, stage + 1, i)  # its own F has run before
+    return (kind, stage + 1, i)  # F of this stage has run before
 
 
 # --- Orders of p ranks and m microbatches ----------------------------------------------------
@@ -94,8 +94,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
-    """Return orders from words. Rank r has stage r and, in a V-shaped schedule, also stage 2p - 1 -
-    r, in small letters."""
+    """Return orders from words. Rank r has stage r. In a V-shaped schedule, it also has stage 2p -
+    1 - r, in lowercase letters."""
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
@@ -128,8 +128,8 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
-        # Forwards before the first backward: a round on all its stages but one, 2 per later rank,
-        # and 1.
+        # Forwards before the first backward: a round on all stages of the rank but one, 2 per later
+        # rank, and 1.
         orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r) + 1)))
     return orders
 
@@ -217,7 +217,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
         times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        for _ in range(count - 1):  # a rank begins the next batch when it has finished the last one
+        for _ in range(count - 1):  # a rank begins a batch when it has finished the one before
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # work of a rank per batch
@@ -418,7 +418,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
     """Return the order of ZB-V's authors (arXiv 2401.10241). The V is filled several times, and the
     filling whose ranks idle least is used. Each filling shows which ranks may idle longer in the
-    next one."""
+    next filling."""
     best: list[str] = []
     least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):

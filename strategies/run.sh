@@ -1,6 +1,6 @@
-# Sourced by the run.sh of a strategy's folder, with its arguments. Sets up Python if needed, and then
-# trains under the strategy in the folder's config.json, on all GPUs, or on CPU processes if there is
-# no GPU. Arguments are passed to real_model_example.py (see its --help).
+# The run.sh of a strategy's folder sources this script. The script sets up Python if needed, and then
+# trains with the strategy in the folder's config.json. It uses all GPUs, or CPU processes if there is
+# no GPU. The arguments of run.sh are passed to real_model_example.py (see its --help).
 set -euo pipefail
 folder=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd -P)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -1,10 +1,10 @@
-# Sourced by the run.sh files: puts a Python that satisfies requirements.txt first on PATH.
+# The run.sh files source this script. It puts a Python that satisfies requirements.txt first on PATH.
 #
 #   source setup_env.sh REQUIREMENTS_FILE ...
 #
-# Uses the active environment if it satisfies the files. Otherwise creates .venv in the repository and
-# installs the files into it, once, and again only when they change. Uses uv if it is installed. Needs
-# no root.
+# The script uses the active environment if that satisfies the files. Otherwise, it creates .venv in
+# the repository and installs the requirements there. It installs them again only when the files
+# change. It uses uv if uv is installed, and it needs no root.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _files=("$@")
@@ -59,7 +59,7 @@ _make_venv() {
         uv pip install --python "$_root/.venv/bin/python" --index-strategy unsafe-best-match \
             "${arguments[@]}" || return 2
     else
-        local said # shown if it fails, not the traceback of a Ctrl-C
+        local said # output of venv, shown only if venv fails; a Ctrl-C shows no traceback
         if ! "$_root/.venv/bin/python" -m pip -V >/dev/null 2>&1 &&
             ! said=$("$python" -m venv "$_root/.venv" 2>&1); then
             echo "$said" >&2

@@ -117,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
-    """Train the runs without a record, then write the page. Return the exit code: 1 if no run
+    """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = plan_runs(arguments, build, script, QUIETLY)
     require_writable(out, OTHER_OUT, "compare.md", "compare.html", "log.txt")
@@ -154,9 +154,9 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
-    """Return the predicted seconds of all runs, each given as (CONFIG, number of processes). The
-    sum includes `run_s` per run for starting and ending, and the time to compile DeepSpeed's
-    extensions. Return None if any run cannot be predicted."""
+    """Return the predicted time in seconds of all runs. Each run is given as (CONFIG, number of
+    processes). The time includes `run_s` per run for starting and ending, and the time to compile
+    DeepSpeed's extensions. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
@@ -330,8 +330,8 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
 
 
 def train(run: Run, out: Path) -> None:
-    """Train in a new process session and store the record or the error in `run`. On Ctrl-C or
-    SIGTERM, interrupt the training, wait for it to end and raise KeyboardInterrupt."""
+    """Train in a new process session, and store the record or the error in `run`. On Ctrl-C or
+    SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORDS))
     settings = ["--set", *texts(run.values), f"output_dir={folder}"]

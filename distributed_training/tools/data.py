@@ -40,8 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Tokenize the dataset into the token cache, as a training run would, and show it. Return the
-    exit code."""
+    """Tokenize the dataset into the token cache, as a training run would. Show samples and counts.
+    Return the exit code."""
     notes = list[str]()
     config = configure(arguments.overrides)
     config = choose_model(config, detect_machine(), 1, named_strategy(config), notes)

@@ -105,7 +105,7 @@ class KeptTopology(Topology):
 
 
 class Kept:
-    """Objects that runs share because they are slow to create: communicators by mesh, and the
+    """Cache of objects that are slow to create and that runs share: communicators by mesh, and the
     initial weights of the last run."""
 
     def __init__(self) -> None:

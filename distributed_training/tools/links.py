@@ -1,9 +1,9 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
 Sizes are sizes of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
-seconds. The bus bandwidth is sent bytes / seconds, with the bytes that a process sends in a ring.
-The fit, latency + sent bytes / bandwidth, minimizes relative errors, so small messages count as
-much as large ones."""
+seconds. The bus bandwidth is sent bytes / seconds. Sent bytes are the bytes that each process sends
+in a ring. The fit, latency + sent bytes / bandwidth, minimizes relative errors, so small messages
+count as much as large messages."""
 
 import argparse
 import contextlib
@@ -38,7 +38,7 @@ from distributed_training.supervise.process import Process
 
 BUDGET_S = 0.15  # seconds per measurement
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
-MOST_FOR_PAIRS = 8  # with more processes, each process is measured only with the next one
+MOST_FOR_PAIRS = 8  # with more processes, each is measured only with the next process
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
@@ -90,9 +90,10 @@ def time_group(
 ) -> list[dict[str, Any]]:
     """Time operations over a process group, for each size of the whole tensor in bytes.
 
-    `members` is a torch process group, or None for all processes. `ranks` defaults to the ranks of
-    this group; sends use the first two of `ranks`. Returns one entry per size with the time of each
-    operation in seconds on the slowest process. All ranks must call this function."""
+    `members` is a torch process group. If it is None, all processes are members. `ranks` defaults
+    to the ranks of the group, and sends use the first two of `ranks`. Returns one entry per size
+    with the time of each operation in seconds on the slowest process. All ranks must call this
+    function."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:

@@ -175,7 +175,7 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     for token in ids:
         tokens.append(token)
         text = tokenizer.decode(tokens)
-        if not text.endswith("\ufffd"):  # the mark for a character with missing bytes
+        if not text.endswith("\ufffd"):  # U+FFFD stands for a character with missing bytes
             yield text[len(printed) :]
             printed = text
     yield tokenizer.decode(tokens)[len(printed) :]
@@ -282,11 +282,12 @@ def measure(
 
 
 def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
-    """Print the results of lm-eval for a folder in Hugging Face's format. Return the exit code."""
+    """Evaluate a folder in the Hugging Face format with lm-eval, and print the results. Return the
+    exit code."""
     try:
         import lm_eval
         from lm_eval.utils import make_table
-    except ImportError as error:  # one of its dependencies is missing
+    except ImportError as error:  # a dependency of lm-eval is missing
         raise UserError("lm-eval cannot be imported", str(error), f"run: {_LM_EVAL}") from None
     spec, folder = find_weights(name, weights_name)
     base = base_folder(folder)
@@ -311,7 +312,7 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
     """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
     Return the exit code.
 
-    `to` defaults to the run's hf/. With `merge`, it defaults to merged/ if hf/ exists. `merge`
+    `to` defaults to the run's hf/. With `merge`, `to` defaults to merged/ if hf/ exists. `merge`
     writes the whole model instead of adapters. If the run has no checkpoint, the adapters come from
     hf/."""
     run = given_path(name).resolve()

@@ -172,8 +172,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """Return an error that names the layout that needs the least memory, and how much it needs.
-    Raises UserError if only the RAM is too small."""
+    """Return an error that names the layout with the least memory, and the memory that this layout
+    needs. Raises UserError if only the RAM is too small."""
     if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
@@ -238,7 +238,7 @@ def _rank(
     only: str,
 ) -> list[Prediction]:
     """Return all layouts, the best first. If the user did not set activation_checkpointing, layouts
-    that do not fit use as much of it as they need."""
+    that do not fit use as much activation checkpointing as they need."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices

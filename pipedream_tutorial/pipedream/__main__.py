@@ -177,8 +177,8 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     """Print a schedule's grid and figures. Leave out the grid if `drawn` (orders -> title) has an
-    equal grid. A schedule without a flush is drawn over several batches, because it differs from
-    flushing schedules only there."""
+    equal grid. A schedule without a flush differs from flushing schedules only over several
+    batches, so it is drawn over several batches."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")
@@ -231,7 +231,7 @@ def tell(label: str, text: str) -> None:
 
 
 def tell_closed_form(row: Row) -> None:
-    """Print the idle time of one batch by the formula and by simulation."""
+    """Print the idle time of one batch, by the formula and by simulation."""
     known = comparison.closed_form(row.name, row.config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
@@ -251,7 +251,7 @@ def tell_closed_form(row: Row) -> None:
 
 
 def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
-    """Print a table line for each schedule, or the reason why it is impossible."""
+    """Print a line of the table for each schedule, or the reason why the schedule is impossible."""
     mixed = False
     shown = config["columns"]
     print(simple.table_line("", simple.COLUMNS, shown))

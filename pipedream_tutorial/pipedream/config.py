@@ -1,8 +1,8 @@
 """Read a script's CONFIG and apply `--set key=value` to it. No torch import.
 
-A script defines CONFIG, a plain dict with a comment after each key that explains it, and a Rule per
-key that defines the accepted values. The same rules check typed values and values that were edited
-in the file.
+A script defines CONFIG, a plain dict with a comment after each key that explains the key. It also
+defines one Rule per key for the accepted values. The same rules check typed values and values that
+were edited in the file.
 """
 
 import argparse

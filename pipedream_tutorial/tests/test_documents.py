@@ -1,5 +1,5 @@
-"""Test that links, tables and pictures of the pages are correct. test_commands.py tests their
-commands."""
+"""Test that links, tables and pictures of the pages are correct. test_commands.py tests the
+commands in the pages."""
 
 import json
 import re

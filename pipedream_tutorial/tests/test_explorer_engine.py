@@ -49,7 +49,7 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 
 
 def grid():
-    """Return every schedule at fixed random sizes and durations, and a few chosen cases."""
+    """Return every schedule at fixed random sizes and durations, and a few selected cases."""
     chance = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
@@ -114,8 +114,8 @@ def test_every_cell_is_the_python_simulators():
 
 
 def assert_critical(path, found):
-    """Check that the path leads from time 0 to the last end. Each operation must begin when the
-    previous operation has ended or its result has arrived."""
+    """Check that the critical path leads from time 0 to the last end. Each operation must begin
+    when the previous operation has ended or its result has arrived."""
     times = {
         cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
         for rank, line in enumerate(found["cells"])

@@ -20,7 +20,7 @@ MS = 10**6
 
 
 def build_costs(forward, backward, *, weight=None, communication=0):
-    """Return the durations by stage, in whole milliseconds, as nanoseconds."""
+    """Return costs in nanoseconds from the durations by stage in whole milliseconds."""
     weight = weight or [0] * len(forward)
     return Costs(
         forward=tuple(Fraction(f * MS) for f in forward),

@@ -58,7 +58,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         else:  # `head` uses the rows directly, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
-        # The list hides the module from torch. Otherwise its parameter would belong to two layers.
+        # The list hides the module from torch. Otherwise the parameter would belong to two layers.
         self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)

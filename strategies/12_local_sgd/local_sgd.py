@@ -88,7 +88,7 @@ class LocalSGD(NativeEngine):
         return super().logits(input_ids, past)
 
     def _take_mean(self) -> None:
-        """Replace the weights with the mean of the replicas, between two synchronizations."""
+        """Between two synchronizations, replace the weights with the mean of the replicas."""
         if self.since and not self.saved:
             self.saved = [parameter.detach().clone() for parameter in self.parameters]
             average(self.parameters)

@@ -56,8 +56,8 @@ class Compressed(NativeEngine):
 
 
 def apply_compression(module: DistributedDataParallel, options: Any) -> State:
-    """Compress the gradients of `module`, whose buckets must not change afterwards. Return the
-    state of the hook, which a resumed run needs to continue exactly."""
+    """Compress the gradients of `module`, whose buckets must already have their final arrangement.
+    Return the state of the hook, which a resumed run needs to continue exactly."""
     if options.compression == "powersgd":
         powersgd = PowerSGDState(
             None,

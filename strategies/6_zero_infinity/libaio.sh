@@ -1,8 +1,8 @@
-# Sourced: makes libaio usable without root if the system lacks it.
+# Source this script to make libaio usable without root if the system lacks libaio.
 #
 # DeepSpeed compiles its file I/O against libaio. If the compiler does not find it, this script
 # downloads the Debian packages (without installing them) into .venv/libaio and points the compiler
-# and loader there. On other systems it only names the package to install.
+# and loader there. On systems without apt-get, it only names the package to install.
 
 _aio_probe() {
     printf '#include <libaio.h>\nint main(void){return io_setup(1,(io_context_t*)0);}\n' |

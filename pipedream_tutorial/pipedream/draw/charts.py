@@ -41,8 +41,8 @@ FLOOR = 0.4  # distance of 0 below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Draw the busy share of every schedule by three definitions, the least busy schedule on top.
-    PipeDream's weight policies share a row if they are equally busy."""
+    """Draw the busy share of every schedule by three definitions, with the least busy schedule on
+    top. PipeDream's weight policies share a row if they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
@@ -73,7 +73,7 @@ def utilization_comparison(work: Work) -> Figure:
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
     for row_index, (shares, _) in enumerate(ordered):
-        # The span's share is never the smaller one, so the end of its bar is visible.
+        # The span's share is never the smaller share, so the end of the span's bar is visible.
         ax.barh(row_index, float(shares[1]), height=0.62, color=colors[1])
         ax.barh(row_index, float(shares[0]), height=0.62, color=colors[0])
         ax.plot([float(shares[2])], [row_index], markersize=7, clip_on=False, **diamond)
@@ -91,8 +91,9 @@ def utilization_comparison(work: Work) -> Figure:
 
 
 class IdleCurve(NamedTuple):
-    """Idle shares of one batch by number of microbatches, from 0 to 1: of the makespan and of the
-    ranks' spans. The curve belongs to one schedule, or to several schedules with equal values."""
+    """Idle shares of one batch by number of microbatches, from 0 to 1. There is one share of the
+    makespan and one of the ranks' spans. The curve belongs to one schedule, or to several schedules
+    with equal values."""
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed

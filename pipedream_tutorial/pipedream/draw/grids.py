@@ -61,8 +61,8 @@ class Work:
 
 def kind_colors(schedule: Schedule) -> Coloring:
     """Return a function that gives an operation the color of its kind. The color is paler for a
-    rank's second and later stages or, with two copies of the model, for the stages of the second
-    copy on all ranks."""
+    rank's second and later stages. With two copies of the model, it is paler for the second copy's
+    stages on all ranks."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages()
@@ -82,8 +82,8 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
 
 
 def grid_height(timeline: Timeline) -> float:
-    """Return a grid's height in inches. Rows are lower if there are many, and higher if pairs share
-    them."""
+    """Return a grid's height in inches. Rows are lower if there are many ranks, and higher if pairs
+    share rows."""
     p = timeline.schedule.num_ranks
     pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
     return p * max(0.16, min(0.34, 2.2 / p)) * (1.25 if pairs else 1)
@@ -174,8 +174,8 @@ def lay_out(
     **options: Any,
 ) -> Figure:
     """Draw a page of timelines above each other, on one time axis. The axis ends at `until`, by
-    default the last makespan, and its label names the durations, which all panels share. `tall` is
-    the height of a panel in grid heights. `options` are passed to new_figure."""
+    default the last makespan. The label of the axis names the durations, which all panels share.
+    `tall` is the height of a panel in grid heights. `options` are passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
@@ -194,7 +194,8 @@ def idle_share(timeline: Timeline) -> str:
 
 
 def idle_text(shares: Idle) -> str:
-    """Return two idle shares as text: of the makespan and of the ranks' own spans."""
+    """Return two idle shares as text: the share of the makespan and the share of the ranks'
+    spans."""
     makespan, span = percent(shares.makespan_fraction), percent(shares.span_fraction)
     return f"{makespan} of the makespan, {span} of the spans"
 

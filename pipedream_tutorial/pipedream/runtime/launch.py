@@ -109,7 +109,7 @@ def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) ->
 
 
 def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
-    """Run `body` as one stage with its rank, print its exception, and exit."""
+    """Run `body` as one stage with its rank, print its exception if there is one, and exit."""
     rank = int(os.environ["RANK"])
     code = 1
     message = None

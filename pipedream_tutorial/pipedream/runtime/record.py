@@ -100,8 +100,8 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Return the slice of each operation on a thread, which computes the operation or sends or
-        receives its result."""
+        """Map each operation to its slice on a thread, which computes the operation or sends or
+        receives the result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property

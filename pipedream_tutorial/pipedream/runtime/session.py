@@ -30,9 +30,9 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 
 def build_cases(config: Config) -> list[Case]:
-    """Return a case for every schedule at every number of microbatches. A search has such cases for
-    every limit on memory. Raises UserError for schedules that cannot be trained, and for a search
-    without measured durations."""
+    """Return one case per schedule and number of microbatches. For a search, return one case per
+    limit on memory and number of microbatches. Raises UserError for schedules that cannot be
+    trained, and for a search without measured durations."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -97,8 +97,8 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
 
 
 def run_session(config: Config, command: str, rank: int) -> None:
-    """Run all cases as one of the stages. On rank 0, print the results and write them to the paths
-    in `config`: trace, record, weights."""
+    """Run all cases as one of the stages. Rank 0 prints the results and writes them to the paths in
+    `config`: trace, record, weights."""
     cases = build_cases(config)
     station = Station(rank, config)
     if rank == 0:
@@ -214,6 +214,7 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
 
 
 def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
-    """Return whether all weights are equal. Compare bits, because NaN does not equal NaN."""
+    """Return whether all weights are bitwise equal. Bits are compared because NaN does not equal
+    NaN."""
     pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

@@ -102,14 +102,16 @@ class Peer:
 
 
 class Clock:
-    """Clock that marks points in a stage's work and later returns the times at which they were
-    reached.
+    """Clock that marks points in a stage's work and later returns the times at which the work
+    reached these points.
 
     On a CPU, calls return when their computation has finished, so the clock is the raw counter that
     all processes of a host share. (Zero points taken after a barrier would differ, because
-    processes leave the barrier at different times.) A GPU works after the call has returned, so its
-    clock consists of CUDA events. They are related to the host's time before each run: an event is
-    recorded and awaited 20 times, and its time is the middle of the shortest wait.
+    processes leave the barrier at different times.)
+
+    A GPU works after the call has returned, so its clock consists of CUDA events. Before each run,
+    the events are related to the host's time: an event is recorded and awaited 20 times. The time
+    of the event is the middle of the shortest wait.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:

@@ -64,7 +64,7 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 def _word(own: list[list[int]]) -> list[str]:
     """Return a rank's operations, including W, in the order of their slots. Operations of the stage
-    on the way up have small letters."""
+    on the way up have lowercase letters."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]

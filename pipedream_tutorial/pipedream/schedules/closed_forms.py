@@ -60,8 +60,8 @@ def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
-    """Return the peak activations of rank r under V-Min. In a full pipeline, they are (p+4) // 3.
-    On rank 0, they are one stage's activations less if p = 2 mod 3."""
+    """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is (p+4) //
+    3. On rank 0, the peak is one stage's activations lower if p = 2 mod 3."""
     most = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         most -= 1
@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return the time at which rank r starts minus the time by which it ends later than rank 0,
-    both in units of F. The last rank's two stages are neighbors."""
+    """Return the start of rank r minus the delay of its end after rank 0's end, both in units of F.
+    The last rank's two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 

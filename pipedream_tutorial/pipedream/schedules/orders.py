@@ -3,8 +3,8 @@ the table of all schedules. No torch import.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
-the papers. The orders equal the orders of torch.distributed.pipelining for all schedules that it
-has (tests/test_torch.py).
+the papers. If torch.distributed.pipelining also has a schedule, both orders are equal
+(tests/test_torch.py).
 """
 
 from collections import Counter
@@ -24,7 +24,8 @@ one_f_one_b = partial(simple.build, "1f1b")
 
 
 def eager_1f1b(p: int, m: int) -> Orders:
-    """Return 1F1B with twice as many warm-up forwards, so that messages have time to arrive."""
+    """Return 1F1B with about twice as many warm-up forwards, so that messages have time to
+    arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
 
@@ -57,7 +58,7 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     """Return DualPipe's eight phases on rank r. Inside this function, the rank's second stage has
-    small letters."""
+    lowercase letters."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward must wait, so overlap would only delay its forward
@@ -183,9 +184,8 @@ def build_schedule(
     duration: Mapping[str, Fraction | int] | None = None,
 ) -> Schedule:
     """Build the named schedule for p ranks, m microbatches and, for interleaved 1F1B, v chunks.
-    Only the schedules of building_blocks use `reorder`, and only ZB-V uses `duration` (by kind and
-    for "send"). Raises UserError for an unknown name and for sizes that the schedule does not
-    allow."""
+    Only V-Half and V-Min use `reorder`, and only ZB-V uses `duration` (by kind and for "send").
+    Raises UserError for an unknown name and for sizes that the schedule does not allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))

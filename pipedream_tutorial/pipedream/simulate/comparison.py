@@ -78,7 +78,7 @@ class Row:
     @cached_property
     def steady_idle(self) -> Fraction:
         """Idle share of all ranks' time if batches follow each other forever, from 0 to 1. Filling
-        and draining take equally long with two and with four batches, so they cancel out."""
+        and draining take equally long with two and with four batches, so their times cancel out."""
         rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
         two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
@@ -98,7 +98,7 @@ class Row:
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """Use of weights by stage, in the model's order. A second copy follows the first."""
+        """Use of weights by stage, in the model's order. The stages of a second copy follow."""
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
@@ -138,7 +138,7 @@ class Refused(NamedTuple):
 
 
 def compare(config: Config) -> Iterator[Row | Refused]:
-    """Yield a row, or the reason for its absence, for each schedule in SCHEDULES."""
+    """Yield a row for each schedule in SCHEDULES, or the reason why the schedule is impossible."""
     check_scale(config["stage_scale"], config["num_stages"])
     return _rows(config)
 

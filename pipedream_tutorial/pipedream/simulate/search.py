@@ -258,9 +258,9 @@ def _allowed(word: str, memory: int) -> bool:
 
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
-    """Return the shortest words of at most `longest` ticks that OR-Tools' constraint solver
-    (CP-SAT) finds in the given time, and a lower bound in ticks. The list is empty if the solver
-    finds no words."""
+    """Return (list of words, lower bound in ticks). The list has the shortest words of at most
+    `longest` ticks that OR-Tools' constraint solver (CP-SAT) finds in the given time. It is empty
+    if the solver finds no words."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

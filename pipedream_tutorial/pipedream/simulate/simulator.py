@@ -26,7 +26,7 @@ class DeadlockError(RuntimeError):
     """Error for orders that cannot run, because operations wait for each other in a circle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
-        """`waiting` maps each rank to its current operation and the rank for which it waits. A rank
+        """`waiting` maps each rank to (its current operation, the rank for which it waits). A rank
         waits for itself if no other rank can help."""
         path: list[int] = []
         rank = min(waiting)
@@ -148,9 +148,9 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
-    """Start every operation as early as the orders and the data allow, and rank r not before tick
-    free[r]. Raises DeadlockError if the orders wait for each other, and ValueError if a needed
-    operation is missing or an operation occurs twice."""
+    """Start every operation as early as the orders and the data allow. Rank r does not start before
+    tick free[r]. Raises DeadlockError if the orders wait for each other. Raises ValueError if a
+    needed operation is missing or an operation occurs twice."""
     _check_once_and_whole(schedule)
     tick, rules = _rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
@@ -200,7 +200,7 @@ def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
         before = ended
         for rank in ranks:
             next(rank, None)
-        ranks.reverse()  # down with forward passes, up with backward passes
+        ranks.reverse()  # visits ranks downward for forward passes, upward for backward passes
     return ended
 
 
@@ -299,8 +299,8 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 
 def load_order(path: Path) -> Schedule:
-    """Load a schedule from a CSV and check that it is complete and can run. Raises UserError for
-    orders that are incomplete or that wait for each other."""
+    """Load a schedule from a CSV, and check that the schedule is complete and can run. Raises
+    UserError for orders that are incomplete or that wait for each other."""
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:

@@ -97,8 +97,8 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """Train. Return the result, and the gradient error of every `every`-th microbatch, in the order
-    in which backward passes end."""
+    """Train and check gradients. Return the result, and the gradient error of every `every`-th
+    microbatch, in the order in which backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
     used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage

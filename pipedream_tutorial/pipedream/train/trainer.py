@@ -1,4 +1,4 @@
-"""Train one stage: run forward and backward passes by microbatch, and keep versions of its weights.
+"""Train one stage: run its passes by microbatch, and keep versions of its weights.
 
 The one-process oracle has p trainers and passes tensors between them. The runtime has one trainer
 per process and sends tensors. Both give bitwise equal results, because they use this code.
@@ -95,7 +95,7 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss = functional.cross_entropy,
     ) -> None:
-        """`module` contains the first version of the weights, which keeps the module's memory.
+        """`module` contains the first version of the weights, which remains in the module's memory.
         `batch_size` is the number of microbatches per batch. Only the last stage uses `loss`."""
         self.stage = stage
         self.num_stages = schedule.num_stages
