@@ -217,7 +217,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
         times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        for _ in range(count - 1):  # a rank begins a batch when it has finished the one before
+        for _ in range(count - 1):  # a rank begins a batch when it has finished the previous one
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # work of a rank per batch
