@@ -57,8 +57,8 @@ class Fit:
         return self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Return the (parameters, tokens) with the lowest loss for 6 N D = `flops` (Hoffmann et
-        al., equation 4)."""
+        """Return the numbers of parameters and tokens with the lowest loss for 6 N D = `flops`
+        (Hoffmann et al., equation 4)."""
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         parameters = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
         return parameters, flops / 6 / parameters
@@ -69,13 +69,14 @@ class Fit:
         return power ** (1 / self.beta)
 
     def flops_for(self, loss: float) -> float:
-        """Return the fewest FLOPs that reach `loss`. Raises UserError if no model reaches it."""
+        """Return the smallest number of FLOPs that reaches `loss`. Raises UserError if no model
+        reaches `loss`."""
         if not self.irreducible < loss < MAX_LOSS:
             what = f"no model reaches --target_loss {loss:g}"
             why = f"{self.name}'s fit never goes below {self.irreducible}"
             least = max(fit.irreducible for fit in FITS)
             raise UserError(what, why, f"set a loss above {least} and below {MAX_LOSS}")
-        # At the optimum both terms fall with the same power of the FLOPs.
+        # At the optimum, both terms fall with the same power of the FLOPs.
         reducible = self.loss(*self.optimum(6.0)) - self.irreducible
         power = self.alpha * self.beta / (self.alpha + self.beta)
         return 6 * (reducible / (loss - self.irreducible)) ** (1 / power)
@@ -86,8 +87,8 @@ FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
 
 
 def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
-    """Return the (cluster, seconds) of a text such as "8xH200 24h". Raises UserError if the text
-    has another form."""
+    """Parse a text such as "8xH200 24h" into (cluster, seconds). Raises UserError if the text
+    cannot be parsed."""
     match = _BUDGET.fullmatch(text.strip())
     seconds = float(match[2]) * UNITS[match[3].lower()] if match else 0.0
     if not match or seconds <= 0:
@@ -97,12 +98,12 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
 
 
 def flops_per_s(choice: Prediction) -> float:
-    """Return the predicted FLOPs per second, at 6 N per token as in the formula."""
+    """Return the predicted FLOPs per second. As in the formula, each token counts 6 N FLOPs."""
     return 6 * choice.plan.size.num_parameters * (choice.tokens_per_s or 0.0)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options besides CONFIG's keys."""
+    """Add the options that are not keys of CONFIG."""
     parser.usage = 'python results/lab/budget.py "8xH200 24h" [OPTIONS] [--KEY VALUE ...]'
     add = parser.add_argument
     add("budget", nargs="?", metavar='"8xH200 24h"', help="GPUs and a time")
@@ -148,7 +149,7 @@ def describe_loss(
     arguments: argparse.Namespace,
     open_batch: bool,
 ) -> list[str]:
-    """Describe the cheapest way to a loss and, with --cluster, its training time."""
+    """Describe the cheapest way to reach a loss and, with --cluster, the training time."""
     needed = [(fit, fit.flops_for(loss)) for fit in FITS]
     lines = [f"a loss of {loss:g} nats per token, perplexity {math.exp(loss):.1f}:", ""]
     lines.append(_optima(needed))
@@ -165,12 +166,13 @@ def describe_loss(
 def speeds(
     build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
-    """Return the fastest layout of each model that fits, smallest model first."""
+    """Return the prediction for the fastest layout of each model that fits, from the smallest model
+    to the largest. Raises UserError if no model fits."""
     fastest = []
     requested = build(None).model
     models = MODELS if requested == AUTO else (requested,)
     for model in with_progress(models, "layouts of each model"):
-        with contextlib.suppress(UserError):  # The model does not fit.
+        with contextlib.suppress(UserError):  # Skip models that do not fit.
             config = with_values(build(None), model=model)
             if open_batch:  # Choose the smallest batch that keeps a GPU busy.
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
@@ -190,13 +192,15 @@ def speeds(
 
 
 def _misfit(fit: Fit, flops: float, choice: Prediction) -> float:
-    """Return the log distance of a model's size from the best size for the FLOPs."""
+    """Return the absolute log ratio between the best model size for the FLOPs and a model's
+    size."""
     best, _ = fit.optimum(flops)
     return abs(math.log(best / choice.plan.size.num_parameters))
 
 
 def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: float) -> list[str]:
-    """Describe the best size and tokens for a time on a cluster, and the loss of each model."""
+    """Describe the best model size and number of tokens for a time on a cluster, and the loss of
+    each model."""
     nearest = min(
         choices, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice)
     )

@@ -1,4 +1,4 @@
-"""Define the shared parts of the programs in this folder. Import this module first, so that `python
+"""Define the shared code of the programs in this folder. Import this module first, so that `python
 results/lab/NAME.py` finds the package."""
 
 import argparse
@@ -21,7 +21,8 @@ def accept(arguments: argparse.Namespace) -> None:
 
 
 class Parser(keys.Parser):
-    """Parser for the options of a program. With --dry-run it calls `check` and starts nothing."""
+    """Parser for the options of a program. With --dry-run, the parser calls `check` and starts
+    nothing."""
 
     def __init__(
         self, *, check: Callable[[argparse.Namespace], None] = accept, **options: Any
@@ -31,7 +32,7 @@ class Parser(keys.Parser):
         self.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the command line, and end the program if it is a dry run."""
+        """Parse the command line. With --dry-run, check it and exit."""
         arguments = super().parse_args(args, namespace)
         if arguments.dry_run:
             self.check(arguments)
@@ -41,7 +42,7 @@ class Parser(keys.Parser):
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a program and print a user's mistake as one line."""
+    """Run a program and exit with its exit code. Print a UserError as one line."""
     try:
         use_private_caches()
         sys.exit(main())

@@ -2,10 +2,11 @@
 
     python results/lab/cpu.py results/records/cpu/strategies.json [--timed]
 
-The program gives results/plans/cpu.json to `compare`. If you stop it, run the same command again
-to continue. By default each run has a few steps, which is enough for the peak memory. With --timed,
-each run has all steps of the plan, and the program also records their time. It calibrates each
-number of processes first. Times mean little unless the machine is otherwise idle.
+The program passes results/plans/cpu.json to `compare`. If you stop it, run the same command again
+to continue. By default, each run has a few steps, which are enough to measure the peak memory. With
+--timed, each run has all steps of the plan, and the program also records their time. The program
+then first calibrates each number of processes. Times mean little unless the machine is otherwise
+idle.
 """
 
 import subprocess
@@ -24,7 +25,7 @@ from distributed_training.settings.files import ROOT, load_json
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
-# The first run tokenizes the text, which takes RAM, and fills the cache for the others.
+# The first run tokenizes the text and fills the cache for the others. Tokenizing takes RAM.
 COUNTS = (2, 4, 1)
 FEW_STEPS = 5
 RUN_DIRS = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # by --timed

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
 
-Each call trains every case of results/plans/cpu-exchanges.json with one seed. Calls with other
-seeds add to FILE. Bytes come from formulas, which tests compare with counts. The file holds no
-times, and losses do not depend on how busy the machine is.
+Each call trains every case of results/plans/cpu-exchanges.json with one seed and adds the results
+to FILE. Bytes come from formulas, which tests compare with counts. The file contains no times, and
+losses do not depend on the load of the machine.
 """
 
 import statistics
@@ -28,8 +28,8 @@ CURVE_STEPS = 8  # Each point of a loss curve is the mean of this number of step
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train one case. Return its losses, its final validation loss and the bytes that it sends.
-    Collective."""
+    """Train one case. Return its losses, its final validation loss and the bytes sent per step. All
+    ranks must call this function."""
     steps = PLAN["steps"]
     sums = []
     targets = []
@@ -49,7 +49,8 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def validation_loss(run: Run) -> float:
-    """Return the loss in nats per token over the validation samples. Collective."""
+    """Return the loss in nats per token over the validation samples. All ranks must call this
+    function."""
     samples = run.data.validation
     total = torch.zeros((), dtype=torch.float64)
     for indices in run.sampler.eval_indices(len(samples)):
@@ -59,7 +60,8 @@ def validation_loss(run: Run) -> float:
 
 
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return one row per case with its bytes and its validation loss over the seeds."""
+    """Return one row per case: the KiB sent per step, the mean validation loss over the seeds, and
+    its difference from the loss of the first case."""
     first = next(iter(runs.values()))
     base = next(iter(first.values()))
     rows = {}

@@ -3,7 +3,7 @@
     python results/lab/first_minute.py OUT.json [-- python real_model_example.py ...]
 
 Without a command, the program times the default run on one GPU: gpt2-medium with random weights and
-no network.
+without network access.
 """
 
 import json
@@ -27,7 +27,7 @@ COMMAND = (
     sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",
     "--dataset", "embedded", "--tokenizer", "embedded", "--num_samples", "400",
 )  # fmt: skip
-# Name -> whether to note the first (0) or the last (-1) matching line, and its pattern
+# Name -> (0 to note the first matching line or -1 to note the last, pattern of the line)
 MARKS = {
     "first_line": (0, r""),
     "header": (0, r"  model "),
@@ -39,7 +39,8 @@ MARKS = {
 
 
 def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
-    """Return each line that a command prints and its seconds since the start; "" marks the end."""
+    """Run a command. Return (seconds since the start, text) for each line that the command prints.
+    The last entry marks the end and has an empty text."""
     began = time.monotonic()
     lines = []
     process = subprocess.Popen(
@@ -56,7 +57,8 @@ def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float,
 
 
 def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
-    """Return the seconds of each mark and of the end. A mark that was not printed has None."""
+    """Return the time in seconds of each mark and of the end. The time of a mark that was not
+    printed is None."""
     seconds_of: dict[str, float | None] = {}
     for name, (which, pattern) in MARKS.items():
         times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]

@@ -3,21 +3,20 @@
     torchrun --nproc_per_node=4 results/lab/layouts.py PLAN.json FOLDER
 
 The plan has the format of `compare`'s plans. All runs share the processes, because starting
-processes takes longer than the timed steps. Each run leaves a record as training does.
+processes takes longer than the timed steps. Each run writes a record, as training does.
 
-"bubble" in a record holds the idle share of the pipeline's ranks. A rank is idle during the part of
-the forward and backward phase (phase_s, the median of the timed steps) in which it computes
-nothing.
+The entry "bubble" of a record holds the idle share of the pipeline's ranks. A rank is idle while it
+computes nothing in the forward and backward phase (phase_s, the median of the timed steps).
 
 - On GPUs, a rank computes while kernels and copies run in one additional step under the profiler.
   The profiler slows down launching, but not the kernels. NCCL's kernels do not count, because they
   also run while they wait.
-- `between_operations` uses the begin and end of the stages' operations instead. There, launching
-  counts as computing.
-- `parts` holds the causes of the idle share (bubble.explain).
+- `between_operations` uses the start and end of the stages' operations instead. In this
+  measurement, launching counts as computing.
+- `parts` splits the idle share by cause (analysis/bubble.py).
 
-The reduction of gradients and the optimizer follow the phase and count only in the step time. If a
-step is one CUDA graph, the step time is the time of the graph. The idle share then comes from
+The reduction of gradients and the optimizer count only toward the step time, not toward the phase.
+If a step is one CUDA graph, the step time is the time of the graph. The idle share then comes from
 additional steps without the graph.
 """
 
@@ -58,7 +57,7 @@ COLUMNS = (
     "ideal bubble", "status",
 )  # fmt: skip
 REDUCTION = "perform_reduce_grad"  # torch reduces gradients over dp at the end of the phase.
-OPERATIONS = {  # kind -> method of torch's stage
+OPERATIONS = {  # kind -> method of PyTorch's pipeline stage
     "reduction": REDUCTION,
     "F": "forward_one_chunk",
     "B": "backward_one_chunk",  # input gradients only (I) if a W follows
@@ -68,17 +67,17 @@ COMPUTING = ("F", "B", "W")
 
 
 class LeftOver(NamedTuple):
-    """Bytes of tensors and bytes that the allocator reserves, between two runs."""
+    """GPU memory in bytes between two runs: allocated to tensors, and reserved by the allocator."""
 
     allocated: int
     reserved: int
 
 
 class Spans:
-    """Record the begin and end of calls, on the GPU's clock if there is a GPU."""
+    """Record the start and end of calls. Times are on the GPU's clock if there is a GPU."""
 
     def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
-        """Start to record every phase of the pipeline and every operation of its stages."""
+        """Start recording every phase of the pipeline and every operation of its stages."""
         self.device = device
         self.marks: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
         if pipeline is None:
@@ -107,13 +106,15 @@ class Spans:
         return event
 
     def seconds(self, num_steps: int, *kinds: str) -> np.ndarray:
-        """Return the summed durations of all calls in each step since `marks` was emptied."""
+        """Return the total duration in seconds of all calls of `kinds` in each step since `marks`
+        was cleared."""
         durations = [self._durations(key) for key in self.marks if key[0] in kinds]
         # Every step has the same calls.
         return sum((all.reshape(num_steps, -1).sum(1) for all in durations), np.zeros(num_steps))
 
     def operations(self) -> dict[str, float]:
-        """Return the median seconds of each operation of each stage, by names such as "F 0"."""
+        """Return the median duration in seconds of each operation of each stage, keyed by names
+        such as "F 0"."""
         keys = [key for key in self.marks if key[0] in COMPUTING]
         return {f"{k} {s}": float(np.median(self._durations((k, s)))) for k, s in keys}
 
@@ -126,23 +127,25 @@ class Spans:
 
 
 def pipeline_of(engine: Any) -> Pipeline | None:
-    """Return the engine's pipeline, or None if it has none or uses DeepSpeed's."""
+    """Return the engine's pipeline. Return None if the engine has no pipeline or uses
+    DeepSpeed's."""
     pipeline = getattr(engine, "pipeline", None)
     return pipeline if isinstance(pipeline, Pipeline) else None
 
 
 def stages_of(pipeline: Pipeline) -> list[Any]:
-    """Return this process's stages from torch's schedule."""
+    """Return the stages of this process from PyTorch's schedule."""
     schedule: Any = pipeline.schedule
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
-    """Return the seconds for which this rank's GPU computes in the forward and backward phase of
-    one additional step, the run's last one. Return None without a GPU or without our pipeline.
-    Collective. torch reduces gradients at the end of the phase. This reduction is postponed, so
-    that the trace does not contain it.
-    """
+    """Run one additional step, the last of the run, under the profiler. Return the seconds during
+    which this rank's GPU computes in the step's forward and backward phase. Return None without a
+    GPU or without our pipeline. All ranks must call this function.
+
+    PyTorch reduces gradients at the end of the phase. This reduction is postponed, so that the
+    trace does not contain it."""
     pipeline: Any = pipeline_of(engine)
     if pipeline is None or topology.device_type != "cuda":
         return None
@@ -172,7 +175,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call a function. Return its result and the seconds for which the GPU computed for it."""
+    """Call a function. Return its result and the seconds during which the GPU computed."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -184,8 +187,9 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def busy_seconds(trace: dict[str, Any]) -> float:
-    """Return the seconds for which kernels and copies run in a Chrome trace, whose times are
-    microseconds. Streams that compute at the same time count once."""
+    """Return the seconds during which kernels and copies run in a Chrome trace, whose times are in
+    microseconds. NCCL kernels do not count, and kernels that overlap count once. Raises ValueError
+    if the trace has no kernels."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -198,7 +202,7 @@ def busy_seconds(trace: dict[str, Any]) -> float:
 
 
 def measure(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps. Return this rank's measurements, and on rank 0 also parts of the
+    """Train a few steps. Return the measurements of this rank and, on rank 0, also parts of the
     record."""
     config = run.plan.config
     topology = run.topology
@@ -236,7 +240,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         dtypes = run.engine.describe_dtypes()
         measured["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
         measured["order"] = find_orders(run.plan), run.plan.layout.ranks
-        # As in training. The last step of an epoch takes as long with fewer samples.
+        # Count full steps, as in training. The last step of an epoch has fewer samples.
         measured["performance"] = summarize_performance(
             timer.durations_s(),
             tokens_per_step=run.sampler.global_batch_size * config.max_length,
@@ -269,7 +273,7 @@ def build_record(
     leave_out_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
     if idle is not None and "between_operations" in idle:
-        orders = [tuple(map(tuple, order)) for order in orders]  # JSON made lists of the tuples.
+        orders = [tuple(map(tuple, order)) for order in orders]  # JSON turned tuples into lists.
         idle["parts"] = explain(idle, start["pipeline"], orders, stage_ranks)
     ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
@@ -283,10 +287,9 @@ def leave_out_left_over(
     """Add the peaks of the run itself to `memory`: the largest peak over the ranks, without memory
     left over from earlier runs.
 
-    DeepSpeed's optimizers outlive their engines, and DDP's buffers do for a while. The amount left
-    over is estimated as the smaller of the amounts before and after the run. The estimate is too
-    large if a run frees old memory and leaves new memory. Both amounts stay in the record.
-    """
+    DeepSpeed's optimizers outlive their engines, and DDP's buffers remain for a while. The memory
+    left over is estimated as the smaller of the amounts before and after the run. The estimate is
+    too large if a run frees old memory and leaves new memory. Both amounts stay in the record."""
     for rank in memory["by_rank"]:
         old = before[rank["rank"]]
         new = after[rank["rank"]]
@@ -301,8 +304,8 @@ def leave_out_left_over(
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
-    """Measure one run after the other. Yields on every rank, but records only on rank 0.
-    Collective."""
+    """Measure the runs one after another. Every rank yields a result for each run, but only rank 0
+    yields records. All ranks must iterate over this generator."""
     before = _left_over()
     for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()
@@ -318,7 +321,8 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
 
 
 def _left_over() -> list[LeftOver]:
-    """Return the memory that each rank's allocator still holds between two runs. Collective."""
+    """Return the memory that each rank's allocator still holds between two runs. All ranks must
+    call this function."""
     if not torch.cuda.is_available():
         local = LeftOver(0, 0)
     else:

@@ -1,10 +1,10 @@
-"""Measure the seconds, RAM and GPU memory that building a run's model takes on each rank.
+"""Measure the time, RAM and GPU memory that each rank needs to build the model of a run.
 
     torchrun --nproc_per_node=N results/lab/loading.py --out FOLDER [--set key=value ...]
 
 `--set model=FOLDER weights=pretrained` reads a Hugging Face folder. By default the model is
 Llama-3.2-1B with random weights. Each rank builds the strategy's engine once. `ram` is the growth
-of the process's peak RAM (ru_maxrss), and `file pages` is the part of its RAM for mapped files.
+of the process's peak RAM (ru_maxrss), and `file pages` is the RAM that holds pages of mapped files.
 """
 
 import json
@@ -41,14 +41,15 @@ def peak_ram_gib() -> float:
 
 
 def file_pages_gib() -> float:
-    """Return the RAM of this process that holds pages of mapped files."""
+    """Return the RAM of this process in GiB that holds pages of mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kib,) = [line.split()[1] for line in lines if line.startswith("RssFile")]
     return int(kib) * 1024 / GIB
 
 
 def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return the time and memory of building the engine, by rank. Collective."""
+    """Build the engine. Return the time and memory that each rank needed. All ranks must call this
+    function."""
     settings = {"output_dir": str(group.folder), **values}
     config = build_config(settings)
     plan = agree_on_plan(config, group.process, gather)

@@ -1,15 +1,15 @@
-"""Compare the time and memory of the loss by chunk size, without chunks, and in Liger's kernel.
+"""Compare the time and memory of the loss for several chunk sizes, without chunks and with Liger.
 
     torchrun --nproc_per_node=N results/lab/loss_chunks.py --out FOLDER [--set key=value ...]
 
-N is 1, or 2 with `--set strategy=fsdp` or tp. The default is Llama-3.2-1B, 4 x 2048 tokens per GPU,
-with random weights in bf16. "liger" is used if liger_kernel is installed and the strategy is not
-tp. Every variant trains the same steps, first operation by operation, then as a CUDA graph. Columns
-show the fullest rank:
+N is 1, or 2 with `--set strategy=fsdp` or `--set strategy=tp`. The default is Llama-3.2-1B with
+random weights in bf16 and 4 x 2048 tokens per GPU. The variant "liger" runs if liger_kernel is
+installed and the strategy is not tp. Every variant trains the same steps, first operation by
+operation and then, except "liger", as a CUDA graph. Columns show the largest value of all ranks:
 
 - `state` and `entry`: GiB allocated before a step and before the loss.
 - `in loss` and `after`: peak GiB in the loss's forward pass, and from there to the end of the step.
-- `peak`: peak GiB of all steps without a graph.
+- `peak`: peak GiB of the later steps without a graph.
 """
 
 import json
@@ -42,7 +42,7 @@ DEADLINE_S = 90.0
 
 
 class LigerLoss:
-    """liger_kernel's fused linear cross entropy, as a replacement of `Decoder.loss`."""
+    """liger_kernel's fused linear cross entropy, as a replacement for `Decoder.loss`."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
@@ -56,7 +56,7 @@ class LigerLoss:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return milliseconds per step and GiB of memory of this rank."""
+    """Return the milliseconds per step, the losses and the memory in GiB of this rank."""
     on_gpu = run.topology.device_type == "cuda"
     part = next(iter(run.engine.parts.values()))  # type: ignore[attr-defined]
     loss = part.loss
@@ -106,7 +106,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def measure_liger(run: Run) -> dict[str, Any]:
-    """Measure as `measure`, with Liger's loss."""
+    """Run `measure` with Liger's loss."""
     next(iter(run.engine.parts.values())).loss = LigerLoss()  # type: ignore[attr-defined]
     return measure(run)
 
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = Kept()
     with open_group_for(runs) as group:
         for name in order:
-            # Liger's loss replaces a chunked loss, which is not compiled. Graphs cannot hold it.
+            # Liger's loss replaces a chunked, uncompiled loss. CUDA graphs cannot capture Liger's.
             values = runs.get(name, {**runs["2048"], "cuda_graphs": False})
             use = measure_liger if name == "liger" else measure
             deadline_s = DEADLINE_S - (time.monotonic() - began)

@@ -83,8 +83,8 @@ PARTS = {
 
 
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
-    """Return the losses and times of all steps, the final loss of EVALUATED samples, and the
-    peak."""
+    """Train `num_steps` steps. Return the loss of each step, the first and the median step time,
+    the loss on EVALUATED validation samples, and the peak memory."""
     losses = []
     seconds = []
     if torch.cuda.is_available():

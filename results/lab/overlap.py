@@ -3,9 +3,9 @@
     python results/lab/overlap.py runs/latest      # a run with --profile STEPS
 
 On a GPU, a rank communicates while an NCCL kernel runs, and computes while any other kernel or copy
-runs. On a CPU, it communicates during operations of gloo, and computes during operators and
-compiled code. Communication includes waiting for other ranks. Communication is exposed if the same
-rank computes nothing during it."""
+runs. On a CPU, a rank communicates during gloo operations, and computes during operators and
+compiled code. Communication includes waiting for other ranks. Communication is exposed while the
+same rank computes nothing."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ KINDS = {  # Patterns for the names of NCCL's kernels and gloo's operations, in 
 
 
 def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
-    """Return the time spans in which `inside` is true. Its arguments are the numbers of open spans
+    """Return the time spans in which `inside` is true. `inside` receives the number of open spans
     of each group."""
     edges = [
         (at, group, step)
@@ -61,19 +61,18 @@ def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -
 
 
 def union(spans: Iterable[tuple[float, float]], apart: float = 0) -> Spans:
-    """Return the time spans that any of `spans` covers; `spans` may overlap. Gaps of at most
-    `apart` are filled."""
+    """Merge `spans`, which may overlap, into disjoint spans. Fill gaps of at most `apart`."""
     longer = ((begin, end + apart) for begin, end in spans)
     return [(begin, end - apart) for begin, end in times(bool, longer)]
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
-    """Return the time spans in `spans` that are not in `others`."""
+    """Return the parts of `spans` that `others` do not cover."""
     return times(lambda first, second: first > 0 and not second, spans, others)
 
 
 def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
-    """Return the part of `spans`, which may overlap, that lies within a window."""
+    """Merge `spans`, which may overlap, and return the parts within a window."""
     return times(lambda first, within: first > 0 and within > 0, spans, [window])
 
 
@@ -84,7 +83,7 @@ def length(spans: Spans) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """One rank's trace. Times are microseconds since 1970 or since the start of the traces."""
+    """Trace of one rank. Times are in microseconds since 1970 or since the start of the traces."""
 
     rank: int
     steps: int
@@ -102,7 +101,7 @@ class Rank:
         return minus(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds per step of the whole step, of each activity, and of neither
+        """Return the seconds per step of the whole step, of each activity, and without any
         activity."""
         parts = {
             "step": length([self.window]),
@@ -115,8 +114,9 @@ class Rank:
 
 
 def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
-    """Read the activity of a rank in its traced steps. A GPU works later than its process, so its
-    window is from its first to its last operation. Raises UserError for a trace without steps."""
+    """Read the activity of a rank in its traced steps. A GPU runs operations later than its process
+    launches them, so the window of a GPU lasts from its first operation to its last. Raises
+    UserError for a trace without steps."""
     shift = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [
         {**event, "span": (event["ts"] + shift, event["ts"] + event["dur"] + shift)}
@@ -152,13 +152,14 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
 
 
 def kind_of(name: str) -> str:
-    """Return the operation of an NCCL kernel or a gloo event."""
+    """Return the kind of an NCCL kernel or gloo event, a key of KINDS."""
     plain = name.lower().replace("_", "").replace("coalesced", "")
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
 
 
 def read_run(folder: Path) -> list[Rank]:
-    """Read the traces of a run, by rank. Raises UserError if there are none or if one is broken."""
+    """Read the traces of a run, sorted by rank. Raises UserError if the run has no traces or if a
+    trace cannot be read."""
     files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
     if not files:
         raise UserError(f"{short_path(folder)} has no {TRACES}", fix="train with --profile 3")
@@ -173,7 +174,8 @@ def read_run(folder: Path) -> list[Rank]:
 
 
 def describe(ranks: Sequence[Rank]) -> str:
-    """Return tables of milliseconds per step and shares of the step, by rank and by operation."""
+    """Return two tables: milliseconds per step and shares of the step by rank, and milliseconds per
+    step by operation."""
     rows = []
     for rank in ranks:
         step, *parts = rank.seconds().values()
@@ -194,7 +196,8 @@ def describe(ranks: Sequence[Rank]) -> str:
 
 
 def draw(ranks: Sequence[Rank], path: Path) -> None:
-    """Draw the computation and communication of all ranks over one time axis, 900 pixels wide."""
+    """Draw the computation and communication of all ranks over one time axis, in a figure 900
+    pixels wide."""
     figure = Figure(figsize=(9, 1.6 + 0.75 * len(ranks)), layout="constrained", dpi=100)
     axes = figure.subplots()
     start = min(rank.window[0] for rank in ranks)

@@ -2,10 +2,10 @@
 
     python results/lab/packing.py --out FOLDER [--tiny]
 
-Records come from Python's own library: a function's source is the prompt and its docstring is the
-answer, as in CodeSearchNet. So lengths are realistic and no download is needed. Models have random
-weights and train in bf16. --tiny is a smoke test for CPUs. The program prints a table and writes
-all results to FOLDER/packing.json.
+Records come from Python's standard library: a function's source is the prompt and its docstring is
+the answer, as in CodeSearchNet. Lengths are therefore realistic, and no download is needed. Models
+have random weights and train in bf16. --tiny is a smoke test for CPUs. The program prints a table
+and writes all results to FOLDER/packing.json.
 """
 
 import functools
@@ -51,7 +51,8 @@ SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
 
 
 def measure_speed(run: Run) -> dict[str, Any]:
-    """Measure real tokens per second after the step is captured, and the losses of all steps."""
+    """Measure the real tokens per second after the CUDA graph is captured, and the losses of all
+    steps."""
     batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -80,7 +81,7 @@ def measure_speed(run: Run) -> dict[str, Any]:
 
 
 def measure_with_mask(run: Run) -> dict[str, Any]:
-    """Measure as `measure_speed`, with a mask instead of the kernel for documents."""
+    """Run `measure_speed` with an attention mask instead of the kernel for documents."""
     largest = attention._LARGEST_HEAD
     attention._LARGEST_HEAD = 0
     try:
@@ -90,7 +91,8 @@ def measure_with_mask(run: Run) -> dict[str, Any]:
 
 
 def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
-    """Return a step's records with one row per record and ROWS records per micro-batch."""
+    """Return a step's records with one row per record and ROWS records per micro-batch. `backwards`
+    reverses the order of the rows."""
     padding_id = run.data.tokenizer.eos_id
     rows = [
         row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
@@ -105,7 +107,8 @@ def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
 
 
 def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
-    """Return the losses and gradient norms of the first steps on batches changed by `take`."""
+    """Train NUM_LOSSES steps on batches changed by `take`. Return their losses and gradient
+    norms."""
     curves: dict[str, list[float]] = {"losses": [], "grad_norms": []}
     for step in range(NUM_LOSSES):
         batch = take(run, run.batch(step))
@@ -116,7 +119,8 @@ def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dic
 
 
 def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the seconds of forward and backward attention alone, replayed as a CUDA graph."""
+    """Time the forward and backward passes of attention alone, replayed as a CUDA graph. Yield one
+    row per shape and kind of attention."""
     for heads, head_size, batch, seq_len in SHAPES:
         shape = (batch, heads, seq_len, head_size)
         q, k, v = (
@@ -147,8 +151,8 @@ def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
 def lay_out(
     batch: int, seq_len: int, length: int | None, lengths: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions and ends for blocks full of documents of one length or of the data's
-    lengths."""
+    """Return the positions and document ends of blocks filled with documents. Each document has
+    `length` tokens. If `length` is None, lengths are drawn from `lengths`."""
     draw = np.random.default_rng(0)
     rows = []
     for _ in range(batch):
@@ -183,7 +187,7 @@ def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
 
 
 def largest_gap(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference of two runs' losses."""
+    """Return the largest relative difference between the losses of two runs."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False))
 
 
@@ -208,7 +212,7 @@ class Results:
 
 
 def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
-    """Measure all runs, the most important first, and print the lines of the table."""
+    """Measure all runs, starting with the most important ones, and print the lines of the table."""
     began = time.monotonic()
 
     def measure_run(values: dict[str, Any], use: Callable[[Run], Any]) -> Any:
@@ -272,7 +276,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
             results.add("losses", model, {**runs_of, "apart": gaps})
             text = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
             print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {text}")
-    # Compare a graph replayed with other documents with two runs of the same steps without a graph.
+    # Compare a graph, replayed with other documents, to two runs of the same steps without a graph.
     model, batch, length = models[0]
     values = {**config(model, batch, length), "cuda_graphs": False}
     launched = [measure_run(values, measure_speed) for _ in range(2)]

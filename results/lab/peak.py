@@ -2,12 +2,13 @@
 
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
-A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` uses the model with fewer blocks, so
+A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` reduces the model to N blocks, so
 that a case takes seconds. Each case trains a few steps operation by operation, or with
-`cuda_graphs=true` up to the step that is captured. torch's allocator records the last step, and the
-program replays its events up to the largest sum. The table shows the memory on rank 0 at that
-moment, without the state from before the step. As in training, the host does not wait for the GPU
-between steps, so memory that the host has freed and another stream still uses has its own rows.
+`cuda_graphs=true` up to the step that is captured. PyTorch's allocator records the last step, and
+the program replays the recorded events up to the largest sum. The table shows the memory on rank 0
+at that moment, without the state from before the step. As in training, the host does not wait for
+the GPU between steps. Memory that the host has freed but another stream still uses has separate
+rows.
 """
 
 import collections
@@ -39,8 +40,8 @@ SHOWN_BYTES = 8 * 2**20  # One line adds up all smaller sums.
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return the peak of a step, its predicted components, and the content of memory at the
-    peak."""
+    """Return the peak memory of a step, the predicted peak and its components, and the content of
+    memory at the peak."""
     num_steps = NUM_EAGER_STEPS if run.plan.config.cuda_graphs else NUM_STEPS - 1
     for step in range(num_steps):
         run.engine.train_step(run.batch(step))
@@ -63,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number, allocating line) of the step's memory at the moment of the largest
-    sum. A negative entry is the memory from before the step that the step had freed."""
+    """Return (bytes, number of allocations, allocating line) of the step's memory when the sum is
+    largest. Negative bytes are memory from before the step that the step had freed."""
     live: dict[int, dict[str, Any]] = {}
     total = most = 0
     moment = -1
@@ -102,7 +103,7 @@ def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
 
 
 def where(frames: Sequence[dict[str, Any]]) -> str:
-    """Return the innermost line of this project or of compiled code, and its caller."""
+    """Return the innermost line of this project or of compiled code, and the line of its caller."""
     names = []
     for frame in frames:
         file = frame["filename"]
@@ -119,7 +120,8 @@ def where(frames: Sequence[dict[str, Any]]) -> str:
 
 
 def config_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return the CONFIG of a case. `layers` writes a folder with a smaller model."""
+    """Return the CONFIG of a case. If the case sets `layers`, write a config.json with that number
+    of blocks to `folder`."""
     values = dict(COMMON)
     for word in words:
         key, text = word.split("=", 1)

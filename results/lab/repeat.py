@@ -2,10 +2,11 @@
 
     python results/lab/repeat.py [RECORD.json ...]
 
-A record's `made_with` holds the commit that made it and the original command. Its `command` repeats
-the measurement with today's code. The dry run of a layout is planned for the machine of its record.
-If a record's text is not on this machine, the dry run reads the embedded text instead. The program
-does not test whether this machine has the record's GPUs or can make network namespaces.
+The `made_with` of a record holds the original command and the commit that made the record. The
+`command` of a record repeats the measurement with today's code. The dry run of a layout is planned
+for the machine of its record. If a record's dataset is an absolute path, the dry run reads the
+embedded text instead. The program does not test whether this machine has the record's GPUs or can
+create network namespaces.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ SCRIPT = "real_model_example.py"
 
 
 def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each file under results/, or each given file, that has `made_with`."""
+    """Yield the path and content of each given file that has `made_with`. Without given files,
+    search all of results/."""
     for path in paths or sorted((ROOT / "results").rglob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(document, dict) and "made_with" in document:
@@ -41,7 +43,8 @@ def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def after_launcher(command: str) -> tuple[str, list[str]]:
-    """Return the number of processes of a command, and the words after the launcher's words."""
+    """Return the number of processes that a command starts, and the words after the launcher and
+    its options."""
     words = shlex.split(command)
     while "=" in words[0]:  # environment variables
         del words[0]
@@ -56,7 +59,7 @@ def after_launcher(command: str) -> tuple[str, list[str]]:
 
 
 def dry_run_options(document: dict[str, Any]) -> list[str]:
-    """Return the options with which a training is planned for the machine of its record."""
+    """Return the options that plan a training run for the machine of its record."""
     options = ["--dry-run"]
     config = document.get("config_requested", {})
     gpu = find_gpu(document["machine"]["gpu_name"]) if "machine" in document else None
@@ -70,7 +73,8 @@ def dry_run_options(document: dict[str, Any]) -> list[str]:
 
 
 def type_command(document: dict[str, Any]) -> str:
-    """Run a record's command with --dry-run. Return "" if it was accepted, or what it printed."""
+    """Run a record's command with --dry-run. Return "" if the command was accepted, or its output
+    otherwise."""
     count, words = after_launcher(document["command"])
     is_module = words[0] == "-m"
     program, *words = words[1:] if is_module else words
@@ -101,7 +105,7 @@ def read_links(words: list[str]) -> None:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """Return the output of `act` if it failed, or "" if it succeeded."""
+    """Call `act`. Return "" if it succeeded, or its output or error otherwise."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -114,7 +118,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def main() -> int:
-    """Run all commands. Return 1 if one of them is not accepted."""
+    """Run the commands of all records. Return 1 if a command is not accepted."""
     refused = 0
     count = 0
     for path, document in records(list(map(Path, sys.argv[1:]))):
