@@ -179,7 +179,7 @@ def disk(output_dir: Path) -> Iterator[Finding]:
 
 
 def building(machine: Machine) -> Iterator[Finding]:
-    """Check the tools that build DeepSpeed's extensions, and the locks of unfinished builds."""
+    """Check the tools that build DeepSpeed's extensions, and the locks of killed builds."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (

@@ -172,8 +172,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """Return an error that names the layout with the least memory, and the memory that this layout
-    needs. Raises UserError if only the RAM is too small."""
+    """Return an error that names the layout that needs the least memory, and says how much memory
+    this layout needs. Raises UserError if only the RAM is too small."""
     if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small

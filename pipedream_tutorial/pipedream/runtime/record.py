@@ -1,6 +1,6 @@
 """Predict measured runs with the simulator, and write the record and the table of both.
 
-The simulator uses the durations of one measured run. Its unit of time is a nanosecond, and times
+The simulator uses the durations of one measured run. The unit of time is a nanosecond, and times
 are exact fractions. No torch import.
 """
 
