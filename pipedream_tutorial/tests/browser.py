@@ -1,7 +1,6 @@
 """Control a headless Chromium through a pipe, with the DevTools protocol.
 
-python tests/browser.py figures/explorer.png   takes the README's picture of explorer.html
-"""
+python tests/browser.py figures/explorer.png makes the README's picture of explorer.html"""
 
 import base64
 import json
@@ -27,8 +26,8 @@ def find_browser():
 
 
 class Browser:
-    """One page of a browser. `errors` contains uncaught exceptions and the errors that the page
-    wrote to the console."""
+    """A browser with one page. `errors` contains uncaught exceptions and errors that the page
+    logged to the console."""
 
     def __init__(self, profile):
         command = [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
@@ -45,8 +44,8 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **parameters):
-        """Send a command and return its result. Check other messages that arrive in between for
-        errors."""
+        """Send a DevTools command and return its result. Check messages that arrive before the
+        result for errors."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -88,7 +87,8 @@ class Browser:
         self.wait("document.readyState === 'complete' && window.explorer !== undefined")
 
     def js(self, expression):
-        """Return the value of an expression, or the result of a promise."""
+        """Return the value of a JavaScript expression. If the value is a promise, return its
+        result."""
         answer = self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -116,7 +116,7 @@ class Browser:
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def screenshot(self, path):
-        """Return a picture of the whole page."""
+        """Write a picture of the whole page to `path`."""
         page = self.send("Page.getLayoutMetrics")["cssContentSize"]
         shot = self.send(
             "Page.captureScreenshot", captureBeyondViewport=True, clip={**page, "scale": 1}

@@ -1,4 +1,4 @@
-"""Put the tutorial's folder first on the path, wherever pytest is started."""
+"""Put the tutorial's folder first on sys.path, so that pytest can start in any folder."""
 
 import gc
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# The slowest test files, in the best order for workers that run one file at a time
+# The slowest test files, in the order in which workers should start them. Each worker runs one file
+# at a time.
 LONGEST_FIRST = (
     "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
     "test_studies", "test_simple", "test_explorer_page", "test_prediction", "test_run_sh",

@@ -1,4 +1,4 @@
-"""Turn simulated runs into measurements."""
+"""Turn simulated runs into measurements, as if they had been measured."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipedream.simulate.trace import Slice, trace_document, transfers
 
 
 def slices_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[Slice]:
-    """Return a slice for each simulated operation, with `ns` nanoseconds per unit of time."""
+    """Return one slice per simulated operation. A unit of simulated time is `ns` nanoseconds."""
     return [
         Slice(
             rank=e.rank,
@@ -24,7 +24,7 @@ def slices_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[Slice]:
 
 
 def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[Slice]:
-    """Return the slices, and the messages sent and received between ranks."""
+    """Return the slices of all operations, and of all messages that ranks send and receive."""
     schedule, found = timeline.schedule, slices_of(timeline, ns, start_ns)
     ends = {op: start_ns + int(e.end * ns) for e in timeline.events for op in e.item.parts}
     ranks, delay = schedule.ranks(), int(timeline.costs.communication * ns)

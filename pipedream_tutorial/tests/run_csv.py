@@ -1,11 +1,10 @@
-"""Run our CSVs in torch's pipeline runtime on a small model, in fp64 and four processes.
+"""Run our CSVs in torch's pipeline runtime with a small fp64 model and four processes.
 
     run_csv.py FOLDER NAME...
 
-For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients that the
-whole batch gives in one piece. Write the differences and the order of operations to
-FOLDER/rank<r>.json.
-"""
+For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients of the whole
+batch in one process. Write the largest difference and the order of operations to
+FOLDER/rank<r>.json."""
 
 import json
 import os
@@ -25,7 +24,7 @@ WIDTH, MICROBATCHES, ROWS = 8, 8, 4
 
 
 def record(stage: PipelineStage, ran: list[str]) -> None:
-    """Record every operation when torch's runtime requests it."""
+    """Append every operation that torch's runtime requests from `stage` to `ran`."""
 
     def wrap(method: str, kind: Callable[[dict[str, Any]], str]) -> None:
         inner = getattr(stage, method)

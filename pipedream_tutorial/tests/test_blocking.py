@@ -46,8 +46,8 @@ def test_naive_blocking_gpipe_and_one_at_a_time_and_a_fused_1f1b_do_not() -> Non
 
 
 def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
-    """A send and a receive are fused only if nothing runs between them, and ZB-H2 runs a W
-    there."""
+    """A send and a receive are fused only if no operation runs between them. ZB-H2 runs a W between
+    them."""
     for p, m in SIZES:
         s = build_schedule("zb-h2", p, m)
         assert blocks(s, paired=True) == (p >= 2 and m >= 2 * p)
@@ -62,7 +62,8 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
     s = build_schedule("gpipe", 2, 2)
     sender, (first, second, *rest) = s.orders
     s = replace(s, orders=(sender, (second, first, *rest)))
-    # The order of operations is valid, because each result exists before it is needed.
+    # The order of operations itself is valid, because each result exists before an operation uses
+    # it.
     assert simulate(s, build_costs(s)).makespan > 0
     blocked = "rank 0 is at SEND 0F0 to rank 1; "
     # A buffered sender continues, even if its message is not received.

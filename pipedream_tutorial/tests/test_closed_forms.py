@@ -1,5 +1,5 @@
-"""Test that every closed form equals the simulation as a fraction. Also test results outside the
-range of the closed form."""
+"""Test that every closed form exactly equals the simulation, as a fraction. Also test sizes and
+durations outside the range of the closed forms."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idl
 
 
 def makespan_idle(name: str, c: Case) -> Fraction:
-    """Return the idle time, which is equal on all ranks because all ranks do the same amount of
-    work."""
+    """Return the simulated idle time. It is equal on all ranks, because all ranks do the same
+    amount of work."""
     (value,) = set(simulated(name, c).makespan)
     return value
 
@@ -37,7 +37,8 @@ def makespan_idle(name: str, c: Case) -> Fraction:
 def cases(
     name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
 ) -> Iterator[Case]:
-    """Yield sizes that the schedule allows, with random durations for which `fits` is true."""
+    """Yield cases with sizes that the schedule allows and random durations for which `fits` is
+    true. At most `each` cases have the same sizes."""
     rng = random.Random(name)
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
@@ -136,8 +137,8 @@ def test_zb_h1_takes_every_batch() -> None:
 
 
 def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None:
-    """Compare with the counts in the paper. Check that the two passes at the ends need no more
-    memory."""
+    """Compare peak activations with the counts in the paper. Check that `reorder` increases neither
+    memory nor idle time."""
     for p in range(2, 17):
         for m in (p + 2, 3 * p + 1):
             held, idle_time = {}, {}
@@ -158,8 +159,8 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
 
 def test_dualpipe_v_against_the_form_in_its_readme() -> None:
     def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
-        """Return (PP/2 - 1) (F&B + B - 3W) with PP = 2p stages. Durations of a stage are half of a
-        rank's durations."""
+        """Return (PP/2 - 1) (F&B + B - 3W) for PP = 2p stages. The durations of a stage are half
+        the durations of a rank."""
         pair = c.f + c.backward - saving * min(c.f, c.backward)
         return (c.p - 1) * (pair + c.backward - 3 * c.w) / 2
 
@@ -173,8 +174,8 @@ def test_dualpipe_v_against_the_form_in_its_readme() -> None:
         assert makespan_idle("dualpipe-v", c) >= closed
     assert makespan_idle("dualpipe-v", even(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
     assert CLOSED_FORMS["dualpipe-v"].makespan_idle(even(4, 8, f=1, i=2, w=1)) == Fraction(9, 2)
-    # Ranks have different numbers of overlapping pairs, so X differs between ranks. X of rank 0
-    # equals the README's formula only with two ranks.
+    # Ranks have different numbers of overlapping pairs, so X differs between ranks. The X of rank 0
+    # equals the README's formula only for two ranks.
     half = Fraction(1, 2)
     for p in range(2, 6):
         c = even(p, 2 * p)

@@ -22,7 +22,8 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
-# Long commands run with less work. Their output is compared in the same way.
+# (pattern, replacement): long commands run with less work, and their output is compared in the same
+# way.
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
@@ -32,7 +33,7 @@ SHORTER = [
 
 
 class Block(NamedTuple):
-    """Command, and the texts that the command's output must contain, as (kind, lines)."""
+    """A command, and the texts that its output must contain, as (kind, text)."""
 
     command: str
     texts: tuple[tuple[str, str], ...]
@@ -53,7 +54,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def squeezed(line: str) -> str:
-    """Return a line without numbers and with single spaces."""
+    """Return a line with "#" in place of each number, and with single spaces."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
 
 
@@ -62,7 +63,7 @@ def numbers_of(line: str) -> list[float]:
 
 
 def differences(output: str, kind: str, text: str) -> list[str]:
-    """Return the parts of a text that are not in the output."""
+    """Return the parts of `text` that `output` does not contain."""
     if kind:
         assert kind in ("trained", "measured"), kind
         there: dict[str, list[list[float]]] = {}
@@ -89,7 +90,7 @@ def differences(output: str, kind: str, text: str) -> list[str]:
 
 
 def run_block(block: Block, folder: Path) -> list[str]:
-    """Run a block in the folder, and return its errors."""
+    """Run a block in the folder. Return a description of each mismatch."""
     command = block.command
     if not any(kind == "trained" for kind, _ in block.texts):
         for pattern, replacement in SHORTER:
@@ -115,7 +116,7 @@ def run_block(block: Block, folder: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
-    for path in FOLDER.iterdir():  # link everything into a writable folder
+    for path in FOLDER.iterdir():  # link all files into a writable folder
         if path.name not in ("figures", ".venv") and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     blocks = [block for page in PAGES for block in blocks_of(page)]

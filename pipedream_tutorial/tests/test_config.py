@@ -139,4 +139,4 @@ def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):
     assert done.returncode == code, done.stderr
     said = done.stderr if code else done.stdout
     assert words in " ".join(said.split())
-    assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # its note comes first
+    assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # search adds a note

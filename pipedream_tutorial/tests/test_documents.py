@@ -78,7 +78,7 @@ def test_pages_and_pictures_are_those_of_the_records() -> None:
     assert stale(FOLDER) == []
 
 
-ANSWERS = {  # ADVANCED.md: (words of the answer, schedule, settings, time of a batch)
+ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
     "and four 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
     "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),

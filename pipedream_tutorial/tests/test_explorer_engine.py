@@ -1,7 +1,7 @@
 """Compare the explorer's JavaScript engine with the Python engine, cell by cell.
 
-A node process (explorer_cells.mjs) answers the questions, and this file computes Python's answers.
-"""
+A Node.js process (explorer_cells.mjs) computes the JavaScript answers, and this file computes the
+Python answers."""
 
 import json
 import os
@@ -49,7 +49,8 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 
 
 def grid():
-    """Return every schedule at fixed random sizes and durations, and a few selected cases."""
+    """Return cases of every schedule: fixed sizes with equal and random durations, and one case
+    with W of duration 0."""
     chance = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
@@ -68,7 +69,7 @@ def grid():
 
 
 def in_python(name, c):
-    """Return the answer that explorer_cells.mjs should give to `run`."""
+    """Return the expected answer of explorer_cells.mjs to "run"."""
     sizes = {"num_stages": "p", "num_microbatches": "m", "num_batches": "n", "chunks": "v"}
     durations = {
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",
@@ -129,7 +130,7 @@ def assert_critical(path, found):
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():
-    """Each schedule has a formula, and some of the tested sizes are in the formula's range."""
+    """Each schedule has a formula, which applies to some of the tested sizes."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [
@@ -279,5 +280,5 @@ def test_only_stashing_makes_the_gradient_valid():
     assert little["perStage"][-1] == much["perStage"][-1] == 0
     for a, b in zip(little["perStage"][:-1], much["perStage"][:-1], strict=True):
         assert 0 < a < b
-        assert b / a == pytest.approx(10, rel=0.1)  # linear in small learning rates
+        assert b / a == pytest.approx(10, rel=0.1)  # linear for small learning rates
     assert all(sum(f["losses"][-8:]) < sum(f["losses"][:8]) for f in found[1::2])

@@ -67,7 +67,7 @@ def numbers(browser, pane="main"):
 
 
 def middle(browser, operation):
-    """Return the position of an operation's cell in the window."""
+    """Return the center (x, y) of an operation's cell in the window."""
     return browser.js(
         f"""(() => {{
             const {{ rank, index }} = explorer.main.run.timeline.cells.get("{operation}");
@@ -80,7 +80,7 @@ def middle(browser, operation):
 
 
 def drag(browser, operation, to):
-    """Drag with the mouse to the position of another operation, and slightly beyond it."""
+    """Drag an operation with the mouse to slightly beyond the center of the operation `to`."""
     x, y = middle(browser, operation)
     end, _ = middle(browser, to)
     browser.mouse("mouseMoved", x, y)
@@ -184,7 +184,7 @@ def test_pointing_at_an_operation_says_what_it_waits_for(browser):
 
 
 def with_late_forward():
-    """Return 1F1B at c = 1, with 0F4 and the following 0B1 swapped."""
+    """Return the time of 1F1B at c = 1 with 0F4 and the following 0B1 swapped."""
     schedule = build_schedule("1f1b", 4, 8)
     first, *others = schedule.orders
     swapped = (*first[:5], first[6], first[5], *first[7:])
@@ -221,7 +221,7 @@ def test_the_keyboard_is_enough(browser):
     browser.key("ArrowRight", shift=True)
     assert numbers(browser)["time"] == str(with_late_forward())
     browser.key("Space")
-    browser.key("Space")  # past the question, with the focus on its first answer
+    browser.key("Space")  # answers the question, because its first answer has the focus
     browser.wait("explorer.player.time > 0")
     browser.key("Space")
     before = browser.js("explorer.player.time")
@@ -337,7 +337,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
     cases = [
         ("{ writeText: async (text) => { window.copied = text; } }", "is in the clipboard"),
         ("{ writeText: async () => { throw new DOMException('no'); } }", "does not let"),
-        ("undefined", "does not let"),  # as over http
+        ("undefined", "does not let"),  # undefined over http
     ]
     for clipboard, said in cases:
         browser.open(PAGE, "#m=9")
@@ -351,7 +351,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
 
 
 def test_a_question_comes_before_the_play_and_its_answer_after(browser):
-    """Under 1F1B, rank r waits 3 (p-1-r) for the ranks after it. Under ZB-H2, no rank waits."""
+    """Under 1F1B, rank r waits 3 (p-1-r) for later ranks. Under ZB-H2, no rank waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
         ("", "all alike", "No: rank 0 idles longest, for 9."),

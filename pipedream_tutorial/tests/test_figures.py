@@ -37,8 +37,8 @@ CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorde
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
-    """Check that the texts of a picture do not overlap, are inside the page and are large enough.
-    Return the picture."""
+    """Draw a picture, check that its texts do not overlap, are inside the page and are large
+    enough, and return the picture."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
     original, begin = Text.draw, Figure.draw
 
@@ -49,7 +49,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
             texts.append((self.get_text(), (box.x0, box.y0, box.x1, box.y1), self.get_fontsize()))
 
     def start(self: Figure, renderer: Any) -> None:
-        texts.clear()  # only the last layout before painting counts
+        texts.clear()  # keep only the texts of the last drawing
         begin(self, renderer)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
 
 
 def numbers_of(picture: Path) -> np.ndarray:
-    """Return the pixels of a picture, from 0 to 1, or the numbers in an SVG."""
+    """Return the pixels of a PNG, from 0 to 1, or the numbers in an SVG."""
     if picture.suffix == ".png":
         return imread(picture)
     return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
@@ -78,7 +78,8 @@ def numbers_of(picture: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
-    """Return all pictures of the shipped CONFIG, which are in figures/."""
+    """Draw all pictures of the shipped CONFIG, check that they equal the files in figures/, and
+    return them."""
     folder = tmp_path_factory.mktemp("shipped")
     work = Work(CONFIG)
     figures = {}
@@ -120,7 +121,7 @@ def drawn_cells(ax: Axes) -> Cells:
 
 
 def shown_timelines() -> dict[str, list[Timeline]]:
-    """Return the timelines that the panels of a grid picture must show."""
+    """Return, for each picture with timelines, the timelines that its panels must show."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
     rows = [row for row in compare(CONFIG) if isinstance(row, Row) and row.name != "zb-v-fixed"]

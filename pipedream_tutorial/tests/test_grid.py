@@ -26,7 +26,7 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     for line in text.splitlines():
         if line.startswith("rank"):
             lines[int(line[5])] += line[7:].ljust(columns - 8)
-    # Columns per unit: two letters for the shortest operation
+    # Number of columns per unit of time: the shortest operation has two
     rate = 2 * shown.schedule.stages_per_rank
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
     for event in shown.events:
@@ -58,7 +58,7 @@ def test_colors_change_no_letter_and_go_on_where_a_line_is_wrapped():
     assert re.sub(r"\x1b\[.*?m", "", colored) == draw(shown, 50)
     background = dict(zip("FBIW&", ("74", "214", "227", "36", "175"), strict=True))
     expected: Counter = Counter()
-    for event in shown.events:  # four columns per unit
+    for event in shown.events:  # a unit of time has four columns
         kind, *more = (op.kind for op in event.item.parts)
         expected[background["&" if more else kind]] += int(4 * (event.end - event.start))
     assert Counter(color for color, _ in letters) == expected

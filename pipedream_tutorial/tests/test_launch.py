@@ -36,10 +36,10 @@ def _start_endless(*more, start=SCRIPT):
 
 
 def _kill(process, rank):
-    """Kill a stage and wait for the other stages to end. Return (process id of the stage, stderr of
-    all stages)."""
+    """Kill a stage and wait until all processes have ended. Return (the stage's process id, stderr
+    of all processes)."""
     children = psutil.Process(process.pid).children(recursive=True)
-    victim = sorted(child.pid for child in children)[rank]  # started in the order of their ranks
+    victim = sorted(child.pid for child in children)[rank]  # ranks start in order
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDS_WITHIN_S)
     assert process.returncode == 1
@@ -82,7 +82,7 @@ def test_a_killed_stage_ends_the_others_and_is_named():
 
 @pytest.mark.timeout(90)
 def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
-    """The measurements are not lost, because the record contains the first case."""
+    """The measurements are not lost: the record contains the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
     end = time.monotonic() + 60
@@ -137,11 +137,11 @@ def test_no_stage_listens_to_the_network():
 
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
-    """Stage 0 also ends, although stage 2 is not its neighbor."""
+    """Stage 2 also ends, although the killed stage 0 is not its neighbor."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
     start = [*torchrun, "pipedream_runtime.py", "--device=cpu"]
     _, errors = _kill(_start_endless(start=start), 0)
-    root_cause = errors[errors.index("Root Cause") :]  # torchrun's last lines
+    root_cause = errors[errors.index("Root Cause") :]  # torchrun's summary
     assert "rank      : 0 " in root_cause
     assert "exitcode  : -9" in root_cause
 
@@ -168,7 +168,7 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     assert last_line(done.stderr) == (
         "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages are ended"
     )
-    assert "in backward" in done.stderr  # the traceback, above
+    assert "in backward" in done.stderr  # from the traceback before the error
     assert "stage 0" not in done.stderr
     assert "stage 2" not in done.stderr
 
@@ -210,7 +210,8 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
-    """Replace the stages' work with a function that reports each start, as rank 0 does."""
+    """Replace the stages' work with a function that writes the name of each case, as rank 0 does,
+    and fails for two schedules."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1

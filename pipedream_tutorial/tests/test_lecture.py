@@ -47,7 +47,7 @@ def test_answers_come_after_guesses_and_solutions_are_right(
     book = nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))  # not the user's own kernels and settings
+        monkeypatch.setenv(name, str(tmp_path))  # instead of the user's kernels and settings
     patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), 240)
     client = NotebookClient(book, resources={"metadata": {"path": str(FOLDER)}}, **patience)
     solutions = {path.stem: path.read_text() for path in SOLUTIONS}
@@ -96,7 +96,8 @@ def late_weights(p: int, m: int, r: int) -> list[str]:
 
 
 def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:
-    """Run the program of exercise 2 with other orders of the backward passes."""
+    """Return a program for exercise 2. Arguments scale the loss, omit the last backward passes, or
+    change the order of stage 0's backward passes."""
 
     def run_batch(stages: Any, microbatches: Any) -> None:
         there, back = checks.Channel(), checks.Channel()

@@ -1,4 +1,4 @@
-"""Test operations as text, orders as CSV, and consecutive batches."""
+"""Test the text form of operations, the CSV form of orders, and consecutive batches."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
     read = load_csv(path)
     assert read.num_ranks == 2
     assert peak_activations(read) == (1, 1)
-    path.write_text("0F0,0B0\n\n1F0,1B0\n")  # an idle rank between others
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")  # rank 1 is idle
     assert peak_activations(load_csv(path)) == (1, 0, 1)
 
 

@@ -28,7 +28,7 @@ def same_bits(left: list[Weights], right: list[Weights]) -> bool:
 def gradient_at(
     stages: list[nn.Module], weights: list[Weights], microbatch: int, m: int
 ) -> list[Weights]:
-    """Return the gradient of loss / m through the whole model."""
+    """Return each stage's gradient of loss / m for one microbatch, with `weights` in all stages."""
     inputs, target = build_task(seed=SEED).microbatch(microbatch)
     own = {
         f"{s}.{name}": w.detach().clone().requires_grad_()
@@ -52,9 +52,9 @@ def stepped(weights: Weights, gradients: Weights) -> Weights:
 def recurrence(
     p: int, m: int, num_microbatches: int, version: Callable[[int, int], int]
 ) -> list[Weights]:
-    """Return the last weights of W_s(i + 1) = W_s(i) - lr * gradient of microbatch i with respect
-    to W_s, at W_0(v), W_1(v), ... with v = version(stage, i). There is no schedule and no stash,
-    because all versions of all stages are kept."""
+    """Return the final weights of the recurrence W_s(i + 1) = W_s(i) - lr * gradient of microbatch
+    i with respect to W_s. The gradient is evaluated at W_0(v), W_1(v), ... with v = version(stage,
+    i). There is no schedule and no stash, because all versions of all stages are kept."""
     stages = build_stages(p, 1, seed=SEED)
     history = [[own] for own in initial(stages)]
     for i in range(num_microbatches):
@@ -90,8 +90,8 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
 def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
-    """Under all these schedules, each stage adds its microbatches' gradients in the order 0, 1, 2,
-    ..., so even rounding is equal."""
+    """Under all these schedules, each stage adds the gradients of microbatches in the order 0, 1,
+    2, ..., so even rounding errors are equal."""
     first, *others = [
         trained(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
     ]

@@ -1,4 +1,5 @@
-"""Test predictions from measurements. They are exact for simulated runs, and close with jitter.
+"""Test predictions from measurements. Predictions are exact for simulated runs, and close with
+jitter.
 
 The accuracy for real runs depends on the load of the machine, so no test checks it. Records of
 pipedream_runtime.py contain the accuracy (TEST_RESULTS.md).

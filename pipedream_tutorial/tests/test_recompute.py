@@ -18,7 +18,7 @@ KEPT = Fraction(1, 20)
 
 
 def built(name: str) -> list[tuple[Case, Schedule]]:
-    """Return the schedule at all sizes that it allows, each with random durations."""
+    """Return (case with random durations, schedule) for all sizes that the schedule allows."""
     chance, found = random.Random(name), []
     for p, m in SIZES:
         f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Test run.sh on copies with almost no requirements, because there is no network."""
+"""Test copies of run.sh with almost no requirements, because tests have no network."""
 
 import shutil
 import subprocess
@@ -43,7 +43,8 @@ def copy(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, copy):
-    """Run the copy. Return (exit code, stdout, stderr). PATH consists of `scripts` and TOOLS."""
+    """Return a function that runs the copy and returns (exit code, stdout, stderr). PATH contains
+    only `scripts` and TOOLS."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in TOOLS:

@@ -1,5 +1,5 @@
-"""Test that the runtime never hangs, and that its weights are bitwise equal to one process's
-weights under every schedule."""
+"""Test the runtime. Under every schedule, its weights are bitwise equal to the weights of one
+process."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """Run the benchmark for GPUs on a CPU: blocks of GPT-2, repeats, record and trace."""
+    """Run the GPU benchmark on a CPU with a tiny GPT-2, repeats, a record and a trace."""
     done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
@@ -154,7 +154,7 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
     """Simulate a host clock that advances by a microsecond per reading, and a device with queued
     work."""
-    host = device = 0  # time of the host, and time at which the device becomes idle
+    host = device = 0  # current time of the host; time when the device becomes idle
 
     def look():
         nonlocal host
@@ -173,7 +173,7 @@ def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
             return (later.at_ns - self.at_ns) / 1e6
 
     monkeypatch.setattr(time, "perf_counter_ns", look)
-    for _ in range(2):  # the clocks are related again in each run
+    for _ in range(2):  # each run relates the clocks again
         clock = Clock(Event)
         launched, marks = host, []
         for ns in (50_000_000, 3_000_000, 5_000_000):
@@ -199,7 +199,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
     peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)
-    for microbatch in (0, 3, 1, 2):  # not in the sender's order
+    for microbatch in (0, 3, 1, 2):  # differs from the sender's order
         op = Op("F", 1, microbatch)
         assert peer.take(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)

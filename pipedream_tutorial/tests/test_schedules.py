@@ -27,8 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulate with the given durations of whole passes by stage. The halves of the backward pass
-    do not matter."""
+    """Simulate with the given durations of whole passes per stage. How the backward pass is split
+    does not matter."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),
@@ -42,7 +42,7 @@ WRITTEN = {
     ("naive", 2, 2): ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
     ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
     ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
-    # Orders of the authors' zbv_greedy.py for these sizes
+    # The authors' zbv_greedy.py gives these orders.
     ("v-half", 3, 4): (
         "0F0 0F1 0F2 5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 0F3 5F2 "
         "5I2 5W2 0I1 0W1 5F3 5I3 0I2 5W3 0W2 0I3 0W3",
@@ -123,8 +123,7 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
-    """In asynchronous 1F1B, the order continues without a flush, so its pace is PipeDream's
-    throughput."""
+    """The order of PipeDream is 1F1B without a flush, so its pace is PipeDream's throughput."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)
@@ -155,8 +154,8 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
-    """Each further batch costs its work and rank 0's idle time within its span, which may be less
-    than X."""
+    """Each further batch costs its work and the idle time within rank 0's span. This idle time may
+    be less than X."""
     rng, form, less = random.Random(name), CLOSED_FORMS[name], 0
     for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
         s = build_schedule(name, p, m)

@@ -1,5 +1,5 @@
-"""Test that orders from the search are valid and as short as reported. If the optimum is known,
-test that they are optimal."""
+"""Test that orders from the search are valid, as short as reported, and, if the optimum is known,
+optimal."""
 
 import json
 import sys
@@ -22,7 +22,8 @@ def costs_of(p, *, communication=0, **durations):
 
 
 def words_of(m, memory):
-    """Yield all orders of one rank."""
+    """Return all orders of one rank with `m` microbatches and at most `memory` activations, as
+    strings."""
     found = [""]
     for _ in range(3 * m):
         longer = (word + kind for word in found for kind in "FIW")
@@ -36,7 +37,7 @@ def words_of(m, memory):
 
 
 def shortest_of_all(problem):
-    """Return the shortest time over all orders of all ranks."""
+    """Return the shortest time over all combinations of the ranks' orders."""
     words = words_of(problem.num_microbatches, problem.memory)
     ranks = len(problem.durations)
     return min(score(problem, list(each))[0] for each in product(words, repeat=ranks))

@@ -1,5 +1,5 @@
-"""Test both command lines. Compare pipedream_simple.py with the engine, and the package's numbers
-with the measures."""
+"""Test both command lines. Compare pipedream_simple.py with the package, and the package's rows
+with its measures."""
 
 import random
 import re
@@ -24,7 +24,8 @@ CASE = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
-    """Call main() in this process, because starting another process takes longer."""
+    """Run the command in this process, which is faster than starting another process. Return its
+    output."""
     monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
     command.show(command.read(command.CONFIG))
@@ -33,7 +34,7 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
 def test_the_script_says_what_the_engine_says(name):
-    """Compare orders, times, shares, activations, versions and the grid, for many sizes and
+    """Compare orders, times, idle shares, activations, versions and staleness for many sizes and
     durations."""
     chance = random.Random(name)
     for p, m, v, count in ((1, 1, 1, 2), (2, 4, 2, 3), (3, 3, 3, 2), (4, 8, 2, 4), (5, 10, 1, 3),
@@ -80,8 +81,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """The row includes consecutive batches, whose times it computes without simulating all of
-    them."""
+    """A row includes consecutive batches. Their times are computed without simulating all
+    batches."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)

@@ -18,7 +18,7 @@ def sizes(p: int, m: int = 4, num_batches: int = 3, rate: float = 0.5) -> dict[s
 
 
 def equal_by_stage(error: MicrobatchError) -> list[bool]:
-    return [off == 0 for off in error.per_stage]  # exactly 0, so all bits are equal
+    return [off == 0 for off in error.per_stage]  # an error of exactly 0 means equal bits
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "zb-h2"])

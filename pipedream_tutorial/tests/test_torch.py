@@ -27,7 +27,8 @@ BOTH: list[tuple[str, str, int]] = [
 
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
-    """Build torch's schedule, whose constructor needs only numbers from its stages."""
+    """Build torch's schedule from fake stages, because its constructor reads only numbers from
+    stages."""
     from torch.distributed.pipelining import schedules as theirs  # takes seconds; only here
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
@@ -45,8 +46,8 @@ def operations(order: Iterable[Any]) -> list[str]:
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """Number forwards from 1, as torch 2.13 prints them for the last rank of 1F1B. Torch's 1F1B
-    does not run from this CSV."""
+    """Number forward passes from 1, as torch 2.13 does in its listed order of 1F1B's last rank.
+    torch's 1F1B does not run from this list."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 

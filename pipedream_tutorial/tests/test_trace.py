@@ -40,7 +40,7 @@ def written(run: Timeline, **more: Any) -> list[dict[str, Any]]:
 
 
 def ns(microseconds: float) -> int:
-    """Return whole nanoseconds from microseconds in the file, which have three decimals."""
+    """Convert microseconds with three decimals, as in the file, to whole nanoseconds."""
     return round(microseconds * 1000)
 
 
@@ -95,8 +95,7 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
-    """If a transfer takes longer than an operation, several transfers are in flight at the same
-    time."""
+    """With the longer communication time, several transfers are in flight at the same time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
     events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
@@ -121,7 +120,8 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_are_what_is_in_flight(name: str) -> None:
-    """At every moment, count the microbatches between F and their last pass."""
+    """At the end of each microbatch's last pass, count the microbatches that are between F and
+    their last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
     events = [e for e in written(run, policy=policy) if e["ph"] == "C"]

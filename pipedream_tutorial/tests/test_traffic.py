@@ -1,5 +1,5 @@
-"""Compare formulas of memory and traffic with counts from real modules, a simulated ring and actual
-orders."""
+"""Compare formulas for memory and traffic with counts from real modules, a simulated ring and
+actual orders."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_modules() -> None:
         with torch.device("meta"):
             layers = gpt2_layers(size).values()
         counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        untied = model.vocabulary * model.hidden  # our layers' projection has separate weights
+        untied = model.vocabulary * model.hidden  # our output layer has separate weights
         assert model.parameters == sum(counts) - untied
         assert model.embedding_parameters == counts[0]
         assert model.block_parameters == counts[1] == counts[-2]
@@ -44,7 +44,8 @@ def test_parameters_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_rings_devices_send_that_share(n: int) -> None:
-    """Run reduce-scatter and all-gather on numbers, chunk by chunk from neighbor to neighbor."""
+    """Simulate reduce-scatter and all-gather in a ring, and count the chunks that each device
+    sends."""
     chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
     expected = [sum(column) for column in zip(*chunks, strict=True)]
     sent_chunks = [0] * n
@@ -73,7 +74,7 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
         gathered = 2 * MEDIUM.embedding_parameters
         share = Fraction(n, devices)
         assert found == [16 * n, 4 * n + 12 * share, 2 * n + 14 * share, 16 * share + gathered]
-    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):  # r N sent, of one microbatch
+    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):  # N elements each, per microbatch
         moved = sent(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
         elements = times * Fraction(7, 8) * n
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}

@@ -70,7 +70,7 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
         # A suggested layout includes the other settings that it requires.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
          ("Use fsdp with num_microbatches=auto",)),
-        # The number of stages does not match the number of blocks.
+        # The model has fewer blocks than the layout has stages.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2, or")),
         # The product of the axes is not the number of processes.
