@@ -1,7 +1,7 @@
-"""Define shared parts of the programs that measure a plan of runs and collect records in a folder.
+"""Define shared code of the programs that measure a plan of runs and collect records in a folder.
 
-The programs list the runs that they would start after the deadline. `--first` continues with these
-runs."""
+After the deadline, the programs start no run and list the runs that remain. `--first` continues
+with these runs."""
 
 import argparse
 import os
@@ -25,12 +25,12 @@ from results.lab import checkout
 from results.lab.pages.columns import table
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
-Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why it is missing
+Measured = tuple[str, dict[str, Any] | str]  # (name, record or the reason why there is none)
 
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
-    """Return the command line of a program that goes through a plan, the plan, and its runs by
-    name. The record of a run is a plan that repeats it."""
+    """Parse the command line of a program that measures a plan. Return the arguments, the plan, and
+    its runs by name. The record of a run can also serve as a plan, which repeats the run."""
     parser = checkout.Parser(description=about, check=check_layouts)
     plan_help = "a JSON file of results/plans/, or the record of a run"
     parser.add_argument("plan", type=Path, help=plan_help)
@@ -52,7 +52,7 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
         batch = Batch(**plan["batch"])
         values |= {
             "resume": None,
-            # Early records give the batch per replica. Today the key is the batch per process.
+            # Early records have the batch size per replica. Today, batch_size is per process.
             "batch_size": batch.global_batch_size // plan["world_size"],
             "grad_accum_steps": 1,
             "micro_batch_size": batch.micro_batch_size,
@@ -67,7 +67,8 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
 
 
 def check_layouts(arguments: argparse.Namespace) -> None:
-    """Lay out each run of a plan, for the machine of a record or this one, and print it."""
+    """Print the layout of each run of a plan. A record is planned for its own machine, and any
+    other plan for this machine."""
     plan = load_json(arguments.plan, "plan")
     for name, values in runs_of(plan, arguments).items():
         draft = draft_of(values, machine_of(plan))
@@ -75,7 +76,8 @@ def check_layouts(arguments: argparse.Namespace) -> None:
 
 
 def machine_of(plan: Mapping[str, Any]) -> Cluster:
-    """Return the processes of a record's run, or those that a launcher starts here."""
+    """Return the cluster of a record's run. For other plans, return this machine with the processes
+    that the launcher starts."""
     if "machine" not in plan:
         count = int(os.environ.get("WORLD_SIZE", "1"))
         return this_machine(detect_machine(), count, count)
@@ -89,7 +91,7 @@ def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
 
 
 def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded CONFIG under today's keys. Compression was once a key of dp."""
+    """Return a recorded CONFIG with today's keys. Compression was once a setting of dp."""
     values = {key: value for key, value in config.items() if key in KEYS}
     if values.get("gradient_compression") in ("powersgd", "topk-int8"):
         values["compression"] = values.pop("gradient_compression")
@@ -101,7 +103,7 @@ def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def collect(
     arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
-    """Print the result of each run as it ends and write its record into the folder."""
+    """Print the result of each run when the run ends, and write its record to the folder."""
     began = time.monotonic()
     not_started = list(runs)
     records = []

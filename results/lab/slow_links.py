@@ -2,11 +2,11 @@
 
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
-Two processes run in network namespaces of one machine. Rates are in Mbit/s each way. The cases are
-some of those of exchanges.py, which measures their losses. The network interface of the first
-process counts the bytes, with headers and acknowledgments. The published time is that of the
-shortest round. On a busy machine, it is meaningful only if the link takes most of it. The table
-leaves out all other times.
+Two processes run in network namespaces of one machine. Rates are in Mbit/s in each direction. The
+cases are a subset of the cases of exchanges.py, which measures their losses. The network interface
+of the first process counts the bytes, including headers and acknowledgments. The published time is
+the time of the shortest round. On a busy machine, this time is meaningful only if the link takes
+most of it. The table leaves out all other times.
 """
 
 import os
@@ -38,7 +38,7 @@ SCRIPT = Path(__file__).with_name("slow_link.sh")
 
 def time_rounds(run: Run) -> dict[str, Any]:
     """Return the seconds per step of each round, and the bytes per step that this process's
-    interface sent over all rounds. Collective."""
+    interface sent over all rounds. All ranks must call this function."""
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)
@@ -57,8 +57,8 @@ def time_rounds(run: Run) -> dict[str, Any]:
 
 
 def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Return one row per case: bytes, and for each rate the seconds per step of the shortest round
-    and the share of them that sending the counted bytes takes. Both are None if the share is below
+    """Return one row per case with the KiB per step. For each rate, a row has the seconds per step
+    of the shortest round and the link's share of these seconds. Both are None if the share is below
     `MIN_LINK_SHARE`."""
     rows: dict[str, dict[str, float | None]] = {}
     for rate, cases in rates.items():
@@ -74,7 +74,7 @@ def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | N
 
 
 def work(out: Path, rate: str) -> None:
-    """Measure all cases at one rate, as one of the processes. Collective."""
+    """Measure all cases at one rate. Both processes must call this function."""
     cases = {name: {**PLAN["common"], "seed": 1, **PLAN["cases"][name]} for name in CASES}
     with open_group() as group:
         results = {}
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "network namespaces need root and the programs ip and tc"
         raise UserError(what, fix="use sudo, and install iproute2")
     for rate in options.rates:
-        # A small token bucket, because the link passes its content without delay
+        # Use a small token bucket, because the link passes a full bucket without delay.
         command = ["bash", str(SCRIPT), f"{rate}mbit", str(Path(__file__))]
         command += [str(options.out.resolve()), "--rates", rate]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "BURST": "32kb"}).returncode

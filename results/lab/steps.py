@@ -1,4 +1,4 @@
-"""Run steps that a lab program times itself."""
+"""Run and time single training steps."""
 
 import time
 from typing import Any
@@ -15,7 +15,8 @@ def synchronize() -> None:
 
 
 def time_step(run: Run, batch: Any) -> tuple[float, float]:
-    """Train one optimizer step. Return its seconds and its mean loss per target token."""
+    """Train one optimizer step. Return its duration in seconds and its mean loss per target
+    token."""
     synchronize()
     began = time.perf_counter()
     result = run.engine.train_step(batch)

@@ -4,8 +4,8 @@
 
 After a warm-up, the program times a few steps, traces two more on every rank, and reads the traces
 as overlap.py does. FOLDER/overlap.json holds the seconds of every rank for each run, and a timeline
-of rank 0 in the first of the two steps. A run that fails ends the processes and is marked as failed
-in the file. The same command then continues with the runs that are not in the file.
+of rank 0 in the first of the two steps. A failed run terminates the processes and is marked as
+failed in the file. The same command then continues with the runs that are not in the file.
 """
 
 import functools
@@ -38,12 +38,13 @@ from results.lab.runs import read_plan
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # includes the first replay of a graph
 NUM_TIMED = 8
 NUM_TRACED = 2
-FINEST = 3000  # Spans closer than this fraction of a step, a third of a pixel, are kept as one.
+FINEST = 3000  # Gaps of at most 1/FINEST of a step, a third of a pixel, are closed.
 FAILED = "The run ended the processes, which printed the reason."
 
 
 def trace(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps. Return this rank's times, and on rank 0 also its timeline. Collective."""
+    """Train a few steps. Return the times of this rank and, on rank 0, also its timeline. All ranks
+    must call this function."""
     topology = run.topology
     train = _trainer(run)
     timer = StepTimer(topology.device)
@@ -95,7 +96,7 @@ def _traced(train: Any, topology: Topology) -> Rank:
             profiler.step()
             gather(
                 None
-            )  # Otherwise the first step of a rank would wait for the profiler of another.
+            )  # Otherwise, the first step of a rank would wait for another rank's profiler.
             profiler.step()
             for num_remaining in reversed(range(NUM_TRACED)):
                 train()
@@ -107,7 +108,7 @@ def _traced(train: Any, topology: Topology) -> Rank:
 
 
 def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
-    """Return the trace without events that began before its second step."""
+    """Return the trace without the events that began before the second step."""
     steps = [
         event["ts"]
         for event in trace["traceEvents"]
@@ -119,8 +120,8 @@ def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rank: Rank) -> dict[str, Any]:
-    """Return the activity of a rank in its first step: lists of [begin, end] in microseconds since
-    the step began. All steps are assumed to be equally long."""
+    """Return the activity of a rank in its first step, as lists of [begin, end] in microseconds
+    since the step began. All steps are assumed to be equally long."""
     begin, end = rank.window
     step_us = (end - begin) / rank.steps
 
@@ -137,9 +138,9 @@ def timeline(rank: Rank) -> dict[str, Any]:
 
 
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return one row per run that did not fail. It has the milliseconds per step without the
-    profiler, and the operations of the rank that has most. For the traced steps, it has the mean
-    shares over the ranks, and the lowest and highest exposed share."""
+    """Return one row per run that did not fail. A row has the milliseconds per step of the slowest
+    rank without the profiler, and the operations per step of the rank with the most. For the traced
+    steps, it also has the mean shares over the ranks, and the lowest and highest exposed share."""
     rows = {}
     for name, result in runs.items():
         if "failed" in result:
@@ -160,7 +161,8 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def result_of(ranks: list[dict[str, Any]] | str) -> dict[str, Any]:
-    """Build a run's entry from the measurements of its ranks, or the reason of its refusal."""
+    """Build the entry of a run from the measurements of its ranks or from the reason for its
+    refusal."""
     if isinstance(ranks, str):
         return {"failed": ranks}
     return {"how": ranks[0].pop("how"), "timeline": ranks[0].pop("timeline"), "ranks": ranks}
@@ -198,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     file = arguments.out / "overlap.json"
     began = time.monotonic()
-    done = runs_so_far(file, plan)  # read before the processes meet, so rank 0 has not written yet
+    done = runs_so_far(file, plan)  # Read before the processes meet. Rank 0 writes later.
     with harness.open_group_for(runs) as group:
         first = group.process.rank == 0
         kept = harness.Kept()

@@ -3,8 +3,8 @@
     python results/lab/traffic.py results/records/cpu-traffic/traffic.json
 
 The program trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
-results/plans/cpu-traffic.json. It ignores two steps, because DDP rearranges its buckets in the
-second. In the third step it counts every operation of torch.distributed that PyTorch dispatches.
+results/plans/cpu-traffic.json. It ignores the first two steps, because DDP rearranges its
+buckets in the second. In the third step, it counts every dispatched torch.distributed operation.
 It leaves out tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a
 count and its formula differ.
 """
@@ -35,11 +35,11 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
-# End of the name of a case's second row. The difference of both rows is sent for blocks.
+# Suffix of the case with more blocks. The difference of both rows is the traffic of blocks.
 DEEPER = ", 12 blocks"
 BLOCK_SENDS = ("in all", "by formula")
 SMALL_BYTES = 8
-# Operation -> (kind, index of the counted argument, whether it is the part of one process)
+# Operation -> (kind, index of the counted argument, whether that is one process's shard)
 COUNTED = {
     "c10d.allreduce_": ("all_reduce", 0, False),
     "c10d._allgather_base_": ("all_gather", 0, False),
@@ -51,14 +51,14 @@ COUNTED = {
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
 }
-# The other end of a send, waiting, and marks for autograd
+# Receiving, waiting, and marks for autograd
 NOT_COUNTED = {
     "c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd",
 }  # fmt: skip
 
 
 class Traffic(TorchDispatchMode):
-    """Count the tensors given to torch.distributed on this thread while the mode is active."""
+    """Count the tensors passed to torch.distributed on this thread while the mode is active."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
             return NotImplemented  # DTensor splits the operation and dispatches its parts here.
-        namespace = getattr(func, "namespace", "")  # Operators of higher order have no namespace.
+        namespace = getattr(func, "namespace", "")  # Higher-order operators have no namespace.
         name = f"{namespace}.{func.__name__.split('.')[0]}"
         if name in COUNTED:
             self._count(name, args)
@@ -79,7 +79,7 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         kind, index, is_part = COUNTED[name]
-        # c10d's operations have their group as an object. Functional ones have its name last.
+        # The group is an object in c10d operations, and a name at the end in functional ones.
         if isinstance(args[-1], str):
             group = dist.distributed_c10d._resolve_process_group(args[-1])
         else:
@@ -96,7 +96,7 @@ class Traffic(TorchDispatchMode):
         self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 
     def _axis(self, members: list[int]) -> str:
-        """Return the axes along which these ranks differ."""
+        """Return the mesh axes along which the ranks of a group differ."""
         positions = [dataclasses.replace(self.topology, rank=rank) for rank in members]
         shards = self.topology.dp_shard
         coordinates = {
@@ -110,8 +110,8 @@ class Traffic(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Finish each operation before its caller continues. Otherwise DDP's hooks start their second
-    operation on gloo's thread, where it is not counted."""
+    """Finish each operation before its caller continues. Otherwise, DDP's hooks start their second
+    operation on gloo's thread, where the operation is not counted."""
 
     def waiting(operation: Callable[..., Any]) -> Callable[..., Any]:
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,8 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return all CONFIG values of a case. Write its DeepSpeed JSON to `folder` if it has one."""
+    """Return all CONFIG values of a case. If the case changes the DeepSpeed JSON, write the changed
+    JSON to `folder`."""
     values = {**PLAN["common"], **case}
     changes = values.pop("zero_optimization", None)
     if changes is not None:
@@ -152,8 +153,8 @@ def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count_step(run: Run) -> dict[str, Any]:
-    """Count the bytes that this process sends in the third step. If exchanges are rarer, return the
-    average over the steps between two exchanges. Collective."""
+    """Count the bytes that this process sends in the third step. If exchanges are rarer than steps,
+    return the average per step between two exchanges. All ranks must call this function."""
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
@@ -172,7 +173,7 @@ def count_step(run: Run) -> dict[str, Any]:
 
 
 def work(out: Path) -> None:
-    """Count all cases with this number of processes in one process group."""
+    """Count all cases of the plan for this number of processes in one process group."""
     SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
     results = {}
     with open_group() as group:
@@ -198,7 +199,7 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
-    """Return a line for each count that differs from its formula."""
+    """Return one line for each count that differs from its formula."""
     lines = []
     for name, case in cases.items():
         for rank in case["ranks"]:

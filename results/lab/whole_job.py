@@ -1,11 +1,12 @@
-"""Measure the seconds, RAM and GPU memory of each step of a whole job on a model of 8B.
+"""Measure the seconds, RAM and GPU memory of each step of a whole job on an 8B model.
 
     python results/lab/whole_job.py OUT.json [--model NAME] [--tiny]
 
-The program makes a folder in Hugging Face's format with random weights in bf16, and chats from
-Python's own library. Then it trains LoRA on all GPUs, presses Ctrl-C in the middle, resumes on one
-GPU, generates, exports and merges. It opens both exports in transformers and PEFT and compares
-their logits. RAM is the largest resident size of any process of a step, with pages of mapped files.
+The program creates a model folder in the Hugging Face format with random weights in bf16, and chats
+from Python's standard library. Then it trains LoRA on all GPUs, sends Ctrl-C halfway, resumes on
+one GPU, generates, exports and merges. It opens both exports in transformers and PEFT and compares
+the logits. RAM is the largest resident set size of any process of a step, including pages of mapped
+files.
 """
 
 import json
@@ -64,7 +65,8 @@ print(json.dumps({
 
 
 def make_model(name: str, folder: Path) -> dict[str, Any]:
-    """Write a folder with random weights in bf16 in several files, and a tokenizer for chats."""
+    """Write a model folder with random bf16 weights in several files, and a tokenizer for chats.
+    Return the size in GB."""
     spec = find_model(name)
     folder.mkdir(parents=True)
     with torch.device("meta"):
@@ -107,7 +109,7 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
 
 
 def make_chats(file: Path) -> dict[str, Any]:
-    """Write a chat per documented function of Python's library."""
+    """Write one chat per documented function of Python's standard library. Return their number."""
     pairs = file.with_suffix(".pairs")
     write_records(pairs)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
@@ -122,14 +124,15 @@ def make_chats(file: Path) -> dict[str, Any]:
 
 
 class Done(NamedTuple):
-    """Output of a command, and the largest resident size among its processes in GiB."""
+    """Output of a command, and the largest resident set size of its processes in GiB."""
 
     printed: str
     ram_gib: float
 
 
 def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None) -> Done:
-    """Run a command to its end, or send it Ctrl-C once `interrupt` returns True."""
+    """Run a command. Send Ctrl-C to its processes once `interrupt` returns True. Raises
+    RuntimeError if the command fails and `interrupt` is None."""
     visible = ",".join(str(gpu) for gpu in range(gpus))
     process = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

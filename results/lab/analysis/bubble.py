@@ -9,11 +9,11 @@ from distributed_training.predict.simulate import flow, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the idle shares of the forward and backward phase, relative to the slowest rank.
+    """Return the idle shares of the ranks in the forward and backward phase, relative to the
+    slowest rank's phase.
 
-    Each rank has `phase_s` and `computing_s` of the median step, and `kernels_s` of the profiled
-    step or None.
-    """
+    Each entry of `ranks` has `phase_s` and `computing_s` of the median step, and `kernels_s` of the
+    profiled step. `kernels_s` is None if no step was profiled."""
     phase = max(rank["phase_s"] for rank in ranks)
 
     def idle(busy: str) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Compare this suite, as a user runs it, with transformers' Trainer on models of 1 to 8B.
+"""Compare this suite, as a user runs it, with transformers' Trainer on 1B to 8B models.
 
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
-Each measurement has its own processes. Ours runs `real_model_example.py` with the row's CONFIG. Its
-record holds the prediction from before the first step. The Trainer's model has the same
-configuration with random weights made on the GPU. It trains in bf16 with Liger's kernels, fused
-AdamW and PEFT's adapters. Rows without "trainer" run only ours. --tiny is a smoke test for CPUs.
+Each measurement runs in separate processes. Our suite runs `real_model_example.py` with the row's
+CONFIG, and the record of the run holds the prediction from before the first step. The Trainer's
+model has the same configuration, with random weights created on the GPU. The Trainer uses bf16,
+Liger's kernels, fused AdamW and PEFT's adapters. Rows without "trainer" measure only our suite.
+--tiny is a smoke test for CPUs.
 """
 
 import json
@@ -29,7 +30,7 @@ from results.lab.corpus.records import write_records
 LORA = {"lora_rank": 16, "lora_alpha": 32.0}
 EIGHT = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
 ONE = {"model": "meta-llama/Llama-3.2-1B"}
-RECORDS = "records.jsonl"  # written by packing.py beside the run
+RECORDS = "records.jsonl"  # written by train_ours into the folder of the run
 ROWS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B LoRA 1 x 4096, selective": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
@@ -161,7 +162,8 @@ LIMIT_S = 300
 
 
 def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run the script of a row and return its record."""
+    """Run real_model_example.py with the CONFIG of a row. Return the run's record and its wall time
+    in seconds (`wall_s`)."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
     config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
     if config["dataset"] == RECORDS:
@@ -180,7 +182,8 @@ def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """Train with transformers' Trainer in this process. Return seconds per step and GPU memory."""
+    """Train with transformers' Trainer in this process. Return the seconds per step, the tokens per
+    second and, on a GPU, the peak memory in bytes."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -255,7 +258,7 @@ def run(command: list[str], gpus: int) -> str:
 
 
 def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """Measure the Trainer on a row, in its own processes."""
+    """Measure the Trainer on a row, in separate processes."""
     gpus = row.get("gpus", 1)
     start = [sys.executable]
     if gpus > 1:
@@ -266,7 +269,8 @@ def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
 
 
 def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
-    """Return one row of the published table: GiB, seconds, tokens per second."""
+    """Return one row of the published table, with memory in GiB and times in seconds. The columns
+    of the Trainer are None if `theirs` is None."""
     performance, memory, predicted = (
         record[key] for key in ("performance", "memory", "prediction")
     )

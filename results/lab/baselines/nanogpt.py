@@ -3,10 +3,10 @@
     python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
 nanoGPT is not part of this repository, so give the model.py of a checkout. Both models train in
-bf16 with fused AdamW and clipping at 1.0 on the same tokens, in several sizes and batches. The
-program times both alternately for several rounds and compares the medians of tokens per second.
-Ours replays a step as one CUDA graph if CONFIG's "auto" chooses it. nanoGPT's step is composed as
-in its train.py.
+bf16 with fused AdamW and gradient clipping at 1.0 on the same tokens, in several sizes and batches.
+The program times both alternately for several rounds and compares the medians of tokens per second.
+Our step is replayed as one CUDA graph if CONFIG's "auto" chooses graphs. nanoGPT's step is composed
+as in its train.py.
 """
 
 import functools
@@ -39,7 +39,8 @@ ROUNDS = 3
 
 
 def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
-    """Return a training step of nanoGPT's model as its train.py composes it: autocast, compile."""
+    """Return a training step of nanoGPT's model, composed as in its train.py, with autocast and
+    torch.compile."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     size = run.plan.size

@@ -1,11 +1,10 @@
-"""Compare our speed with transformers' Trainer, compiled and not, on one GPU or CPU.
+"""Compare our speed with transformers' Trainer, with and without torch.compile, on a GPU or CPU.
 
     python -m results.lab.baselines.trainer OUT.json [--tiny]
 
 Both train the same model from the same random weights in bf16 with fused AdamW and clipping at 1.0.
-Each measurement has its own process, so that it inherits no memory or compiled kernels of another.
-No download is needed, because tokens are random or come from the embedded text. --tiny is a smoke
-test.
+Each measurement runs in a separate process and inherits no memory or compiled kernels. No download
+is needed, because tokens are random or come from the embedded text. --tiny is a smoke test.
 """
 
 import json
@@ -63,7 +62,8 @@ class Clock:
 
 
 def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
-    """Train our model in bf16 with all other settings at CONFIG's "auto"."""
+    """Train our model in bf16 and return the result of its clock. Settings that are not given here
+    keep CONFIG's defaults."""
     config = {
         "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
         "tokenizer": "embedded", "weights": "random", "model": model, "batch_size": batch,
@@ -86,7 +86,7 @@ def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
 
 
 def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
-    """Train the model with transformers' Trainer, from our random weights."""
+    """Train the model with transformers' Trainer, starting from our random weights."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()
@@ -121,10 +121,10 @@ def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict
 
 
 def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
-    """Measure one case in its own process."""
+    """Measure one case in a separate process."""
     module = "results.lab.baselines.trainer"
     command = [sys.executable, "-m", module, "--one", json.dumps([way, *case])]
-    # With several GPUs the Trainer would use all of them in DataParallel.
+    # With several GPUs, the Trainer would use all of them in DataParallel.
     one_gpu = {
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     }

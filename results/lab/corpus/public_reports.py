@@ -40,7 +40,7 @@ def show(model: Path, data: Path) -> tuple[int, str, str]:
 
 
 def check(case: str, model: Path, data: Path) -> str:
-    """Return the reason why a case fails, or "" if it passes."""
+    """Return the reason why a case fails. Return "" if the case passes."""
     from transformers import AutoTokenizer
 
     code, out, err = show(model, data)

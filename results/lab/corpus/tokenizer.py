@@ -1,4 +1,4 @@
-"""Train the tokenizer that the package ships on the embedded corpus of this Python.
+"""Train the package's tokenizer on the embedded corpus of this Python version.
 
 python -m results.lab.corpus.tokenizer FOLDER
 """

@@ -1,9 +1,9 @@
-"""Measure models through transformers' code. Compare their speed with native code and with the
-Trainer with Liger, and compare predictions for models to which no constant was fitted.
+"""Measure models that run through transformers' code. Compare their speed with native code and with
+the Trainer with Liger. Compare predictions for models to which no constant was fitted.
 
     python -m results.lab.hub.models OUT.json [--tiny] [--only NAME ...]
 
-All models train in bf16 from random weights on one GPU. The Trainer has its own process.
+All models train in bf16 from random weights on one GPU. The Trainer runs in a separate process.
 """
 
 import json
@@ -28,7 +28,7 @@ from results.lab.baselines import large
 from results.lab.steps import time_step
 
 TIMED_STEPS = 10
-DEADLINE_S = 150  # No case starts later.
+DEADLINE_S = 150  # No case starts after this time.
 _GEMMA2: dict[str, Any] = {
     "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -65,7 +65,8 @@ _SMALL = {
 
 
 def write_config(model: Any, folder: Path, *, tiny: bool) -> Path:
-    """Write the config.json of a native model, or the given one, and return its folder."""
+    """Write a config.json to `folder` and return `folder`. `model` is the name of a native model or
+    the content of the file. `tiny` reduces the sizes."""
     folder.mkdir(parents=True)
     if isinstance(model, str):
         spec = find_model(model)
