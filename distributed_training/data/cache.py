@@ -1,7 +1,8 @@
-"""The token cache: texts are tokenized once, and every process maps the ids. No torch import.
+"""Tokenize texts once and cache the ids in files, which every process memory-maps. This module does
+not import torch.
 
-The name of a folder in the cache is a hash of everything that decides its contents: the texts, the
-tokenizer, and whether samples are cut from texts or from lines. While a folder is being filled, its
+Each folder in the cache is named by a hash of everything that determines its contents: the texts,
+the tokenizer, and whether running text is read line by line. While a folder is being filled, its
 name ends with .partial."""
 
 import hashlib
@@ -35,25 +36,26 @@ from distributed_training.settings.machine import available_cpus
 
 _VERSION = 10
 _META = "meta.json"
-_BYTES = "bytes.npy"  # number of bytes of text that each token stands for
+_BYTES = "bytes.npy"  # number of bytes of text that each token represents
 _CHECKSUM = "sha256"  # checksums of all other files
-_BATCH = 2**21  # characters that all cores tokenize at a time
+_BATCH = 2**21  # characters per batch, which all cores tokenize together
 _AHEAD = 2  # batches that are tokenized while one is written
 _READ = 16 * 2**20  # bytes read at a time
-_LONG = 20_000_000  # bytes of text from which on a line is printed
-_VERY_LONG = 2_000_000_000  # the same for the checksum of a text
-_THREADS = 64  # limit on the tokenizer's threads, which then need 0.7 GiB
+_LONG = 20_000_000  # announce tokenizing if a corpus has more bytes than this
+_VERY_LONG = 2_000_000_000  # announce the checksum if a corpus has more bytes than this
+_THREADS = 64  # limit on the tokenizer's threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
 def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path, *, rows: int = 2**31
 ) -> Path:
-    """Return the folder below `cache_dir` with the ids of `corpus`, filling it if necessary.
+    """Return the folder in `cache_dir` that contains the ids of `corpus`. If the folder does not
+    exist or is damaged, tokenize the corpus first.
 
-    If several processes call this, one fills the folder and the others wait. Raises UserError for
-    texts that cannot be read, for a full disk, or if the tokenizer has more tokens than the model
-    has `rows` in its embedding."""
+    If several processes call this function, one process fills the folder and the others wait.
+    Raises UserError if a text cannot be read, if the cache cannot be written, or if the tokenizer
+    has more tokens than the model's embedding has `rows`."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:
@@ -80,8 +82,8 @@ def tokenize(
 
 
 def token_cache() -> Path:
-    """Return this user's folder of token caches. It is private, because other users could replace
-    the tokens in a shared folder. Raises UserError if it cannot be used."""
+    """Return this user's private folder for cached tokens. In a shared folder, other users could
+    replace the tokens. Raises UserError if the folder cannot be used."""
     folder, why = private_folder("tokens")
     if why:
         fix = f"set {CACHE} to a folder of your own"
@@ -96,14 +98,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def load_bytes(folder: Path) -> np.ndarray:
-    """Return the bytes of text that each token stands for, int32 [num_tokens]
+    """Return the number of UTF-8 bytes of text that each token represents, int32 [num_tokens]
     (data/text_bytes.py)."""
     return np.load(folder / _BYTES)
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder of the cache exists and has not changed since this user wrote it.
-    Others could have planted one while they were allowed to write to the cache."""
+    """Return whether a folder of the cache is complete, unchanged, and owned by this user or root.
+    Another user may have created a folder while the cache was writable for others."""
     try:
         owners = {path.stat().st_uid for path in (folder, *folder.iterdir())}
         return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM) == _checksum(folder)
@@ -118,7 +120,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _checksum(folder: Path) -> bytes:
-    """Return two lines: the SHA-256 of the tokens, and the SHA-256 of their description."""
+    """Return two lines: the SHA-256 of the tokens, and the SHA-256 of meta.json and bytes.npy."""
     tokens = hashlib.sha256()
     for file in sorted(folder.glob("*.bin")):
         tokens.update(f"{file.name} {file.stat().st_size} ".encode())
@@ -133,9 +135,9 @@ def _checksum(folder: Path) -> bytes:
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     """Return (form of the texts, splits) of a complete folder. A split is a dictionary with
 
-    - `ids` of all texts, concatenated, each followed by end-of-text;
-    - `starts`, the index of each text's first id, then the number of ids, int64 [num_texts + 1];
-    - `loss_mask`, whether each id is in the loss, unless all are."""
+    - `ids`: the ids of all texts, concatenated, including special tokens;
+    - `starts`: the index of each text's first id, then the number of ids, int64 [num_texts + 1];
+    - `loss_mask`: whether each id is in the loss. This key is absent if all ids are."""
     meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
@@ -148,14 +150,15 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Tokenize a corpus into a folder of the cache. Raises UserError for a corpus without text."""
+    """Tokenize a corpus into a folder of the cache. Raises UserError if there is no text to train
+    on."""
     num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
     if num_bytes > _LONG:
         size = f"{num_bytes / 1e6:.0f} MB"
         print(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens", file=sys.stderr)
     by_line = config.pack is False
-    # Parse everything first, so that errors show before tokenizing, which takes much longer.
+    # Parse everything first, so that errors appear before tokenizing, which takes much longer.
     counts = {split: Counts() for split in corpus}
     sizes = [
         _measure(source, tokenizer, by_line, split_counts)
@@ -197,8 +200,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
 
 
 def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
-    """Return the approximate number of characters in a split. Raises UserError for records that
-    cannot be read."""
+    """Return the approximate number of characters in a split. Raises UserError if a record cannot
+    be read."""
     if source.form == RUNNING:
         return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
     size = 0
@@ -214,8 +217,8 @@ def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts
 def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield arrays to append to the files of a split, by the name of the part. Threads tokenize the
-    next batches meanwhile."""
+    """Yield dictionaries of arrays to append to the files of a split, keyed as in `load_tokens`.
+    Meanwhile, threads tokenize the next batches."""
     yield {"starts": np.zeros(1)}
     length = 0
     is_special = np.zeros(tokenizer.num_tokens, bool)

@@ -1,4 +1,5 @@
-"""Cut cached token ids into samples, and choose the batches of each step. No torch import."""
+"""Cut cached token ids into samples, and choose the batch of each step. This module does not import
+torch."""
 
 import functools
 import hashlib
@@ -20,25 +21,26 @@ IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample", which pads the last step of an epoch
 AUTO_SAMPLES = 1000
 _CHUNK_TOKENS = 2**20  # tokens whose bytes are counted at a time
-HELD_OUT = 0.05  # share kept for validation if the data set has no validation split
+HELD_OUT = 0.05  # fraction of samples kept for validation if the dataset has no validation split
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of one split. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. It contains
-    the inputs and, shifted by one, the targets. Blocks of running text overlap by one token, so
-    that each token except the first is a target exactly once. A sample is one part or, if records
-    are packed, a block of several parts."""
+    """Samples of one split. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. A part
+    contains the inputs and, shifted by one token, the targets. Blocks of running text overlap by
+    one token, so that each token except the first is a target exactly once. A sample is one part
+    or, if records are packed, a block of parts."""
 
     tokens: np.ndarray  # ids of all texts, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
-    lengths: np.ndarray  # input tokens of each part, [num_parts]
-    seq_len: int  # tokens of a sample as the model sees it, including padding
+    lengths: np.ndarray  # number of input tokens of each part, [num_parts]
+    seq_len: int  # tokens per sample, including padding
     padding_id: int
-    # Targets in the loss of each part, [num_parts], at least 1
+    # Number of targets in the loss for each part, at least 1, [num_parts]
     num_targets: np.ndarray
-    loss_mask: np.ndarray | None = None  # whether each of `tokens` is in the loss; None: all
-    # First part of each block, then the number of parts, [num_samples + 1]. None: no packing.
+    loss_mask: np.ndarray | None = None  # whether each token is in the loss; None if all are
+    # Index of each block's first part, then the number of parts, [num_samples + 1]. None without
+    # packing.
     firsts: np.ndarray | None = None
     max_documents: int = 0  # largest number of documents in a block, plus one for padding
 
@@ -46,8 +48,8 @@ class Samples:
         return len(self.starts if self.firsts is None else self.firsts[1:])
 
     def take(self, first: int, last: int) -> "Samples":
-        """Return the parts from `first` to `last` - 1, without copying tokens. Packed samples are
-        not supported."""
+        """Return the samples `first` to `last` - 1 without copying tokens. Packed samples are not
+        supported."""
         assert self.firsts is None
         return replace(
             self,
@@ -57,8 +59,8 @@ class Samples:
         )
 
     def packed(self) -> "Samples":
-        """Return the parts packed into blocks. Each part stays whole and does not attend to the
-        others of its block."""
+        """Return samples with the parts packed into blocks. Each part stays whole and does not
+        attend to other parts of its block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
         return replace(
             self,
@@ -70,8 +72,8 @@ class Samples:
         )
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices of the parts of some samples, the row of each part). EMPTY has no
-        parts."""
+        """Return (indices of the parts of the samples in `indices`, row of each part). The row is
+        the position of the part's sample in `indices`. EMPTY has no parts."""
         rows = np.flatnonzero(indices != EMPTY)
         real = indices[rows]
         if self.firsts is None:
@@ -84,9 +86,9 @@ class Samples:
         """Return (inputs, targets), each int64 [len(indices), seq_len]. Targets outside the loss
         are IGNORE_INDEX.
 
-        For packed records, add positions of the same shape, and the ends of the documents in each
-        block, int64 [len(indices), max_documents]. Padding is the last document, and the ends are
-        padded with seq_len."""
+        For packed records, also return positions of the same shape, and the ends of the documents
+        in each block, int64 [len(indices), max_documents]. Padding counts as the last document, and
+        unused ends are seq_len."""
         shape = (len(indices), self.seq_len)
         parts, rows = self.parts_of(indices)
         lengths = self.lengths[parts]
@@ -111,13 +113,14 @@ class Samples:
         return inputs, targets, positions, documents
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
-        """Return the number of (targets, tokens) in some samples."""
+        """Return (number of targets in the loss, number of input tokens) of the samples in
+        `indices`."""
         parts, _ = self.parts_of(indices)
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
     def count_bytes(self, bytes_of: np.ndarray) -> int:
-        """Return the UTF-8 bytes of text that all targets stand for. `bytes_of` contains the bytes
-        of each token id."""
+        """Return the number of UTF-8 bytes of text that all targets in the loss represent.
+        `bytes_of` contains the number of bytes for each token id."""
         total = 0
         calls = -(-len(self) * self.seq_len // _CHUNK_TOKENS)
         for indices in np.array_split(np.arange(len(self)), max(1, min(calls, len(self)))):
@@ -127,7 +130,7 @@ class Samples:
 
     @property
     def real_share(self) -> float:
-        """Share of positions that hold a token: 1.0 if nothing is padded."""
+        """Fraction of positions that are not padding."""
         return float(self.lengths.sum()) / (len(self) * self.seq_len)
 
 
@@ -137,13 +140,13 @@ class Data:
 
     train: Samples
     validation: Samples
-    fingerprint: str  # equal means the same tokens in the same order
+    fingerprint: str  # equal for the same tokens in the same order
     tokenizer: Tokenizer  # the tokenizer that made the tokens
     cache: str = ""  # name of the folder in the token cache
     form: str = RUNNING  # form of the training texts (data/pieces.py)
     packs: bool = True  # True for full blocks and packed records, False for padded samples
     counts: dict[str, Any] = field(default_factory=dict)  # statistics (data/report.py)
-    # Bytes of text that each token stands for (data/text_bytes.py)
+    # Number of bytes of text that each token represents (data/text_bytes.py)
     bytes_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
@@ -154,11 +157,11 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One replica's share of one optimizer step."""
+    """One replica's share of the batch of one optimizer step."""
 
     micro_batches: list[tuple[np.ndarray, ...]]  # results of `Samples.batch`
     num_targets: int  # targets in the loss of the global batch, over all replicas
-    num_tokens: int  # tokens of the global batch, including prompts
+    num_tokens: int  # input tokens of the global batch, including prompts
 
 
 def cut_samples(
@@ -166,8 +169,9 @@ def cut_samples(
 ) -> Data:
     """Cut the tokens in a folder of the cache into the samples that a run uses.
 
-    `can_pack` says whether model and engine keep packed records apart. Raises UserError if there
-    are fewer samples than `num_samples`, or none for training or validation."""
+    `can_pack` says whether the model and the engine can keep packed records apart. Raises UserError
+    if `pack` is True but records cannot be packed, if there are fewer samples than `num_samples`,
+    or if there are none for training or validation."""
     form, splits = load_tokens(folder)
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
@@ -224,8 +228,8 @@ def cut_samples(
 def all_samples(
     folder: Path, config: RunConfig, *, padding_id: int = 0, with_tail: bool = False
 ) -> Samples:
-    """Return all samples of the first split in a folder of the cache. With `with_tail`, include the
-    end of running text that does not fill a block."""
+    """Return all samples of the first split in a folder of the cache. If `with_tail` is set,
+    include the end of running text that does not fill a block."""
     form, (split, *_) = load_tokens(folder)
     starts, lengths = find_parts(split, form, config)
     if with_tail and form == RUNNING and config.pack is not False:
@@ -236,7 +240,7 @@ def all_samples(
     return samples.packed() if packs else samples
 
 
-Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths, as in Samples
+Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples
 
 
 def find_parts(
@@ -256,8 +260,8 @@ def _find_blocks(split: dict[str, np.ndarray], seq_len: int) -> Parts:
 
 
 def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) -> Parts:
-    """Return one part per text, with its first `seq_len` tokens. With `split_long`, cut a longer
-    text into as many parts as it fills."""
+    """Return one part per text, with the first `seq_len` tokens of the text. If `split_long` is
+    set, cut a longer text into several parts that contain all its tokens."""
     starts = split["starts"][:-1]
     lengths = np.diff(split["starts"]) - 1
     if split_long:
@@ -270,8 +274,8 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
 
 
 def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
-    """Return a split as samples of one part each. Parts without a target in the loss are left out:
-    for example, a prompt that fills the whole sample."""
+    """Return a split as samples of one part each. Parts without a target in the loss are left out,
+    for example if a prompt fills the whole sample."""
     ids = split["ids"]
     starts, lengths = parts
     loss_mask = split.get("loss_mask")
@@ -310,17 +314,17 @@ def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Choice of the samples of each step, a pure function of seed and step.
+    """Choose the samples of each step as a pure function of the seed and the step.
 
-    It is the same under every layout with this global batch size. Every rank computes the whole
-    order and takes its share."""
+    The choice is the same under every layout with this global batch size. Every rank computes the
+    order of all samples and takes its share."""
 
     num_samples: int
     global_batch_size: int  # sequences of one optimizer step, over all replicas
     micro_batch_size: int  # sequences in one forward pass of one replica
     num_microbatches: int  # per replica and optimizer step
     num_replicas: int
-    replica: int  # replica of this rank; the ranks of a tensor or pipeline group share one
+    replica: int  # index of this rank's replica, equal within a tensor or pipeline group
     seed: int
 
     @property
@@ -331,8 +335,8 @@ class Sampler:
 
     def step_indices(self, step: int) -> np.ndarray:
         """Return the indices of a step's samples, int64 [num_microbatches, num_replicas,
-        micro_batch_size], the same on every rank. The last step of an epoch is padded with EMPTY.
-        """
+        micro_batch_size]. The indices are the same on every rank. The last step of an epoch is
+        padded with EMPTY."""
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, self.num_samples)
         first = position * self.global_batch_size
@@ -347,14 +351,15 @@ class Sampler:
         return StepBatch(micro_batches, num_targets, num_tokens)
 
     def is_full(self, step: int) -> bool:
-        """Return whether the step's batch is full, so that no sample is EMPTY."""
+        """Return whether the batch of `step` is full, which means that no sample is EMPTY."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
     def eval_indices(self, num_samples: int) -> np.ndarray:
-        """Return this replica's micro-batches over `num_samples` samples, each once and in order.
+        """Return the sample indices of this replica's micro-batches for one pass over `num_samples`
+        samples in order.
 
-        The indices are int64 [num_calls, micro_batch_size], padded with EMPTY so that every replica
-        gets the same number of calls."""
+        The result is int64 [num_calls, micro_batch_size]. It is padded with EMPTY, so that every
+        replica makes the same number of calls."""
         num_calls = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
         shape = (num_calls, self.num_replicas, self.micro_batch_size)
         return _fill(np.arange(num_samples), shape)[:, self.replica]

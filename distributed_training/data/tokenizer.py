@@ -1,7 +1,7 @@
 """Load tokenizers with transformers, and only when text is tokenized.
 
-GPT-2's two files, which this suite ships, are read by the library `tokenizers` alone, because it
-imports much faster than transformers."""
+Tokenizers in GPT-2's two-file format, such as the tokenizer that this suite ships, need only the
+library `tokenizers`. This library imports much faster than transformers."""
 
 import contextlib
 import filecmp
@@ -29,17 +29,18 @@ from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
-# How many times as long a tokenizer may make a text. Published tokenizers triple a space.
+# Limit on the factor by which a tokenizer may lengthen a text, and on the number of tokens that it
+# adds to every text. Published tokenizers at most triple the length of a space.
 MAX_GROWTH = 64
 MAX_BYTES = 100_000_000  # size of a tokenizer's file; the largest published ones have 35 MB
-# Tokens that a tokenizer may add to its vocabulary. transformers needs 75 us for each.
+# Maximum number of tokens added to a vocabulary. transformers needs 75 us per added token.
 MAX_ADDED = 100_000
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
-CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template, which `own_spans` follows
-SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # what transformers needs for GPT-2's files
-# Patterns of the pre-tokenizers of Llama 3 and Qwen 2, after which data/pieces.py may cut a text
+CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `own_spans`
+SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
+# Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut a text.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
@@ -51,7 +52,8 @@ SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.t
 
 
 class _Warnings(logging.Handler):
-    """Collect transformers' warnings while it opens a tokenizer. They often explain its error."""
+    """Collect the warnings that transformers logs while it opens a tokenizer. These warnings often
+    explain an error that follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,16 +68,16 @@ class Facts:
     """Properties of a tokenizer that a run needs. They are stored with the tokens in the cache, so
     that later runs need not load the tokenizer."""
 
-    kind: str  # name of the class
-    num_tokens: int  # one more than the largest id
+    kind: str  # name of the tokenizer's class
+    num_tokens: int  # largest id plus one
     eos_id: int
-    has_template: bool  # whether it has a chat template
-    special: dict[str, str]  # bos_token and so on
-    beyond: list[str]  # the tokens with the largest ids, largest first
+    has_template: bool  # whether the tokenizer has its own chat template
+    special: dict[str, str]  # special tokens by name, such as bos_token
+    beyond: list[str]  # the three tokens with the largest ids, largest id first
 
     def check_rows(self, rows: int, model: str) -> None:
-        """Raise UserError if `model`, whose embedding has this many `rows`, has no row for a
-        token."""
+        """Raise UserError if the tokenizer has more tokens than the embedding of `model` has
+        `rows`."""
         if self.num_tokens > rows:
             tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
             what = f"the tokenizer has {self.num_tokens} tokens, but {model} has only {rows} rows"
@@ -85,8 +87,8 @@ class Facts:
 
 
 class Tokenizer:
-    """The tokenizer in a folder. It is loaded when first needed, and UserError is raised then if it
-    cannot be read."""
+    """Tokenizer in a folder. The tokenizer is loaded when it is first needed. UserError is raised
+    then if the tokenizer cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,17 +96,17 @@ class Tokenizer:
         self._known: Facts | None = None
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Use the facts stored with the tokens in the cache, instead of loading the tokenizer."""
+        """Use facts that were stored in the token cache instead of loading the tokenizer."""
         self._known = Facts(**known)
 
     @property
     def loads_fast(self) -> bool:
-        """True if the tokenizer opens without transformers."""
+        """True if the tokenizer loads without transformers."""
         return self._is_gpt2
 
     @property
     def facts(self) -> Facts:
-        """Properties of the tokenizer, from the cache or by loading it."""
+        """Properties of the tokenizer. The tokenizer is loaded unless `recall` has set them."""
         if self._known is None:
             self._known = self._find_facts()
         return self._known
@@ -121,12 +123,13 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides ids. Equal tokenizers have equal fingerprints."""
+        """SHA-256 of everything that determines the ids of a text. Tokenizers with equal
+        fingerprints produce equal ids."""
         digest = hashlib.sha256()
         if not self._is_gpt2:
             digest.update(importlib.metadata.version("transformers").encode())
             config = self.folder / "config.json"
-            if config.is_file():  # transformers chooses the tokenizer's class by it.
+            if config.is_file():  # transformers chooses the class by this file.
                 values = load_json(config, "model")
                 digest.update(
                     f"{values.get('model_type')} {values.get('tokenizer_class')}".encode()
@@ -138,8 +141,8 @@ class Tokenizer:
 
     @property
     def _files(self) -> list[str]:
-        """Names of the tokenizer's files in its folder. Raises UserError if one is a pipe or a
-        device."""
+        """Names of the tokenizer's files, relative to its folder. Raises UserError if a file is a
+        pipe or a device."""
         if self._is_gpt2:
             return list(TOKENIZER_FILES)
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
@@ -151,15 +154,15 @@ class Tokenizer:
         return [name for name in names if files[name].is_file()]
 
     def _unreadable(self, why: str, fix: str = "") -> UserError:
-        """Return the error for files that transformers or its library cannot use."""
+        """Return the error for a tokenizer whose files cannot be read."""
         return UserError(
             f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
         )
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
-        """Turn an error of the library, for example about a vocabulary without its unk_token, into
-        a UserError."""
+        """Convert an error of the library `tokenizers` into a UserError. For example, the
+        vocabulary may lack the unk_token."""
         try:
             yield
         except BaseException as error:
@@ -168,8 +171,8 @@ class Tokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        """Tokenizer as transformers opens it or, for GPT-2's files, as the library `tokenizers`
-        opens it."""
+        """Tokenizer object of transformers or, for GPT-2's files, of the library `tokenizers`.
+        Raises UserError if the tokenizer cannot be loaded."""
         for name in self._files:
             if (self.folder / name).stat().st_size > MAX_BYTES:
                 raise self._unreadable(f"{name} is larger than {MAX_BYTES // 10**6} MB")
@@ -188,10 +191,10 @@ class Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
-        except BaseException as error:  # transformers raises anything for a damaged file.
+        except BaseException as error:  # transformers can raise any error here.
             _pass_on_interrupts(error)
             fix = "use the folder that the model's tokenizer was saved in"
-            # After this warning transformers tries tiktoken, whose error would mislead the user.
+            # After this warning, transformers tries tiktoken, whose error would mislead the user.
             matching = [text for text in warnings.texts if _NO_SENTENCEPIECE.match(text)]
             why = matching[0] if matching else ""
             why = why.partition(" due to ")[2].partition(" Falling back")[0]
@@ -231,8 +234,9 @@ class Tokenizer:
 
     @cached_property
     def _library(self) -> Any:
-        """Tokenizer of the library `tokenizers` that computes ids, or None if Python code computes
-        them."""
+        """Object of the library `tokenizers` that computes the ids, or None if Python code computes
+        the ids. Raises UserError if the tokenizer can make a text more than MAX_GROWTH times as
+        long."""
         if self._is_gpt2:
             return self._loaded
         from transformers import PreTrainedTokenizerFast as Fast
@@ -245,7 +249,7 @@ class Tokenizer:
         if not self._loaded.is_fast or overrides_encoding:
             return None
         library = self._loaded.backend_tokenizer
-        # transformers resets these settings at each call and ignores the file's values.
+        # transformers resets these settings at each call and ignores their values in the file.
         library.no_padding()
         library.no_truncation()
         library.encode_special_tokens = self._loaded.split_special_tokens
@@ -258,8 +262,8 @@ class Tokenizer:
         return library
 
     def _find_facts(self) -> Facts:
-        """Load the tokenizer and return its facts. Raises UserError if it has no vocabulary or no
-        end-of-text token."""
+        """Load the tokenizer and return its facts. Raises UserError if the tokenizer has no
+        vocabulary or no end-of-text token."""
         loaded = self._loaded
         vocabulary: dict[str, int] = loaded.get_vocab()
         names = {}
@@ -301,7 +305,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """All special tokens, as they are written in a text."""
+        """All special tokens, as they appear in a text."""
         if self._is_gpt2:
             return [END_OF_TEXT]
         return [
@@ -314,17 +318,17 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, self.special_tokens)))
 
     def count_bytes(self) -> np.ndarray:
-        """Return the bytes of text that each id stands for, int32 [num_tokens]
+        """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]
         (data/text_bytes.py)."""
         return count_bytes(self._loaded, self.special_ids, self.num_tokens)
 
     @cached_property
     def can_cut(self) -> bool:
-        """True if data/pieces.py may cut a text, because the concatenated ids of the pieces are the
+        """True if data/pieces.py may cut a text. Concatenating the ids of the pieces then gives the
         ids of the whole text.
 
-        This holds for byte-level BPE in which words end before a space, and before a line feed that
-        follows a letter, if no added token contains or strips spaces."""
+        Texts may be cut if the tokenizer uses byte-level BPE, and words end before a space and
+        before a line feed that follows a letter. No added token may contain or strip spaces."""
         if self._is_gpt2:
             return True
         if self._library is None:
@@ -355,8 +359,8 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids at the beginning of every text, such as bos, and ids at the end. Raises UserError if
-        there are too many, or if one is not in the vocabulary."""
+        """Ids added at the beginning of every text, such as bos, and ids added at the end. Raises
+        UserError if too many ids are added, or if an added id is not in the vocabulary."""
         bare = np.array(self._encode(["a"], special=False)[0])
         full = np.array(self._encode(["a"], special=True)[0])
         if full.max(initial=0) >= self.num_tokens:
@@ -381,16 +385,17 @@ class Tokenizer:
         return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """Return an int32 array of ids for each text. With `special`, add the tokens that every
-        text begins and ends with."""
+        """Return an int32 array of ids for each text. If `special` is set, add the special tokens
+        at both ends of the text."""
         return [np.array(ids, np.int32) for ids in self._encode(texts, special=special)]
 
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Return (ids, loss mask) of each piece. A mask of None means that all ids are in the loss.
-        The concatenated ids of a text's pieces equal the ids of `tokenizer(text)`."""
+        """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
+        loss. Concatenating the ids of a text's pieces gives the ids of `tokenizer(text)`. No
+        special tokens are added to templated pieces."""
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for special in (False, True):
-            plain = list[int]()  # indices of pieces that are in the loss as a whole
+            plain = list[int]()  # indices of pieces that are entirely in the loss
             spanned = list[int]()
             for index, piece in enumerate(batch):
                 if (not piece.templated and piece.begins and piece.ends) == special:
@@ -413,8 +418,9 @@ class Tokenizer:
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) of a piece with spans. Only the spans are in the loss.
 
-        As in transformers, a token is in the loss if one of its characters is. The exception is a
-        token beside an answer that contains nothing of the answer except white space."""
+        As in transformers, a token is in the loss if at least one of its characters is. However,
+        the first or last token of a span is excluded if it shares only white space with the span
+        but contains other characters."""
         assert piece.spans is not None
         borders = None
         if self._library is not None:
@@ -450,10 +456,11 @@ class Tokenizer:
     def _read_offsets(
         self, text: str, pairs: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (first character, one after the last character) of each token, from the library's
-        offsets. Return None if the offsets are wrong: if a character has no token, the library
-        shifts the offsets of the following tokens of the same word, so that no token covers the end
-        of the word."""
+        """Return (index of the first character, index after the last character) of each token, from
+        the library's offsets. Return None if the offsets are wrong.
+
+        If a character has no token, the library shifts the offsets of the following tokens of the
+        same word. No token then covers the end of the word."""
         offsets = np.array(pairs, np.int64).reshape(-1, 2)
         lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
         previous = np.concatenate([[0], lasts])
@@ -462,21 +469,21 @@ class Tokenizer:
         for index in np.flatnonzero(following > previous):
             gap = text[previous[index] : following[index]].strip()
             if gap and normalizer is not None:
-                gap = normalizer.normalize_str(gap)  # It may remove characters.
+                gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
             if gap.strip(" \u2581"):
                 return None
         # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
-        # previous one ends.
+        # previous token ends.
         return np.minimum(offsets[:, 0], previous[:-1]), lasts
 
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
         """Return the number of tokens before the character at `edge`, for a tokenizer without
-        correct offsets. This is the number of ids of the text before `edge`. Raises UserError
-        unless the ids of the whole text begin with these ids."""
+        correct offsets. The text before `edge` is tokenized to count them. Raises UserError unless
+        the ids of the whole text begin with the ids of the text before `edge`."""
         if edge == len(text):
             return len(ids)
         first = len(self.ends[0]) if special else 0
-        # Try also without the spaces before the edge, because the next token may include them.
+        # Also try without the spaces before the edge, because the next token may include them.
         for start in (text[:edge], text[:edge].rstrip()):
             before = np.array(self._encode([start], special=False)[0], np.int32)
             if np.array_equal(ids[first : first + len(before)], before):
@@ -486,7 +493,7 @@ class Tokenizer:
         raise UserError(what, f"{why}not begin with those of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of ids, with special tokens if `special`."""
+        """Return the text of `ids`. Special tokens are omitted unless `special` is set."""
         if self._is_gpt2:
             kept = [i for i in ids if special or i != self.eos_id]
             return str(self._loaded.decode(kept, skip_special_tokens=False))
@@ -497,8 +504,9 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
-        """Chat templates of the tokenizer (without tools, with tools), or None if it has none.
-        Raises UserError if it has several and none is the default."""
+        """(template without tools, template with tools) of the tokenizer. None if the tokenizer has
+        no chat template of its own. Raises UserError if there are several templates but no
+        default."""
         if self._is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template
@@ -514,15 +522,17 @@ class Tokenizer:
 
     @cached_property
     def renderer(self) -> Renderer | None:
-        """Renderer of the tokenizer's own chat template, or None if it has none."""
+        """Renderer of the tokenizer's own chat template, or None if the tokenizer has no such
+        template."""
         if self._templates is None:
             return None
         names = dict(self._loaded.special_tokens_map)
         return Renderer(self._templates, names, self.special_tokens)
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each (place in the dataset, conversation), rendered by the model's
-        own template or by ours. Raises UserError if a template refuses a conversation."""
+        """Return the samples of each conversation in `batch`, which contains pairs (place in the
+        dataset, conversation). Conversations are rendered with the tokenizer's own chat template
+        or, if there is none, with ours. Raises UserError if a conversation cannot be rendered."""
         if self.renderer is not None:
             return self.renderer.align(batch)
         eos = self.facts.special["eos_token"]
@@ -539,7 +549,8 @@ class Tokenizer:
 
     @cached_property
     def end_of_answer(self) -> int:
-        """Id of the token that ends an answer: the first special token after it, or end-of-text."""
+        """Id of the token that ends an answer: the first special token after the answer, or
+        end-of-text if there is none."""
         if self.renderer is None:
             return self.eos_id
         pair = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
@@ -552,13 +563,13 @@ class Tokenizer:
         return self.eos_id
 
     def ends_of(self, *, chat: bool) -> list[int]:
-        """Return the ids after which generation stops: end-of-text and, in a `chat`, the end of an
-        answer."""
+        """Return the ids of the tokens that stop generation: end-of-text and, if `chat` is set, the
+        token that ends an answer."""
         return list(dict.fromkeys([self.eos_id, self.end_of_answer] if chat else [self.eos_id]))
 
     @property
     def generation_tokens(self) -> dict[str, int]:
-        """Return the ids of the tokens bos and pad by their names in generation_config.json. If the
+        """Ids of the bos and pad tokens, keyed by their names in generation_config.json. If the
         tokenizer has no pad token, end-of-text is used for padding."""
         if self._is_gpt2:
             return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
@@ -570,13 +581,13 @@ class Tokenizer:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Return the ids of a text to be continued."""
+        """Return the ids of a text that generation will continue."""
         before = self.ends[0].tolist()
         return [*before, *self.encode_batch([text])[0].tolist()]
 
     def ask(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer to its last message.
-        Raises UserError if the template refuses the conversation."""
+        Raises UserError if the template cannot render the conversation."""
         if self.renderer is not None:
             return self.encode_batch([self.renderer.ask(messages)])[0].tolist()
         answer = {"role": ASSISTANT, "content": ""}
@@ -585,8 +596,8 @@ class Tokenizer:
         return self.begin(sample.text[: sample.spans[-1][0]])
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
-        """Write the tokenizer to a folder that `AutoTokenizer.from_pretrained` opens. With `chat`,
-        include a chat template: the tokenizer's own or ours."""
+        """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can open it. If
+        `chat` is set and the tokenizer has no chat template of its own, include ours."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._is_gpt2:
             shutil.copyfile(SETTINGS, folder / SETTINGS.name)
@@ -599,18 +610,18 @@ class Tokenizer:
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
-    """Raise `error` if it is Ctrl-C, an exit or a UserError. A panic in the Rust library is also a
-    BaseException, but is not raised here."""
+    """Raise `error` again if it is a KeyboardInterrupt, SystemExit or UserError. A panic in the
+    Rust library, which is also a BaseException, is not raised again."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
 
 
 def _random_setting(loaded: Any) -> tuple[str, str] | None:
-    """Return the setting that makes the ids of a tokenizer random and the file that it is in, or
-    None."""
+    """Return (setting, name of its file) for a setting that makes a tokenizer's ids random. Return
+    None if there is none."""
     backend = getattr(loaded, "backend_tokenizer", None)
     dropout = getattr(backend.model, "dropout", None) if backend is not None else None
-    if dropout and dropout < 1:  # 0: all merges, 1: no merges
+    if dropout and dropout < 1:  # 0 applies all merges and 1 applies none
         return f"dropout={dropout:.3g}", "tokenizer.json"
     if (getattr(loaded, "sp_model_kwargs", None) or {}).get("enable_sampling"):
         return "enable_sampling", SETTINGS.name
@@ -627,14 +638,14 @@ def _growth(part: dict[str, Any]) -> int:
 
 
 def is_chat(folder: Path) -> bool:
-    """Return whether a model in this folder was trained on conversations in our template."""
+    """Return whether the model in `folder` was trained on conversations in our chat template."""
     file = folder / CHAT_TEMPLATE.name
     return file.is_file() and file.read_bytes().endswith(CHAT_TEMPLATE.read_bytes())
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Return whether the folder contains GPT-2's two files and no other file that affects ids. This
-    is true of our own tokenizer, our exports, and GPT-2's folders from the Hub."""
+    """Return whether the folder contains GPT-2's two files and no other file that affects ids.
+    Examples are our tokenizer, exports with this tokenizer, and GPT-2's folder from the Hub."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:
