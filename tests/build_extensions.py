@@ -2,10 +2,10 @@
 
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
-This script does nothing if the folder already has extensions for the installed versions. It removes
-the lock that a killed build leaves, because torch would wait for that lock forever. Only one of
-these scripts may build in a folder at a time. tests/pool.py loads the extensions before it forks,
-because DeepSpeed's loader starts ninja and a compiler in each process."""
+This script does nothing if the folder already has extensions for the installed versions. The script
+removes the lock that a killed build leaves, because torch would wait for the lock forever. Only one
+of these scripts may build in a folder at a time. tests/pool.py loads the extensions before it
+forks, because DeepSpeed's loader starts ninja and a compiler in each process."""
 
 import fcntl
 import functools

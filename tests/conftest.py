@@ -26,7 +26,7 @@ os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 # Variables of clean_environment that a test may want to remove
 HIDDEN_HUB = "HF_HUB_OFFLINE"
 
-# These runs are so small that they mostly import torch.
+# CONFIG of runs so small that they spend most of their time on importing torch
 SMALL = {
     "model": "gpt2-tiny",
     "dataset": str(small_text()),

@@ -1,4 +1,4 @@
-"""Helpers of the unit tests. They use neither the network nor a GPU."""
+"""Helpers of the unit tests, which use neither the network nor a GPU."""
 
 import contextlib
 import copy

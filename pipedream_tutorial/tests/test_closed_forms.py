@@ -28,8 +28,8 @@ def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idl
 
 
 def makespan_idle(name: str, c: Case) -> Fraction:
-    """Return the simulated idle time. It is equal on all ranks, because all ranks do the same
-    amount of work."""
+    """Return the simulated idle time, which must be equal on all ranks, because all ranks do the
+    same work."""
     (value,) = set(simulated(name, c).makespan)
     return value
 

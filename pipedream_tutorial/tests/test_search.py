@@ -60,8 +60,8 @@ def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
 
 @pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (7, 99)])
 def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
-    """With c = 0, the time is 27 in any memory of 4 or more, but only ZB-H2's order lets the next
-    batch begin at once."""
+    """With c = 0, the time is 27 with any memory of 4 or more. Only ZB-H2's order, with a memory of
+    7, lets the next batch begin at once."""
     costs = costs_of(4)
     found = search(costs, 8, memory)
     assert found.makespan == found.lower_bound == 27

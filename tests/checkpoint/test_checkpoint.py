@@ -299,8 +299,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
-    """Otherwise, if two strategies are compared, one of them would continue the run of the
-    other."""
+    """A run of the same strategy comes first, so that two compared strategies do not continue each
+    other's runs. Without such a run, use the newest free run."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})

@@ -29,8 +29,8 @@ sys.exit(real_model_example.main())
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts a run with `launcher`: "python", "spawn" (--num_gpus 2), "as
-    on GPUs" (like spawn, but each rank is a new Python process), "torchrun" or "deepspeed"."""
+    """Return the command that starts a run with `launcher`. "spawn" uses --num_gpus 2. "as on GPUs"
+    is like "spawn", but each rank is a new Python process."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],

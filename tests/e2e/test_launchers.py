@@ -109,6 +109,6 @@ def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
     first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
     assert (second.returncode, second.stderr) == (2, ""), "said once"
-    # A job script of sbatch has these variables. It is one process and not a step of srun.
+    # A job script of sbatch, which is one process and not a step of srun, has these variables.
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert script(values, "--dry-run", **batch).returncode == 0

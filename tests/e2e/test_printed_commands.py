@@ -97,8 +97,8 @@ def dry_run(command: str, tmp_path: Path) -> str:
     """Return the output of the command on a machine with H200s. If the command has a launcher, the
     machine has no GPU.
 
-    The script runs in warm processes, as the command's launcher would start it. It has the
-    variables in front of the command and the arguments that run.sh adds."""
+    The script runs in warm processes, as the command's launcher would start it. The variables in
+    front of the command are set, and the arguments of run.sh are added."""
     words = shlex.split(command)
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
     before, program, arguments = words[:place], words[place], words[place + 1 :]

@@ -29,7 +29,7 @@ from tests.conftest import new_heavy_pool
 from tests.parity.support import DEEP, cut, reference, run_cases, small_infinity, split
 from tests.pool import Pool
 
-# The model is deep enough for two stages on each of four processes. Its embedding has padding.
+# This model is deep enough for two stages on each of four processes, and its embedding has padding.
 EIGHT = {**DEEP, "model": "eight-layers-2050"}
 WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}

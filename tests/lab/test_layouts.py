@@ -47,7 +47,8 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     parts = explain(idle, pipeline, orders, (0, 1))
     expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
     assert parts == pytest.approx(expected)
-    # Stage 1 sets the pace: the step takes 1 + 2 x (2 + 4) + 2 = 15, and stage 0 is busy for 6.
+    # Stage 1 sets the pace. The step takes 1 + 2 x (2 + 4) + 2 = 15, and stage 0 is busy for 6 of
+    # it.
     idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
     parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)

@@ -23,8 +23,8 @@ SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, h
 
 
 def set_up(plan, rank):
-    """Build the engine of one rank. Return the number of elements of the full parameters of its
-    stage, the number of bytes of its shards, and the ranks of its tp group."""
+    """Build the engine of one rank. Return the number of elements in its stage's full parameters,
+    the number of bytes in its shards, and the ranks of its tp group."""
     process = Process(
         rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE, local_world_size=HERE
     )

@@ -1,5 +1,5 @@
-"""Test that a split backward pass has the gradients and matrix multiplications of an unsplit one,
-and that rounding weights once per step gives the gradients of a bf16 model."""
+"""Test that a split backward pass has the gradients and matrix multiplications of an unsplit one.
+Also test that rounding weights once per step gives the gradients of a bf16 model."""
 
 import copy
 import functools
@@ -68,8 +68,8 @@ def test_two_parts_give_the_gradients_of_one(name):
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
-    """Otherwise the ninth block would run uncompiled, because torch compiles a function at most
-    eight times."""
+    """All blocks share one compiled graph. With one graph per block, the ninth block would run
+    uncompiled, because torch compiles a function at most eight times."""
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
     model = gpt2.build(size, dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")

@@ -77,8 +77,8 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train for `steps` steps. Return losses (means over the targets of the global batch), gradient
-    norms, the final full fp32 weights and, from halfway, the evaluation loss of one global batch
-    and the logits of PROMPT."""
+    norms and the final full fp32 weights. Also return, from halfway, the evaluation loss of one
+    global batch and the logits of PROMPT."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 

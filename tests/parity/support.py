@@ -119,8 +119,8 @@ def assert_same_bits(
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
-    """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs, and
-    that steps with a learning rate of 0 do not change the weights."""
+    """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs.
+    Check that steps with a learning rate of 0 do not change the weights."""
     for found in run_cases(cases, count, what="resume", **words).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():

@@ -1,6 +1,7 @@
 """Compare runs with a plain loop that shares no code with the suite (reference.py). The runs have
-twenty steps with large weight decay, a learning rate that changes every step, effective clipping,
-answers of very different lengths, an epoch with a smaller last batch, and a padded vocabulary."""
+twenty steps, large weight decay, effective clipping and a learning rate that changes every step.
+Answers have very different lengths, the last batch of an epoch is smaller, and the vocabulary is
+padded."""
 
 import functools
 import json

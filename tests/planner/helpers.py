@@ -57,8 +57,8 @@ def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
 
 
 def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
-    """Return a Candidate for CONFIG values and --set arguments. Its mesh is `mesh` or, by default,
-    the mesh of the strategy."""
+    """Return a Candidate for CONFIG values and --set arguments. The default `mesh` is the
+    strategy's mesh."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=words)
     strategy = load_strategy(built)
     model = find_model(built.model)

@@ -29,8 +29,8 @@ def cut(mesh, name, **config):
         ("pp", 2, {"batch_size": 1}, (2, 1)),  # fewer than 4 sequences are available
         ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
         ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6
-        # Under GPipe, the first process keeps the activations of at least half of the 16 sequences,
-        # even with one sequence per micro-batch.
+        # Under GPipe, the first process keeps the activations of all 16 sequences for half of the
+        # blocks, even with one sequence per micro-batch.
         ("pp", 2, {"batch_size": 1, "grad_accum_steps": 8, "pipeline_schedule": "gpipe"}, (16, 1)),
         ("3d", 8, {"batch_size": 4}, (4, 4)),
     ],

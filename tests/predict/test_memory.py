@@ -49,8 +49,8 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 
 
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
-    """In a V-shaped schedule, rank 0 has the first and the last stage: blocks 0 and 11, the
-    embeddings, the final norm and the tied output layer."""
+    """In a V-shaped schedule, rank 0 has the first and the last stage. These have blocks 0 and 11,
+    the embeddings, the final norm and the tied output layer."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)

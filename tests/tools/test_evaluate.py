@@ -74,7 +74,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
     nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
-    # The first token is the start token. It is never a target.
+    # The first token, the start token, is never a target.
     agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
 
 

@@ -1,5 +1,5 @@
-"""Test the choice of traced steps: not the first step, not a step in which a graph is captured, and
-the requested number if the run is long enough."""
+"""Test the choice of traced steps. The first step and steps that capture a graph are not traced.
+The requested number of steps is traced if the run is long enough."""
 
 from types import SimpleNamespace
 
