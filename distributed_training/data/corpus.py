@@ -1,5 +1,5 @@
-"""Find sources of text: local files and folders, the Hub, and Python's own sources. No torch
-import."""
+"""Find sources of text: local files and folders, the Hub, and Python's standard library. This
+module does not import torch."""
 
 import hashlib
 import itertools
@@ -46,33 +46,36 @@ _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Texts of a split, either in memory or in files that are read again for each use."""
+    """Texts or records of a split. They are either in memory or in files that are read again for
+    each use."""
 
     form: str  # RUNNING, or the form of the records (data/pieces.py)
     files: Sequence[Path] = ()
     texts: Sequence[str] = ()
-    shape: Shape | None = None  # shape of the records
+    shape: Shape | None = None  # shape of the records; None for running text
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the text. Compressed files count with their compressed size."""
+        """Approximate size of the text in bytes. Compressed files count with their compressed
+        size."""
         return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
 
     def read_texts(self, *, by_line: bool, can_cut: bool = True) -> Iterator[Piece]:
-        """Yield running text in pieces, in order, or one piece per line if `by_line`."""
+        """Yield the running text in pieces, in order. If `by_line` is set, yield one piece per
+        line."""
         read = partial(read_text, by_line=by_line)
         cut = pieces.cut_lines if by_line else partial(pieces.cut_text, can_cut=can_cut)
         for blocks in itertools.chain(map(read, self.files), ([text] for text in self.texts)):
             yield from cut(blocks)
 
     def read_records(self) -> Iterator[tuple[str, Any]]:
-        """Yield (place for errors, record), in order."""
+        """Yield (place of the record for error messages, record), in order."""
         assert self.shape is not None
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 of the form and the contents. This reads all files. Raises UserError
-        for a file that cannot be read."""
+        """Return the SHA-256 of the form, the column names and the contents. This reads all files.
+        Raises UserError if a file cannot be read."""
         columns = self.shape.columns if self.shape else {}
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:
@@ -100,17 +103,18 @@ Corpus = dict[str, Source]
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of all contents and their division into splits. This reads everything."""
+    """Return the SHA-256 of all contents and their division into splits. This reads all files."""
     splits = ("train", "validation")
     digests = [corpus[split].digest() if split in corpus else "" for split in splits]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
-    """Find the files of `dataset`, and of another dataset for `validation`. Texts are read later.
+    """Find the sources of `dataset` and, if `validation` is given, of this other dataset for
+    validation. Files of running text are read later.
 
-    `columns` is "ours=theirs,...". Raises UserError for a dataset that is missing, empty or of an
-    unsupported kind."""
+    `columns` is "our_name=dataset_name,...". Raises UserError if a dataset is missing, empty or of
+    an unsupported kind."""
     names = parse_columns(columns)
     corpus = _find_corpus(dataset, "dataset", names)
     if validation is not None:
@@ -120,8 +124,8 @@ def read_corpus(dataset: str, validation: str | None = None, columns: str | None
 
 
 def find_unread(dataset: str, corpus: Corpus) -> list[str]:
-    """Return the files in a dataset's folder that no used split contains, as paths relative to it.
-    Hidden files and files that describe the dataset are left out."""
+    """Return the files in a dataset's folder that no used split contains, as paths relative to this
+    folder. Hidden files and files that describe the dataset are left out."""
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
@@ -144,8 +148,8 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Parse `prompt=question,completion=answer` into {ours: theirs}. Raises UserError for anything
-    else."""
+    """Parse text such as "prompt=question,completion=answer" into {our name: the dataset's name}.
+    Raises UserError if the text has another form or contains an unknown name of ours."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     wrong = [ours for ours, theirs in names.items() if ours not in COLUMNS or not theirs]
@@ -157,8 +161,8 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
-    """Find the sources of a dataset, the value of `key`. Raises UserError if it has none to train
-    on."""
+    """Find the sources of a dataset. `key` is the setting that names the dataset. Raises UserError
+    if the dataset has nothing to train on."""
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
@@ -189,15 +193,16 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
 
 
 def is_hub_name(dataset: str) -> bool:
-    """Return whether this is user/name or user/name:config, and not a path."""
+    """Return whether `dataset` has the form user/name or user/name:config and is not an existing
+    path."""
     path = Path(dataset)
     named = _HUB_NAME.fullmatch(dataset) is not None
     return named and suffix_of(path) not in _KINDS and not path.exists()
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return a source of running text, or of records that all have the first record's shape. Raises
-    UserError if text and records are mixed, or if there is no text."""
+    """Return the source of running text or records in `files`. All records must have the shape of
+    the first record. Raises UserError if text and records are mixed, or if there is no record."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXTS):
         for file in files:  # reading them takes much longer
@@ -213,14 +218,14 @@ def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> 
 
 
 def read_embedded() -> list[str]:
-    """Return the standard library's sources and its pydoc topics, in an order that depends only on
-    their names."""
+    """Return the source files and pydoc topics of the standard library, in an order that depends
+    only on their names."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
     texts = {f"topic/{name}": text for name, text in topics.items()}
     for folder, subfolders, files in os.walk(root):
-        # Changing the list in place keeps os.walk out of installed packages.
+        # Changing the list in place keeps os.walk out of the skipped folders.
         subfolders[:] = [
             name for name in subfolders if name not in _SKIPPED and name[:7] != "config-"
         ]
@@ -231,11 +236,11 @@ def read_embedded() -> list[str]:
 
 
 def read_prose() -> list[str]:
-    """Return the sentences of the pydoc topics, one paragraph per line, without code, grammar,
-    tables or titles.
+    """Return the prose of the pydoc topics, one paragraph per line, without code, grammar, tables
+    or titles.
 
-    Topics repeat each other, so each paragraph is used once. Otherwise validation text would also
-    be in the training text."""
+    Some topics repeat paragraphs of other topics, so each paragraph is used only once. Otherwise
+    the training text would also contain validation text."""
     from pydoc_data.topics import topics
 
     texts = list[str]()
@@ -249,6 +254,7 @@ def read_prose() -> list[str]:
 
 
 def _shuffle(texts: dict[str, str]) -> list[str]:
-    """Return texts in the order of a hash of their names, so that the held-out end is a mixture."""
+    """Return texts sorted by a hash of their names, so that the end, which is held out, is a
+    mixture."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [texts[name] for name in names]

@@ -1,4 +1,5 @@
-"""Read files of texts and records in pieces, so that little memory is needed. No torch."""
+"""Read files of texts and records piece by piece to save memory. This module does not import
+torch."""
 
 import codecs
 import csv
@@ -17,15 +18,16 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import json_mistake, parse_json
 from distributed_training.settings.machine import available_ram_bytes
 
-TEXTS = (".txt", ".md")  # a file is one text
-RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # a line or a row is one record
+TEXTS = (".txt", ".md")  # each file is one text
+RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # each line or row is one record
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK = 2**20  # bytes or characters read at a time
 # A compressed file may unpack to this many bytes, or to this many times its size if that is more.
 _UNPACKED = 2**27
 _RATIO = 200
-_LONGEST_LINE = 2**30  # characters of a record
-# Memory in bytes that a JSON list needs per byte of its file: its text twice, and its values
+_LONGEST_LINE = 2**30  # limit on the characters of a line
+# Bytes of memory that a JSON list needs per byte of its file, for two copies of the text and for
+# the values
 _LIST_BYTES = 6
 _ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
@@ -36,14 +38,16 @@ def suffix_of(path: Path) -> str:
 
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
-    """Yield a file's text in blocks, or in lines if `by_line`. The file must be in UTF-8, or in
-    UTF-16 with a byte-order mark. CRLF becomes LF. Raises UserError for any other encoding."""
+    """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be in
+    UTF-8, or in UTF-16 with a byte-order mark. CRLF becomes LF. Raises UserError if the file has
+    another encoding or cannot be read."""
     encoding = encoding_of(path)
     with open_file(path) as file:
-        # Lines end only at line feeds, because U+2028 and similar may occur inside a JSON string.
+        # Lines end only at line feeds, because U+2028 and similar characters may occur inside a
+        # JSON string.
         text = io.TextIOWrapper(file, encoding, newline="\n")
         limit = most_unpacked(path)
-        longest = min(limit, _LONGEST_LINE)  # One line may unpack to the whole file.
+        longest = min(limit, _LONGEST_LINE)  # The whole file may be one line.
         size = 0
         try:
             read = partial(text.readline, longest + 1) if by_line else partial(text.read, BLOCK)
@@ -68,11 +72,11 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
 
 
 def encoding_of(path: Path) -> str:
-    """Return Python's name of a text's encoding, after a look at the first bytes. Raises UserError
-    if the file has another encoding, or a hole."""
+    """Return Python's name for the encoding of a text file, based on its first bytes. Raises
+    UserError if the encoding is not supported, or if the file has a hole."""
     try:
         with open_file(path) as file:
-            # A file of 50 GB without content on the disk takes minutes to read.
+            # Reading a sparse file of 50 GB would take minutes.
             if path.suffix not in COMPRESSED and (hole := _first_hole(file)) < path.stat().st_size:
                 why = f"from byte {hole:,} on, a part of it was never written"
                 raise UserError(f"dataset file {path} cannot be read", why, "copy it here again")
@@ -87,7 +91,8 @@ def encoding_of(path: Path) -> str:
 
 
 def _first_hole(file: IO[bytes]) -> int:
-    """Return the position of the first hole in a file, which is its end if it has none."""
+    """Return the position in bytes of the first hole in a file. If there is no hole, this is the
+    end of the file."""
     descriptor = file.fileno()
     try:
         return os.lseek(descriptor, 0, os.SEEK_HOLE)
@@ -98,8 +103,9 @@ def _first_hole(file: IO[bytes]) -> int:
 
 
 def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (place for errors, record) for each line or row of files. If a table has any of
-    `columns`, only these are read. Raises UserError for a file that cannot be parsed."""
+    """Yield (place of the record for error messages, record) for each line or row of the files. If
+    a Parquet file has any of `columns`, only these columns are read. Raises UserError if a file
+    cannot be parsed."""
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     for path in paths:
@@ -107,8 +113,8 @@ def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[
 
 
 def has_added_nulls(path: Path) -> bool:
-    """Return whether a file is a table, in which nested records have nulls for members that only
-    other records have."""
+    """Return whether a file is a Parquet or Arrow table. In such a table, nested records have nulls
+    for members that only other records have."""
     return suffix_of(path) in (".parquet", ".arrow")
 
 
@@ -126,7 +132,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a JSON list of records, or lines of records in a file with the wrong suffix."""
+    """Read a JSON list of records, a single record, or JSON Lines in a file with the wrong
+    suffix."""
     head = next(read_text(path), "").lstrip()
     needed_bytes = _LIST_BYTES * path.stat().st_size
     if needed_bytes > (available_bytes := available_ram_bytes()):
@@ -191,7 +198,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 names = batch.schema.names
                 if len(names) > len(set(names)):
                     raise ValueError(f"it has the column {max(names, key=names.count)!r} twice")
-                if path.suffix == ".arrow":  # otherwise wrong offsets lead out of the file's memory
+                if path.suffix == ".arrow":  # wrong offsets could lead out of the file's memory
                     batch.validate(full=True)
                 if batch.nbytes > most_unpacked(path):
                     raise bomb(path)
@@ -210,8 +217,8 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
 
 
 def _most_addresses() -> int:
-    """Return the limit of this process's address space with which it can use the available
-    memory."""
+    """Return the limit in bytes on this process's address space that lets the process use only the
+    available memory."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = [num_pages * resource.getpagesize() + available_ram_bytes()]
     limits += resource.getrlimit(resource.RLIMIT_AS)
@@ -219,8 +226,9 @@ def _most_addresses() -> int:
 
 
 def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
-    """Return the next rows of a table, or None at its end. Raises pyarrow's MemoryError if they
-    unpack to more than the available memory, instead of letting the kernel kill the process."""
+    """Return the next batch of rows, or None at the end of the table. Raises pyarrow's MemoryError
+    if the batch needs more than the available memory. Otherwise the kernel could kill the
+    process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most_addresses, hard))
     try:
@@ -230,7 +238,7 @@ def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
 
 
 def _num_characters(value: Any) -> int:
-    """Return the length of all texts in a record."""
+    """Return the total length of all texts in a record. Any other value counts as one character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -239,12 +247,12 @@ def _num_characters(value: Any) -> int:
 
 
 def _rows_at_a_time(table: Any, path: Path) -> int:
-    """Return the number of rows to decode at a time. It is 1 if rows may be much larger than the
-    file, because a file stores a repeated value only once. Raises UserError if a column is far
-    larger."""
+    """Return the number of rows to decode at a time. Return 1 if a row may be much larger than the
+    file, because a file may store a repeated value only once. Raises UserError if a column unpacks
+    to more than `most_unpacked` allows."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
-    if metadata.num_rows > max(10**6, num_bytes):  # One repeated value may need no space at all.
+    if metadata.num_rows > max(10**6, num_bytes):  # A repeated value may need no space at all.
         raise bomb(path)
     largest = 0
     for group in range(metadata.num_row_groups):
@@ -257,21 +265,21 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return the number of bytes that a file may unpack to. Texts compress to a tenth of their size
-    at best."""
+    """Return the maximum number of bytes that a file may unpack to. Texts compress to a tenth of
+    their size at best."""
     return max(_UNPACKED, _RATIO * path.stat().st_size)
 
 
 def bomb(path: Path) -> UserError:
-    """Return the error for a file that unpacks to more than `most_unpacked`."""
+    """Return the error for a file that unpacks to more than `most_unpacked` allows."""
     why = f"it unpacks to more than {_RATIO} times its size"
     fix = "convert it to .jsonl"
     return UserError(f"dataset file {path} cannot be read", why, fix)
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading its decompressed content. Raises UserError if it is not a regular
-    file or cannot be opened."""
+    """Open a file to read its content, decompressed if necessary. Raises UserError if the file is
+    not regular or cannot be opened."""
     try:
         # Files in /proc and /sys count as regular, but reading them may block or never end.
         if not path.is_file() or path.resolve().parts[1:2] in (("proc",), ("sys",)):

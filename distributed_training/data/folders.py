@@ -1,4 +1,4 @@
-"""Find the files of each split of a dataset, by the conventions of the datasets library."""
+"""Find the files of each split of a dataset, following the conventions of the datasets library."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from distributed_training.settings.files import nearest
 
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"
-# Files that describe a dataset or a model and hold no samples
+# Files that describe a dataset or a model and contain no samples
 ABOUT = {
     CARD,
     "config.json",
@@ -21,16 +21,16 @@ ABOUT = {
     "dataset_dict.json",
     "state.json",
 }
-# If no file has such a name, all files are training files. The datasets library, whose import takes
-# a second or more, is then not needed.
+# Names that may assign a file to a split. If no file has such a name, all files are training files,
+# and the datasets library is not needed. Importing this library takes a second or more.
 _MAY_BE_SPLIT = re.compile(r"train|val|dev|test|eval|-of-|instruction\.md")
 Splits = dict[str, list[Path]]
 
 
 def find_splits(path: Path, what: str) -> Splits:
-    """Return the files by split of a dataset on disk. The dataset may be a file, a folder of files,
-    a clone from the Hub, or the output of `save_to_disk`. `what` names the dataset in errors.
-    Raises UserError for anything else."""
+    """Return the files of each split of a dataset on disk. `path` may be a file, a folder of files,
+    a clone of a dataset from the Hub, or the output of `save_to_disk`. `what` names the dataset in
+    error messages. Raises UserError if `path` is anything else or cannot be read."""
     if path.is_file():
         if suffix_of(path) in KINDS:
             return {"train": [path]}
@@ -46,7 +46,7 @@ def find_splits(path: Path, what: str) -> Splits:
         return _saved(path, what)
     try:
         files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
-    except OSError as error:  # for example a folder that changes meanwhile, such as /proc
+    except OSError as error:  # for example if the folder changes meanwhile, as /proc does
         raise UserError(f"{what} cannot be read", str(error)) from None
     for file in files:
         if not file.is_file():
@@ -61,7 +61,8 @@ def find_splits(path: Path, what: str) -> Splits:
 
 
 def _is_ours(file: Path, folder: Path) -> bool:
-    """Return whether a file is read: its kind is known, and it is not hidden."""
+    """Return whether a file contains samples: its kind is known, it is not hidden, and it is not in
+    ABOUT."""
     below = file.relative_to(folder)
     hidden = any(part.startswith((".", "__")) for part in below.parts[:-1])
     hidden = hidden or below.name.startswith(".") or below.name in ABOUT
@@ -69,8 +70,8 @@ def _is_ours(file: Path, folder: Path) -> bool:
 
 
 def _by_convention(folder: Path, what: str) -> Splits:
-    """Return the files by split as `datasets.load_dataset(folder)` finds them. Raises UserError if
-    it fails, or names a file outside the folder."""
+    """Return the files of each split as `datasets.load_dataset(folder)` finds them. Raises
+    UserError if this fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
@@ -105,8 +106,8 @@ def _by_convention(folder: Path, what: str) -> Splits:
 
 
 def _saved(folder: Path, what: str) -> Splits:
-    """Return the Arrow files by split of a dataset that `save_to_disk` wrote. Raises UserError if
-    it cannot be read, or names a file outside the folder."""
+    """Return the Arrow files of each split of a dataset that `save_to_disk` wrote. Raises UserError
+    if the dataset cannot be read, or if a file is outside the folder."""
     import datasets
 
     try:

@@ -16,7 +16,7 @@ WIKITEXT_FILES = {
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
-# Words in the names of files that tokenizers read
+# Words that occur in the names of tokenizer files
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
@@ -27,16 +27,18 @@ _DOWNLOAD = (
 
 
 def fetch_wikitext() -> dict[str, Path]:
-    """Return WikiText-2's Parquet files by split. Raises OSError if they are not available."""
+    """Return the Parquet file of each split of WikiText-2. Raises OSError if the files are not
+    available."""
     folder = fetch_folder(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
     return {split: folder / Path(name).name for split, name in WIKITEXT_FILES.items()}
 
 
 def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
-    """Return the Arrow files by split of a dataset on the Hub, given as name or name:config.
+    """Return the Arrow files of each split of a dataset on the Hub. `dataset` has the form name or
+    name:config.
 
-    Without `download`, only check that the dataset is available and return {}. Raises UserError if
-    it is neither on the Hub nor in the datasets library's cache."""
+    If `download` is False, only check that the dataset is available, and return {}. Raises
+    UserError if the dataset is neither on the Hub nor in the cache of the datasets library."""
     name, _, config = dataset.partition(":")
     unanswered = None
     try:
@@ -73,22 +75,22 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
         fix = f"if it exists, {_DOWNLOAD}: {command}"
         raise UserError(what, why, fix) from None
     finally:
-        if unanswered:  # The run may upload its model to the Hub at its end.
+        if unanswered:  # The run may upload its model to the Hub when it ends.
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
 def is_repo_id(name: str) -> bool:
-    """Return whether this is a valid name for a model on the Hub."""
+    """Return whether `name` is a valid name for a model on the Hub."""
     return _REPO_ID.fullmatch(name) is not None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer."""
+    """Return whether `folder` contains files of a tokenizer."""
     return folder.is_dir() and any(is_tokenizer_file(file.name) for file in folder.iterdir())
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
-    """Return the folder with all files of a model's tokenizer. Raises OSError if they are not
+    """Return the folder with all files of a model's tokenizer. Raises OSError if the files are not
     available."""
     from huggingface_hub import HfApi
 
@@ -105,21 +107,21 @@ def fetch_tokenizer(repo_id: str) -> Path:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether a tokenizer may read a file of this name in its folder."""
+    """Return whether a file with this name may belong to a tokenizer."""
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
 def cannot_fetch(missing: str, error: OSError, command: str, instead: str = "") -> UserError:
-    """Return the error for files that are neither cached nor downloadable. `missing` names them
-    with a verb, `command` downloads them, and `instead` is another solution."""
+    """Return the error for files that are neither cached nor downloadable. `missing` names the
+    files and ends with "is" or "are". `command` is a command that downloads the files, and
+    `instead` is another solution."""
     what = f"{missing} not in the Hugging Face cache and cannot be downloaded"
     fix = f"{instead}, or {_DOWNLOAD}" if instead else _DOWNLOAD
     return UserError(what, str(error), f"{fix}: {command}")
 
 
 def check_push(repo_id: str) -> None:
-    """Raise UserError unless `repo_id` is a valid name on the Hub and the user has a token for the
-    Hub."""
+    """Raise UserError unless `repo_id` is a valid name for the Hub and the user has a Hub token."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -135,8 +137,8 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
-    """Return the folder of the Hub's cache that contains these files. Download them if any is
-    missing. Raises OSError if that fails."""
+    """Return the folder of the Hub's cache that contains the files of a repository. Download the
+    files if any is missing. Raises OSError if this fails."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -1,7 +1,9 @@
-"""Pack records into blocks of equal length by best fit decreasing (Johnson 1973). No torch import.
+"""Pack records into blocks of equal length by best fit decreasing (Johnson 1973). This module does
+not import torch.
 
 Records are packed from the longest to the shortest, each into the fullest block with enough free
-space. This needs at most 11/9 of the smallest possible number of blocks, plus 6/9 (Dosa 2007)."""
+space. The number of blocks is at most 11/9 of the smallest possible number, plus 6/9 (Dosa
+2007)."""
 
 import bisect
 
@@ -9,18 +11,20 @@ import numpy as np
 
 
 def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack records of `lengths`, [num_records], each from 1 to `capacity`.
+    """Pack records into blocks of `capacity` tokens. `lengths`, [num_records], contains the length
+    of each record, from 1 to `capacity`.
 
     Return (order, firsts): block b holds the records order[firsts[b] : firsts[b + 1]]. The result
-    depends only on the lengths, and records of equal length keep their order.
+    depends only on the arguments. Records of equal length keep their order.
 
-    Records of equal length are placed together. A block with space for two of them receives two in
-    a row, because after the first it is still the fullest block with enough space. The work
-    therefore grows with the number of different lengths, not of records."""
+    Records of equal length are placed together. A block with space for two of these records
+    receives two in a row, because after the first record it is still the fullest block with enough
+    space. The number of iterations therefore grows with the number of distinct lengths rather than
+    with the number of records."""
     by_length = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`
-    free = dict[int, list[np.ndarray]]()  # number of free tokens -> blocks
+    free = dict[int, list[np.ndarray]]()  # number of free tokens -> blocks with that number
     sizes = list[int]()  # the keys of `free`, ascending
     num_blocks = 0
     done = 0

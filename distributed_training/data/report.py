@@ -1,5 +1,5 @@
-"""Compute statistics of a training set (records used and left out, lengths, the share in the loss)
-and read its first samples."""
+"""Compute statistics of a training set: records used and left out, lengths, and the share of tokens
+in the loss. Also read the first samples of the set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +20,15 @@ FILLED = "prompt fills max_length"
 def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     """Return the statistics of the training split in a folder of the cache, as a dictionary:
 
-    - `records` read, how many of them are `used`, and how many are `left_out`, by reason;
-    - `samples` made of them, how many are `cut` at max_length, and `ends_cut`, how many of these
-      lose the end of an answer;
-    - quantiles of the `tokens` per record, `num_tokens` in all, `longest_prompt` in tokens;
-    - `loss_share`, the share of the tokens in samples that are in the loss;
-    - `notes`, a count by the text of each note."""
+    - `form`: form of the texts (data/pieces.py);
+    - `records`, `used`: number of records read and used;
+    - `left_out`: number of records left out, by reason;
+    - `samples`, `cut`: number of samples, and of samples that are cut at max_length;
+    - `ends_cut`: number of cut samples that lose the end of an answer;
+    - `longest_prompt`: tokens of the longest prompt that fills max_length, or 0;
+    - `tokens`, `num_tokens`: quantiles of the tokens per record, and all tokens;
+    - `loss_share`: share of the tokens in samples that are in the loss;
+    - `notes`: a count by the text of each note."""
     meta = read_meta(folder)
     counts = meta["counts"]["train"]
     split = load_tokens(folder)[1][0]
@@ -49,7 +52,7 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
         ends_cut = int(((kept_targets > 0) & (kept_targets < all_targets)).sum())
         is_filled = kept_targets == 0
         if is_filled.any():
-            # If records have several samples, one per answer, these samples are not records.
+            # If a record may have several samples, one per answer, count the samples in a note.
             reasons = left_out if len(lengths) == counts["used"] else notes
             reasons[FILLED] = int(is_filled.sum())
             is_cut = is_cut & ~is_filled
@@ -59,7 +62,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
             )
     elif meta["form"] != RUNNING or config.pack is False:
         is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
-    # Neighboring samples of running text share a token: the last of one is the first of the next.
+    # Neighboring samples of running text share a token: the last token of one sample is the first
+    # token of the next.
     is_shared = meta["form"] == RUNNING and config.pack is not False
     in_samples = (seen[targets > 0] + (0 if is_shared else 1)).sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
@@ -96,8 +100,8 @@ def headline(counts: dict[str, Any]) -> list[str]:
 
 
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
-    """Return a line for each kind of record, sample or file that is left out, cut or read in an
-    unexpected way."""
+    """Return lines about records that are left out, samples that are cut, and files that are not
+    read, and one line per note."""
     lines = []
     for reason, count in counts["left_out"].items():
         line = f"{count:,} of {counts['records']:,} records are left out ({reason})"
@@ -127,15 +131,15 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
 def read_samples(
     folder: Path, config: RunConfig, count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask of the ids that are targets) of the first `count` samples, before records
-    are packed."""
+    """Yield (ids, mask) for each of the first `count` samples, before records are packed. The mask
+    is True for ids that are targets in the loss."""
     split = load_tokens(folder)[1][0]
     for start, length in zip(*find_parts(split, read_meta(folder)["form"], config), strict=True):
         inside = slice(start, start + length + 1)
         mask = np.ones(length + 1, bool)
         if "loss_mask" in split:
             mask = np.array(split["loss_mask"][inside])
-        mask[0] = False  # The first token is not predicted from anything.
+        mask[0] = False  # The first token is never a target.
         if mask.any() and count > 0:
             count -= 1
             yield split["ids"][inside], mask

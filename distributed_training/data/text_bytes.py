@@ -1,4 +1,4 @@
-"""Count the bytes of text that tokens stand for, which makes losses comparable across
+"""Count the bytes of text that each token represents, so that losses can be compared across
 tokenizers."""
 
 import json
@@ -11,18 +11,18 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token for a single byt
 
 
 def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return the number of UTF-8 bytes of text that each id stands for, int32 [num_tokens]. Special
-    tokens have 0.
+    """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]. Special
+    tokens represent 0 bytes.
 
-    The sum over a text's ids is the size of the text as the tokenizer normalizes it: with a space
-    that some tokenizers add before a text, and without accents that others remove. `tokenizer` may
-    belong to transformers or to the library `tokenizers`."""
+    The sum over the ids of a text is the size of the normalized text. For example, some tokenizers
+    add a space before the text, and others remove accents. `tokenizer` may be an object of
+    transformers or of the library `tokenizers`."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     library = getattr(tokenizer, "backend_tokenizer", tokenizer)
     described = json.loads(library.to_str()) if hasattr(library, "to_str") else {}
     added = {token["id"] for token in described.get("added_tokens", [])}
-    if '"ByteLevel"' in json.dumps(described.get("decoder")):  # Each character stands for a byte.
+    if '"ByteLevel"' in json.dumps(described.get("decoder")):  # One character per byte
         for token, i in vocabulary.items():
             sizes[i] = len(token.encode()) if i in added else len(token)
     else:
