@@ -66,7 +66,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 def run_command(
     command: list[str], *, timeout_s: float = 240, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in its own process group. The whole group is killed at the time limit."""
+    """Run a command in a separate process group, and kill the group at the time limit."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,

@@ -22,8 +22,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Save four checkpoints with a failure of the third, and check damaged disks. Return each
-    rank's observations."""
+    """Save four checkpoints, with a failure during the third, and check disks with faults. Return
+    each rank's observations."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(

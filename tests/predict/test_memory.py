@@ -221,5 +221,6 @@ def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
-    """strategies/10_3d_parallel/README.md states 12 / S + 6 bytes per parameter in bf16."""
+    """strategies/10_3d_parallel/README.md states 12 N_r / S + 6 N_r bytes for bf16 during a
+    step."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*parts, 0, 0))

@@ -131,8 +131,8 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
 
 
 def lowered(plan):
-    """Return each process's actions with FSDP's actions, and with sends and receives where torch
-    puts them."""
+    """Return each process's actions: planned operations, FSDP's actions, and sends and receives
+    where torch inserts them."""
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(

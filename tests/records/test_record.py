@@ -122,8 +122,8 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
-    """The earliest cause is kept, independent of the order of writes and of rank 0's updates of the
-    record."""
+    """The record names the earliest cause. The order of writes and updates by rank 0 do not
+    matter."""
 
     def state():
         found = load_record(tmp_path)

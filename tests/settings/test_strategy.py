@@ -24,8 +24,8 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         strategy = named_strategy(name)
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
         if strategy.engine != "native":
-            # All strategies skip the same fp16 steps, because the loss scale starts and changes
-            # alike.
+            # The loss scale starts and changes as in native engines, so all strategies skip the
+            # same fp16 steps.
             fp16 = strategy.document["fp16"]
             assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
             assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)

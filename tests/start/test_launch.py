@@ -233,7 +233,8 @@ def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch)
 
 
 def run_without_planning(run_dir):
-    """Start a planned run with all planning functions removed. Runs in a separate process."""
+    """Start a planned run after removing all planning functions. This must run in a separate
+    process."""
     launch_module.make_plan = machine.detect_machine = None
     load_plan = launch.load_plan
 
@@ -257,8 +258,8 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
 
 
 def run_without_deepspeed(arguments):
-    """Run the script as if neither DeepSpeed nor transformers were installed. Runs in a separate
-    process."""
+    """Run the script as if neither DeepSpeed nor transformers were installed. This must run in a
+    separate process."""
     find_version = importlib.metadata.version
 
     def version(package):

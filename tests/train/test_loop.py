@@ -40,7 +40,7 @@ NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5 and 10; the last 
 
 
 class CountingEngine:
-    """Engine without a model that returns given losses. `at_step` is called in each step."""
+    """An engine that has no model and returns given losses. Each step calls `at_step`."""
 
     def __init__(self, losses=None, at_step=lambda step: None):
         self.losses = losses or [2.0] * NUM_STEPS
