@@ -35,8 +35,8 @@ def _bubble_parts(record: Record) -> str:
 
 
 def _by_rank(r: Record) -> str:
-    """Return peaks in GiB without memory of earlier runs in the process
-    (results/lab/layouts.py)."""
+    """Return the peak GPU memory of each rank in GiB, without memory left over from earlier runs in
+    the process (results/lab/layouts.py)."""
     peaks = [
         f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
         for rank in r.memory.get("by_rank", [])
@@ -46,7 +46,8 @@ def _by_rank(r: Record) -> str:
 
 
 def _disk(r: Record) -> str:
-    """Return the GB per step. Less than 0.05 GB comes from logging and loading libraries."""
+    """Return the GB read and written per step. Less than 0.05 GB comes from logging and loading
+    libraries and is shown as "none"."""
     if r.disk is None:
         return NOT_MEASURED
     steps = r.disk["num_steps"]
@@ -90,8 +91,8 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
 
 
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
-    """Return a Markdown table with one row per record. A run without results has "-" in their
-    place."""
+    """Return a Markdown table with one row per record. If a run has no results, its measured
+    columns contain "-"."""
     rows = [
         [COLUMNS[name](r) if r.performance or name in _START else "-" for name in columns]
         for r in records

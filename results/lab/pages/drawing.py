@@ -1,7 +1,7 @@
 """Draw the state and work of each GPU as text, for the first section of the strategies' pages.
 
-A bar represents the whole model from its first layer to its last. It is filled for the layers that
-a process has. Sizes come from the plan of a run. No torch import."""
+A bar represents the whole model, from the first layer to the last. The filled part shows the layers
+that a process has. Sizes come from the plan of a run. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
 WIDTH = 8  # characters of a bar
-MODEL = "gpt2-xl-20-heads"  # tp can divide its heads.
+MODEL = "gpt2-xl-20-heads"  # tp divides the number of heads.
 FIRST = "{:<34}"
 COLUMN = "{:<10}"
 
@@ -44,7 +44,8 @@ def _line(first: str, cells: list[str]) -> str:
 
 
 def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
-    """Return (label, bytes on the fullest process, whether dp_shard shards it) by memory."""
+    """Return (label, bytes on the fullest process, whether dp_shard shards this state) for each
+    kind of state."""
     strategy = plan.strategy
     state = estimate_state(plan)
     undivided = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
@@ -70,7 +71,8 @@ def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
 
 
 def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
-    """Return the parameters of one stage without padding. Both ends hold a tied embedding."""
+    """Return the number of parameters of one stage without padding. The first and the last stage
+    both hold a tied embedding."""
     count = blocks_per_stage[stage] * size.block_parameters
     if stage == 0:
         count += size.embedding_parameters + size.position_parameters
@@ -81,7 +83,7 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 
 
 def _held(plan: Draft) -> list[int]:
-    """Return the parameters per pipeline rank, before tp and dp_shard divide them."""
+    """Return the number of parameters of each pipeline rank, before tp and dp_shard shard them."""
     cut = plan.layout.blocks_per_stage
     held = [0] * plan.mesh["pp"]
     for stage, rank in enumerate(plan.layout.ranks):

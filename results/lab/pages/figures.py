@@ -18,7 +18,7 @@ from distributed_training.settings.machine import GIB
 from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
-# Colors of Okabe and Ito, which color-blind readers can distinguish. One for each kind of split.
+# Colors of Okabe and Ito for each kind of split. Color-blind readers can distinguish them.
 COLORS = {
     "nothing": "#000000", "state": "#0072b2", "layers": "#009e73", "each layer": "#d55e00",
     "layers and more": "#cc79a7",
@@ -37,7 +37,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
-        # The layout solver is exact only to some digits.
+        # Round the positions, because the layout solver is exact only to some digits.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         for axes in figure.axes:
@@ -150,7 +150,7 @@ def _idle(record: Record) -> tuple[float, float]:
 
 
 def memory(records: Path) -> Figure:
-    """Draw the state and the other memory of the fullest GPU."""
+    """Draw the state and the other memory of the fullest GPU, by layout."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
@@ -173,7 +173,7 @@ def memory(records: Path) -> Figure:
 
 
 def overlap(records: Path) -> Figure:
-    """Draw the timeline of one GPU in one step of each kind of strategy."""
+    """Draw the timeline of one GPU in one step, for several strategies."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
     about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
     title = "Communication per step, and the exposed part of it"
@@ -228,7 +228,7 @@ def _medium(records: Path) -> dict[str, Record]:
 
 
 def _xl(records: Path) -> list[Record]:
-    """Return the records of gpt2-xl's size on four GPUs, most of them of pipelines without
+    """Return the records of models of gpt2-xl's size on four GPUs. Most are pipelines without CUDA
     graphs."""
     return _read(records / "h200-x4-layouts")
 

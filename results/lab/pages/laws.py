@@ -1,4 +1,6 @@
-"""Generate the tables of strategies/LAWS.md with the functions that plan a run. No torch import."""
+"""Generate the tables of strategies/LAWS.md with the functions that plan a run.
+
+This module does not import torch."""
 
 import contextlib
 import json
@@ -23,13 +25,13 @@ NONE = "-"  # no such layout
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
-    """Return a draft of a plan on the H200s of one node."""
+    """Return the draft of a plan for `num_processes` H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values)
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
-# GiB of each GPU size that programs can use, as on RTX 4060, 4070, 4080, 4090 and H100
+# GiB that programs can use on GPUs of each size, as on RTX 4060, 4070, 4080, 4090 and H100
 GPU_SIZES = {"8 GB": 7.6, "12 GB": 11.6, "16 GB": 15.6, "24 GB": 23.5, "80 GB": 79.1}
 RECIPE = {"strategy": "dp", "precision": "bf16", "max_length": 1024, "loss_chunk_tokens": 1024}
 QWEN3 = ("0.6B", "1.7B", "4B", "8B")
@@ -58,8 +60,8 @@ def recipes() -> str:
 
 
 def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
-    """Return the largest batch with the least recomputation with which at least four samples fit,
-    or the largest batch that fits."""
+    """Return the batch size and the recomputation of a layout that fits. Prefer the least
+    recomputation with which at least four samples fit. Otherwise, choose the largest batch."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
     cluster = parse_cluster("1", json.dumps(gpu))
     fitting = []
@@ -123,7 +125,8 @@ def activations() -> str:
 
 
 def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
-    """Return a table of idle shares for `p` equal stages whose backward takes twice the forward."""
+    """Return a table of the idle shares of `p` equal stages whose backward pass takes twice as long
+    as the forward pass."""
     cells = {}
     for name, schedule in SCHEDULES.items():
         shares = [schedule.bubble(p, m) for m in counts]

@@ -9,8 +9,8 @@ from distributed_training.records.record import Record
 
 
 def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figure:
-    """Draw losses by step, 900 pixels wide, with a panel for each text and a color for each label.
-    Training losses are thin lines, and validation losses are dots."""
+    """Draw losses over steps in a figure 900 pixels wide, with a panel for each text and a color
+    for each label. Training losses are thin lines, and validation losses are dots."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", dpi=100)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for axes, (text, runs) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items(),

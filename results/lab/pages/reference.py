@@ -8,8 +8,8 @@ from distributed_training.settings.config import KEYS
 
 
 def config_reference() -> str:
-    """Return Markdown lists of all keys with their defaults, by group, and of the keys of the
-    work."""
+    """Return Markdown lists of all keys with their defaults, by group, and of the keys that define
+    the work."""
     lines = []
     for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
         lines.append(f"### {title}\n")

@@ -28,9 +28,9 @@ def published_table(
     without: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a table of the records results/records/<name>/*.json, sorted by model and strategy.
-    Their CONFIG has all values of `where` and none of `without`. Raises UserError if a word selects
-    nothing.
-    """
+    The table contains only records whose CONFIG has all values of `where` and none of `without`.
+    Raises UserError if there are no records, for an unknown column or key, and if a condition
+    selects nothing."""
     order = list(list_strategies())
     words = columns.split(", ")
     records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
@@ -50,8 +50,8 @@ def published_table(
 
 
 def published_json(*files: str, key: str, columns: str) -> str:
-    """Return a table of one entry of published JSON files, with a row per key and a column per key
-    of its value. Raises UserError for words that a file does not have."""
+    """Return a table of the entry `key` of published JSON files. Each key of the entry has a row,
+    and each of `columns` has a column. Raises UserError if a file lacks the entry or a column."""
     words = columns.split(", ")
     rows = []
     for file in files:
@@ -66,8 +66,9 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """Return a table of the strategies that use each operation. A cell has the largest KiB that any
-    process sends in the counted step of the strategy's first case."""
+    """Return a table of the strategies that use each operation. The number after a strategy is the
+    largest number of KiB that any process sends in the counted step of the strategy's first
+    case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
@@ -111,8 +112,9 @@ def published_samples(name: str) -> str:
 
 
 def published_links(*files: str, over: str = "") -> str:
-    """Return a table of the fitted latencies in microseconds and the GB/s that `links` measured
-    over the group `over` of each file, or over its first group."""
+    """Return a table of the fitted latencies in microseconds and the bandwidths in GB/s that
+    `links` measured over the group `over` of each file. If `over` is empty, use each file's first
+    group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
         name: record["groups"][over or next(iter(record["groups"]))]

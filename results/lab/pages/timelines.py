@@ -13,12 +13,12 @@ from matplotlib.path import Path
 COMPUTES = "#0072b2"
 COMMUNICATES = "#e69f00"
 EXPOSED = "#000000"
-INCHES = 900 / 96  # a README's width
+INCHES = 900 / 96  # width of a README
 
 
 def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str) -> Figure:
-    """Draw a panel for each of the named runs, with a lane for each activity of rank 0, over one
-    axis of milliseconds."""
+    """Draw a panel for each of the named runs, with a lane for each activity of rank 0. The panels
+    share one axis of milliseconds."""
     runs = [record["runs"][name] for name in names]
     lanes = [_lanes(run["timeline"]) for run in runs]
     heights = [len(run_lanes) + 1.6 for run_lanes in lanes]  # with the panel's title
@@ -67,7 +67,7 @@ def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
 
 
 def _shares_text(run: Mapping[str, Any]) -> str:
-    """Return the communication of rank 0, which the panel shows, as shares of its step."""
+    """Return the communication of rank 0 as shares of its step. The panel shows this rank."""
     times = run["ranks"][0]["traced_s"]
     shares = (100 * times[part] / times["step"] for part in ("communicating", "exposed"))
     communicating, exposed = shares

@@ -1,4 +1,4 @@
-"""Compare predictions with every published run, and make the tables of results/PREDICTIONS.md."""
+"""Compare predictions with all published runs, and generate the tables of PREDICTIONS.md."""
 
 import functools
 import itertools
@@ -29,9 +29,9 @@ from results.lab.analysis import blind
 from results.lab.runs import todays_keys
 
 RECORDS = ROOT / "results" / "records"
-# Runs that started before had two more copies of each chunk of the loss.
+# Runs that started earlier had two more copies of each chunk of the loss.
 ADDED_UP_IN_PLACE = "2026-11-25T14"
-# Runs of zb-v that started before had torch's fixed order.
+# Runs of zb-v that started earlier had PyTorch's fixed order.
 ZB_V_BY_DURATIONS = "2026-11-25T04"
 
 
@@ -48,8 +48,8 @@ class Row:
     @property
     def memory_compares(self) -> bool:
         """Return whether the measured peak can be compared with the prediction. Earlier runs of the
-        process may have left at most a quarter of the fullest rank's peak, because early records do
-        not contain how much of that was in use. Runs with a searched order are excluded, because
+        process may have left at most a quarter of the fullest rank's peak. Early records do not
+        contain how much of this memory was in use. Runs with a searched order are excluded, because
         early records do not contain the order. Early runs with a loss in chunks are excluded,
         because their chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
@@ -90,7 +90,7 @@ def plan_of(record: Record) -> Draft:
         "loss_chunk_tokens": 0,
         **values,
         "resume": None,
-        # Early records give sequences per replica. Today the key is sequences per process.
+        # Early records have the batch size per replica. Today, batch_size is per process.
         "batch_size": record.batch.global_batch_size // record.world_size,
         "grad_accum_steps": 1,
         "micro_batch_size": record.batch.micro_batch_size,
@@ -107,7 +107,7 @@ def plan_of(record: Record) -> Draft:
 
 @functools.cache
 def gpu_rows(folder: Path = RECORDS) -> tuple[Row, ...]:
-    """Return all measured runs on GPUs under `folder`."""
+    """Return all measured GPU runs whose records are under `folder`."""
     return tuple(_read_rows(folder))
 
 
@@ -151,8 +151,8 @@ class CpuRow:
 
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
-    """Return the runs of cpu.py. Today's code predicts their memory. It predicts their time from
-    the calibration of the machine at that time."""
+    """Return the runs of cpu.py with predictions by today's code. Predictions of time use the
+    calibration that was made with the runs."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
@@ -178,8 +178,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
 
 
 def on_cpus() -> str:
-    """Return a table of the runs on CPUs, one row per strategy: measurements and relative
-    errors."""
+    """Return a table of the CPU runs, with one row per strategy. A cell has the measurements and
+    the relative errors of their predictions."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
         strategy, _, count = row.name.partition(" x ")
@@ -198,7 +198,8 @@ def share_within(errors: Sequence[float], limit: float) -> float:
 
 
 def same_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return sets of runs that did the same work under several layouts, by name."""
+    """Return sets of runs that did the same work with several layouts, keyed by the name of the
+    set."""
     sets = defaultdict(list)
     for row in rows:
         config = row.record.config
@@ -219,7 +220,7 @@ def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:
-    """Return Spearman's rank correlation of predicted and measured times."""
+    """Return Spearman's rank correlation between predicted and measured times."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(values)
@@ -254,7 +255,7 @@ def distribution() -> str:
 
 
 def setting_pages() -> set[str]:
-    """Return the pages whose records set a constant, according to constants.json."""
+    """Return the pages whose records were used to set a constant, according to constants.json."""
     file = ROOT / "distributed_training" / "predict" / "constants.json"
     sources = " ".join(entry["record"] for entry in json.loads(file.read_text()).values())
     return set(re.findall(r"h200-[\w-]+", sources))
@@ -266,14 +267,16 @@ def memory_errors(rows: Iterable[Row]) -> list[float]:
 
 
 def calibrated_errors() -> list[float]:
-    """Return errors of step times with the rates that `plan --calibrate` measured on four H200s."""
+    """Return the errors of step times predicted with the rates that `plan --calibrate` measured on
+    four H200s."""
     document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
     rates = from_calibration(document, rates_of(GPUS["H200"]))
     return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
 def choices() -> str:
-    """Describe how often the first choice is the fastest of its set, and list the other sets."""
+    """Describe how often the planner's first choice is the fastest of its set, and list the other
+    sets."""
     other_sets = []
     losses = []
     sets = same_work(gpu_rows())
@@ -295,7 +298,7 @@ def choices() -> str:
 
 
 def every_row() -> str:
-    """Return all runs as aligned text below their pages. A Markdown table would be too long."""
+    """Return all runs as aligned text, grouped by page. A Markdown table would be too long."""
     lines = [_line("", "memory", "time")]
     for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
         lines += [page, *(_line(*_cells(row)) for row in rows)]
@@ -303,7 +306,7 @@ def every_row() -> str:
 
 
 def worst(error_of: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
-    """Return a table of the rows with the largest errors."""
+    """Return a table of the `count` rows with the largest errors."""
     rows = sorted(rows, key=lambda row: -abs(error_of(row)))[:count]
     return _table([[f"{row.page}/{row.name}", f"{error_of(row):+.0%}"] for row in rows],
                   ["record", "error"])  # fmt: skip

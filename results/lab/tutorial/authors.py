@@ -4,8 +4,8 @@
     python results/lab/tutorial/authors.py CLONE
 
 Orders must be equal, operation by operation. ZB-H1 and ZB-H2 are compared with the authors'
-automatic schedule in the same memory: the longest spans must be equal. No other program here needs
-the clone.
+automatic schedule in the same memory, and the longest spans must be equal. No other program here
+needs the clone.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from pipedream.simulate.simulator import build_costs, simulate
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}  # their names -> ours
-Times = tuple[int, int, int, int]  # F, I, W and a message
+Times = tuple[int, int, int, int]  # durations of F, I, W and a message
 
 
 def load(clone: Path) -> Callable[[str], Any]:
-    """Return a function that imports one of their modules. Their packages import all of Megatron,
-    so they are replaced by empty packages, and so is pulp, which only their integer program
-    uses."""
+    """Return a function that imports one of the authors' modules. The authors' packages import all
+    of Megatron, so empty packages replace them. An empty module replaces pulp, which only the
+    authors' integer program uses."""
     parts = PACKAGE.split(".")
     for k in range(len(parts)):
         package = ModuleType(".".join(parts[: k + 1]))
@@ -42,7 +42,7 @@ def load(clone: Path) -> Callable[[str], Any]:
 
 
 def cells(orders: Iterable[Iterable[Any]]) -> list[list[str]]:
-    """Return their orders in our notation, such as 2F0."""
+    """Return the authors' orders in our notation, such as 2F0."""
     return [
         [f"{node.layer_group_idx}{KINDS[node.type.value]}{node.microbatch}" for node in order]
         for order in orders
@@ -50,7 +50,7 @@ def cells(orders: Iterable[Iterable[Any]]) -> list[list[str]]:
 
 
 def theirs(module: Callable[[str], Any], name: str, p: int, m: int, v: int, times: Times) -> Any:
-    """Return the authors' orders, or None for sizes that their generator asserts against."""
+    """Return the authors' orders. Return None for sizes that the authors' generator rejects."""
     f, i, w, c = times
     config = SimpleNamespace(n_stages=p, n_micro=m, max_chunks=v)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -73,7 +73,7 @@ def ours(name: str, p: int, m: int, v: int, times: Times) -> list[list[str]]:
 
 
 def automatic_span(module: Callable[[str], Any], p: int, m: int, memory: int, times: Times) -> int:
-    """Return the longest span of a rank in their automatic schedule."""
+    """Return the longest span of a rank in the authors' automatic schedule."""
     f, i, w, _ = times
     config = SimpleNamespace(
         n_stages=p, n_micro=m, max_chunks=1, max_mem=[memory] * p, cost_comm=0, print_scaling=1,

@@ -2,9 +2,9 @@
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-The model is blocks of GPT-2, on one thread. There are three ways to split: ours (train/trainer.py),
-torch's helpers for its pipelines, and two calls of autograd. All alternate with the whole pass, so
-that other load affects all of them equally. Times are medians.
+The model consists of GPT-2 blocks and runs on one thread. There are three ways to split the pass:
+ours (train/trainer.py), PyTorch's helpers for pipelines, and two calls of autograd. All three
+alternate with the whole pass, so that other load affects all of them equally. Times are medians.
 """
 
 import json
@@ -36,7 +36,8 @@ Halves = tuple[float, float, float]
 
 
 def timed(*steps: Callable[[], Any]) -> Halves:
-    """Return the seconds of each of three steps. The third is 0 if there are only two."""
+    """Run two or three steps. Return the duration of each step in seconds, with 0 for a missing
+    third step."""
     times = []
     for step in steps:
         begun = time.perf_counter()
@@ -46,7 +47,7 @@ def timed(*steps: Callable[[], Any]) -> Halves:
 
 
 def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
-    """Time the passes of the runtime's StageTrainer, as a stage in the middle."""
+    """Time the passes of the runtime's StageTrainer for the middle one of three stages."""
     schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
         module, schedule, POLICIES["flush"], stage=1, batch_size=2, learning_rate=0.1

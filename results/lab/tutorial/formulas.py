@@ -3,7 +3,8 @@
     python results/lab/tutorial/formulas.py
 
 The program reads the formulas from the tables of ADVANCED.md and COMPARISON.md and evaluates them
-unchanged. It compares COMPARISON.md's formulas with traffic.py, which tests compare with counts.
+unchanged. `checks` adds further formulas. The program compares COMPARISON.md's formulas with
+traffic.py, which tests compare with counts.
 """
 
 import random
@@ -32,7 +33,8 @@ RNG = random.Random(0)
 
 
 def random_case() -> Case:
-    """Return sizes and durations. In a third of the cases F = I, and in a sixth F = I = W."""
+    """Return random sizes and durations. In a third of the cases, F = I. In half of these cases, W
+    is also equal to F or to a multiple of F."""
     p = RNG.randint(1, 8)
     m = RNG.choice([RNG.randint(1, 4 * p), p * RNG.randint(1, 4), 2 * p + RNG.randint(-1, 9)])
     f, i, w = (Fraction(RNG.randint(1, 12), RNG.randint(1, 4)) for _ in range(3))
@@ -83,12 +85,12 @@ def idle(name: str, c: Case) -> Fraction:
 
 
 def earlier_ends(found: Timeline) -> list[Fraction]:
-    """Return the time by which each rank ends before the last one."""
+    """Return for each rank the time from its end to the end of the run."""
     return [found.makespan - ends[-1] * found.tick for ends in found.ends]
 
 
 def table(name: str) -> dict[str, tuple[str, ...]]:
-    """Return a table of ADVANCED.md: schedule -> its other cells."""
+    """Read a table of ADVANCED.md. Return schedule -> the other cells of the schedule's row."""
     page = (FOLDER / "ADVANCED.md").read_text()
     body = page.partition(f"<!-- table: {name} -->")[2].partition("<!-- end -->")[0]
     titles = {entry.title: name for name, entry in SCHEDULES.items()}
@@ -195,7 +197,8 @@ def always(c: Case) -> bool:
 
 
 class Step(NamedTuple):
-    """Model, and a step of k microbatches of b sequences on d copies of p stages of t devices."""
+    """Training step of a model: k microbatches of b sequences on each of d copies, which have p
+    stages of t devices each."""
 
     model: Model
     d: int
@@ -211,7 +214,7 @@ class Step(NamedTuple):
         return {"r": ring_share} | {name: Fraction(size) for name, size in sizes.items()}
 
     def cost_of(self, layout: Layout) -> tuple[Fraction, Fraction]:
-        """Return the bytes of state on the first device, and the bytes that it sends."""
+        """Return the bytes of state on the first device, and the bytes that this device sends."""
         sequences = self.b * self.k * layout.data
         costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
         moved = sent(self.model, layout, self.k, self.b, 0).values()
@@ -219,7 +222,7 @@ class Step(NamedTuple):
 
 
 def step_of(c: Case) -> Step:
-    """Return a random step, which is the same for each use of a case."""
+    """Return a random step. Equal cases give equal steps."""
     chance = random.Random(str(c))
     t = chance.choice((2, 4, 8))
     p = chance.randint(3, 6)
@@ -231,7 +234,8 @@ def step_of(c: Case) -> Step:
 
 
 def zero_state(s: Step, zero: int) -> Fraction:
-    """Return the state under a ZeRO stage without the gathered layer, which the page names."""
+    """Return the bytes of state under ZeRO stage `zero`, without the gathered layer, which the page
+    gives in words."""
     gathered = 2 * max(s.model.block_parameters, s.model.embedding_parameters) * (zero == 3)
     return s.cost_of(Layout(title="", data=s.d, zero=zero))[0] - gathered
 
@@ -241,8 +245,8 @@ def zero_sent(s: Step, zero: int) -> Fraction:
 
 
 def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
-    """Return the state as if t also sharded the norms, biases and positions, as the page
-    assumes."""
+    """Return the bytes of state if the t devices also sharded the norms, biases and positions, as
+    the page assumes."""
     whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
     layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))
     return s.cost_of(layout)[0] - 16 * (whole - Fraction(whole, s.t))
@@ -253,7 +257,8 @@ def tensor_sent(s: Step, sequence_parallel: int) -> Fraction:
 
 
 def middle_sent(s: Step, in_v: int) -> Fraction:
-    """Return the bytes that an inner stage sends, or half of them in a V."""
+    """Return the bytes that an inner stage sends. In a V-shaped schedule, each device has two
+    stages, so return half of the bytes that the device sends."""
     layout = Layout(title="", pipeline=s.p, schedule="zb-v" if in_v else "1f1b")
     return sent(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
 
@@ -263,7 +268,7 @@ def kept_by_block(s: Step, _: int) -> Fraction:
 
 
 def cost_checks() -> Iterator[Check]:
-    """Compare the formulas of COMPARISON.md with traffic.py."""
+    """Yield checks of the formulas of COMPARISON.md against traffic.py."""
     page = (FOLDER / "COMPARISON.md").read_text().partition("## Formulas")[2]
     rows = {
         title: [cell.split(", ")[0] for cell in cells.split(" | ")]

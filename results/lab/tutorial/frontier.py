@@ -1,4 +1,4 @@
-"""Find the shortest order for every memory limit by search, and prove it with OR-Tools.
+"""Search for the shortest order for every memory limit, and bound its makespan with OR-Tools.
 
 python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json
 """
@@ -25,8 +25,8 @@ def costs_of(communication: int) -> Costs:
 
 
 def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
-    """Return a row for each communication time and each memory limit: makespan, lower bound, and
-    the words of the order."""
+    """Return one row per communication time and memory limit. A row has the makespan, a lower
+    bound, and for each rank the kinds of its operations in order (`words`)."""
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):
@@ -47,7 +47,7 @@ def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the record, and print it."""
+    """Write the record and print its rows."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "one path in a folder that exists is needed",

@@ -29,7 +29,7 @@ def goal_of(record: Record) -> Goal:
 
 
 def checked(record: Record) -> list[Record]:
-    """Return the cases that the simulator predicted without having used their measurements."""
+    """Return the cases that the simulator predicted without using their measurements."""
     return [case for case in record["cases"] if case["predicted"] and not case["calibrated_on"]]
 
 

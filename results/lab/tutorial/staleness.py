@@ -31,11 +31,10 @@ def gradient_errors(
     seeds: Sequence[int],
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Return gradient errors over depths, learning rates and schedules (`mode`), from real runs.
-    They are medians over microbatches and seeds. The first p microbatches of each run are left out,
-    because no weight had changed while the pipeline was filling. median_staleness_error: compared
-    with the gradient at the current weights.
-    """
+    """Return the gradient errors of real runs for each depth, learning rate and schedule (`mode`).
+    Errors are medians over microbatches and seeds. The first p microbatches of each run are left
+    out, because no weight changes while the pipeline fills. `median_staleness_error` is the error
+    relative to the gradient at the current weights."""
     rows = []
     for p, rate, mode in product(num_stages, learning_rates, modes):
         kept: list[MicrobatchError] = []
@@ -57,7 +56,8 @@ def gradient_errors(
 
 
 def finite(number: float) -> float | None:
-    """Return the number, or None if it is not finite, because JSON has no infinite numbers."""
+    """Return the number. Return None if the number is not finite, because JSON has no infinite
+    numbers."""
     return number if math.isfinite(number) else None
 
 
@@ -69,8 +69,8 @@ def final_losses(
     seeds: Sequence[int],
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Return final losses by depth, rate and schedule, one per seed, as from oracle.final_loss. 2BW
-    has no losses with fewer than p - 1 microbatches."""
+    """Return the final losses (see oracle.final_loss) for each depth, learning rate and schedule,
+    with one loss per seed. 2BW has no losses with fewer than p - 1 microbatches."""
     rows = []
     for p, rate, name in product(num_stages, learning_rates, schedule_names):
         if SCHEDULES[name].policy == "2bw" and num_microbatches < p - 1:

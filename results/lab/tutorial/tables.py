@@ -1,5 +1,6 @@
-"""Format the tables of the smaller records: stashing, split backward passes, zero bubble. Imports
-no torch."""
+"""Format the tables of the smaller records: stashing, split backward passes, zero bubble.
+
+This module does not import torch."""
 
 import textwrap
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ def study_intro(study: Record) -> str:
 
 
 def final_loss_table(study: Record) -> str:
-    """Return a table with a line for each depth from 4 and learning rate, and a column for each
-    schedule."""
+    """Return a table of final losses, with one line per learning rate and depth of at least 4, and
+    one column per schedule."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]
@@ -68,8 +69,8 @@ def _loss(row: Mapping[str, Any] | None) -> str:
 
 
 def depth_table(study: Record, num_stages: int) -> str:
-    """Return the final losses at one depth, with a line for each learning rate from 0.25 and a
-    column per schedule."""
+    """Return a table of the final losses at one depth, with one line per learning rate of at least
+    0.25 and one column per schedule."""
     names = ("1f1b", "pipedream", "pipedream-no-stash")
     rows = {
         (row["learning_rate"], row["name"]): row
@@ -89,8 +90,8 @@ SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:
-    """Return a table with a line for each entry of SHOWN, at the number of microbatches of the
-    calibration."""
+    """Return a table with one line for each entry of SHOWN, for runs with the calibration's number
+    of microbatches."""
     cases = {
         case["schedule"]: case
         for case in record["cases"]
@@ -130,7 +131,7 @@ WAYS = {
 
 
 def cut_table(record: Record) -> str:
-    """Return a table with a line for each way of splitting a backward pass. B is the time of the
+    """Return a table with one line for each way to split a backward pass. B is the time of the
     whole pass."""
     lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
     for name, text in WAYS.items():

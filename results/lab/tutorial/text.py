@@ -1,4 +1,6 @@
-"""Format records as text: the tables and paragraphs of TEST_RESULTS.md. Imports no torch."""
+"""Format records as text: the tables and paragraphs of TEST_RESULTS.md.
+
+This module does not import torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,8 @@ def _device(record: Record) -> str:
 
 
 def summary(records: Mapping[str, Record]) -> str:
-    """Return one line per record: the simulator's largest error, and whether it meets the goal."""
+    """Return a table with one line per record: the simulator's largest errors, and whether they
+    meet the goal."""
     lines = [
         "| record | times from | runs predicted | makespan off by | points off by | goal |",
         "|---|---|---:|---:|---:|---|",
@@ -57,7 +60,7 @@ def summary(records: Mapping[str, Record]) -> str:
 
 
 def render_page(records: Mapping[str, Record], study: Record) -> str:
-    """Return all of TEST_RESULTS.md."""
+    """Return the content of TEST_RESULTS.md."""
     parts = [
         "# Measured results",
         wrapped(verdict(records)),
@@ -117,7 +120,7 @@ def _share_of(found: Sequence[bool]) -> str:
 
 
 def printed(record: Record) -> str:
-    """Return a record's table as the runtime printed it, as a block of a page."""
+    """Return a record's table as the runtime printed it, in a fenced block."""
     table = render(record).strip("\n").partition("\n\n")[0]
     return f"```text measured\n{table}\n```"
 
@@ -129,9 +132,9 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """Return the sections for the GPUs' records with the most stages. Below each kind of work,
-    there is a table per record. Of records of the same runs, the one with the worst prediction has
-    a table, and the others have a line."""
+    """Return the sections for the GPU records with the most stages, grouped by kind of work. If
+    several records have the same runs, only the record with the worst prediction has a table. Each
+    of the others has a line."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
     most = max((record["num_stages"] for record in on_gpu.values()), default=0)
     groups: dict[str, dict[str, Record]] = {}
@@ -139,7 +142,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         if record["num_stages"] == most:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
-            workload = re.sub(r" of hidden size \d+", "", workload)  # the model's own
+            workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
             groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
     parts: list[str] = []
     for work, alike in groups.items():
@@ -169,8 +172,8 @@ def _worst(named: tuple[str, Record]) -> float:
 
 
 def _run_table(record: Record) -> str:
-    """Return a table with a line per schedule, a column per number of microbatches, and the time of
-    stage 0."""
+    """Return a table with one line per schedule, one column per number of microbatches, and the
+    peak memory of stage 0."""
     cases = record["cases"]
     runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
     sizes = sorted({m for _, m in runs})
