@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Two network namespaces of this machine as two nodes with one process each, joined by a link of the
-# given rate; Linux, as root. After the rate come a program and its arguments:
+# Run a program on two nodes with one process each, joined by a link of the given rate. The nodes are
+# network namespaces of this machine, so the script needs Linux and root. Arguments: the rate, the
+# program and its arguments.
 #
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py links --largest 4
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py --strategy local_sgd --max_steps 20
@@ -14,8 +15,8 @@ for i in 0 1; do
   ip -n "${nodes[i]}" addr add "10.99.0.$((i + 1))/24" dev eth0
   ip -n "${nodes[i]}" link set lo up
   ip -n "${nodes[i]}" link set eth0 up
-  # The bucket lets a burst through at once: a tensor smaller than it is not slowed. Gigabits need
-  # a large one.
+  # A full bucket passes at once, so tensors smaller than the bucket are not slowed down. Rates of
+  # gigabits need a large bucket.
   tc -n "${nodes[i]}" qdisc add dev eth0 root tbf rate "$rate" burst "${BURST:-1mb}" latency 200ms
 done
 for i in 1 0; do

@@ -58,8 +58,8 @@ FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
 
 
 class Picture(NamedTuple):
-    """Arguments of lay_out. `unit` and `rows` replace the label of the time axis and the numbers of
-    ranks."""
+    """Arguments of lay_out. `unit` replaces the label of the time axis, and `rows` the rank
+    numbers."""
 
     title: str
     panels: list[Panel]
@@ -70,7 +70,7 @@ class Picture(NamedTuple):
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
-    """Return a schedule on 4 ranks with F = I = W = 1."""
+    """Return the measures of a schedule on 4 ranks with F = I = W = 1."""
     settings = {"num_microbatches": m, "communication": communication, "num_batches": batches}
     return measure(name, CONFIG | settings)
 
@@ -270,7 +270,7 @@ def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str
 
 
 def draw_frontier(record: Record, path: Path) -> Figure:
-    """Draw the time of a batch against its memory limit. Fixed schedules are points, and searched
+    """Draw the time of a batch against the memory limit. Fixed schedules are points, and searched
     orders are a curve. There is one panel per communication time."""
     proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
     least = "the shortest there is, proved" if proved else "the shortest found"
@@ -327,10 +327,9 @@ def _digest(drawn: object) -> str:
 
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
-    """Draw the error of the simulation against the measured utilization, for every predicted run of
-    the records, which are given with their texts. Runs that gave the durations are drawn filled.
-    Cases without a prediction are left out.
-    """
+    """Draw the error of the simulation against the measured utilization, for every predicted run.
+    `records` has pairs of a text and a record. Runs that provided the durations have filled
+    markers. Cases without a prediction are left out."""
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
@@ -409,7 +408,7 @@ IN_GIB = {
     "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v-fixed": RANKS,
     "v-half": RANKS // 2 + 1, "v-min": (RANKS + 4) // 3,
 }  # fmt: skip
-"""Schedule -> most microbatches that each rank holds; None: p - r."""
+"""Schedule -> the most microbatches that each rank holds. None stands for p - r."""
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
@@ -506,8 +505,8 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
 
 
 def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
-    """Return a title with the smallest and the largest error without stashing, and the largest
-    error with it."""
+    """Return a title with the smallest and largest error without stashing, and the largest error
+    with stashing."""
     ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
     low, high = (
         f"{100 * row['median_relative_error']:.2g}% (p = {row['num_stages']}, learning rate "

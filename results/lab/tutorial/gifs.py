@@ -49,14 +49,15 @@ COLORS = 32
 MOVES = 8
 """Number of frames from one timeline to the next."""
 MOVE_MS, UNIT_MS, REST_MS, LAST_MS = 80, 500, 2000, 4000
-"""Duration of a frame: while moving, per unit of time, at rest, and at the end."""
+"""Milliseconds of a frame: while moving, per unit of time, at rest, and at the end."""
 
 Frames = Iterator[tuple[Figure, int]]
 """Pictures, and the milliseconds for which each is shown."""
 
 
 class Animation(NamedTuple):
-    """The moving part of a picture, for its digest and for drawing."""
+    """Texts and timelines of an animation, for its digest, and the function that draws its
+    frames."""
 
     texts: tuple[str, ...]
     timelines: tuple[Timeline, ...]
@@ -99,8 +100,7 @@ def _as_image(figure: Figure) -> Image.Image:
 
 
 def from_gpipe_to_1f1b() -> Animation:
-    """Animate how the ranks change to one forward and one backward, beginning with the last
-    rank."""
+    """Animate how the ranks change from GPipe to 1F1B, beginning with the last rank."""
     p, m = 4, 8
     first, last = build_schedule("gpipe", p, m), build_schedule("1f1b", p, m)
     steps = [("GPipe", _run(first))]
@@ -113,7 +113,7 @@ def from_gpipe_to_1f1b() -> Animation:
 
 def w_fills_holes() -> Animation:
     """Animate whole backward passes, the same passes split in two, and W delayed until the rank
-    would idle."""
+    would otherwise idle."""
     whole = _run(build_schedule("1f1b", 4, 8))
     at_once = _cut_in_place(whole.schedule)
     steps = [
@@ -145,7 +145,7 @@ def _cut_in_place(schedule: Schedule) -> Schedule:
 
 
 def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
-    """Return the timeline of whole backward passes with each pass as two halves."""
+    """Return the timeline with each whole backward pass split into two halves."""
     spans = dict(timeline.times)
     for op, (start, end) in timeline.times.items():
         if op.kind == "B":
@@ -210,8 +210,8 @@ def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Ti
 
 
 def stack(ax: Axes) -> None:
-    """Draw each number directly above its cell, so that a cell that moves over another also covers
-    its number."""
+    """Draw each number directly above its cell. A cell that moves over another cell then also
+    covers the number of the other cell."""
     cells: dict[tuple[float, float], list[float]] = {}
     for height, cell in enumerate(ax.patches):
         if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):

@@ -38,7 +38,8 @@ _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re
 
 
 def load_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return file name -> record of the runtime: records of the CPU first, then those of H200s."""
+    """Return file name -> record of the runtime, with the CPU records first and the H200 records
+    after them. Raises UserError if a record has another format."""
     records = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
@@ -62,7 +63,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def idle_table() -> str:
-    """Return the closed forms of idle time, with the sizes or durations for which they hold."""
+    """Return a table of the closed forms of idle time, with the sizes or durations for which they
+    hold."""
     texts = {
         name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
         for name, form in CLOSED_FORMS.items()
@@ -90,31 +92,31 @@ ACTIVATIONS = {
     "dualpipe": "p+1",
     "chimera": "p/2 + 1 + min(r, p-1-r)",
 }
-"""Closed forms of the most microbatches that rank r holds."""
+"""Closed forms of the largest number of microbatches that rank r holds."""
 VERSIONS = {
     "pipedream": ("p-s", "p-1-s, first min(i, p-1-s)"),
     "pipedream-vertical": ("p", "p-1, first min(i, p-1)"),
     "pipedream-no-stash": ("1", "p-1-s, first min(i, p-1-s), and forward and backward differ"),
     "pipedream-2bw": ("2 (a batch has p-1 microbatches or more)", "1 batch, 0 in the first"),
 }
-"""For schedules without a flush: weight versions on stage s, and updates by which microbatch i is
-behind."""
+"""For schedules without a flush: number of weight versions on stage s, and number of updates by
+which microbatch i is behind."""
 
 
 def activation_table() -> str:
-    """Return a table with a line for each entry of ACTIVATIONS."""
+    """Return a table with one line for each formula in ACTIVATIONS."""
     texts = {name: (text,) for name, text in ACTIVATIONS.items()}
     return _law_table(("microbatches held at most on rank r",), texts)
 
 
 def version_table() -> str:
-    """Return a table with a line for each entry of VERSIONS."""
+    """Return a table with one line for each pair of formulas in VERSIONS."""
     return _law_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
 
 
 def microbatch_table(p: int = 4, i: int = 4) -> str:
-    """Return the weight versions that each stage keeps when microbatch i's backward pass begins, in
-    PipeDream."""
+    """Return a table of the weight versions that each stage keeps in PipeDream when the backward
+    pass of microbatch i begins."""
     schedule, policy = schedule_for_training("pipedream", p, 8, 1)
     lines = [
         f"| stage | F{i} used version | newest when B{i} begins | late by | versions kept (for) |",
@@ -144,7 +146,7 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
-    """Return the tables by name."""
+    """Return table name -> function that generates the table."""
     records = load_records(folder / "records")
     study = _load(folder / "records/cpu-staleness.json")
     return {
@@ -176,7 +178,7 @@ def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """Return file name -> expected content."""
+    """Return page name -> expected content."""
     known = tables(folder)
     texts = {name: fill((folder / name).read_text(), known) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
@@ -222,7 +224,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
 
 
 def drawn_from(path: Path) -> str | None:
-    """Return the digest in the metadata of a PNG or GIF, or None if there is no such file or
+    """Return the digest in the metadata of a PNG or GIF. Return None if there is no such file or no
     digest."""
     from PIL import Image
 
@@ -256,7 +258,7 @@ def write(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write or check, and print the names of the files."""
+    """Write or check the files. Print the names of the files that change."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="make pages and pictures again")

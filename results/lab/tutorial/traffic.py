@@ -1,11 +1,10 @@
-"""Compute the memory and traffic of data, tensor and pipeline parallelism and their hybrids by
-formulas.
+"""Compute the memory and traffic of data, tensor and pipeline parallelism and of their hybrids.
 
-P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Per parameter: 2
-bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two Adam moments;
+P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. A parameter takes 2
+bytes of weights, 2 of gradients and 12 of optimizer state (an fp32 copy and two Adam moments;
 Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as by Korthikanti et al.
 (2205.05198): 34 b T D bytes per block with 2-byte elements and dropout. Attention scores are not
-kept, as with flash attention or selective recomputation. A collective over n devices is a ring.
+kept, as with flash attention or selective recomputation. Collectives over n devices run as rings.
 Each device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, and twice as
 many for an all-reduce. Bytes are exact fractions. The following are not counted: a framework's
 buffers, fragmentation, padding of the vocabulary, the few numbers of the loss, and overlap with
@@ -37,7 +36,7 @@ class Model:
     vocabulary: int = 50257
     """V."""
     sequence: int = 1024
-    """Tokens a sequence, T; as many positions are learned."""
+    """Tokens per sequence, T. The model learns as many positions."""
 
     @property
     def block_parameters(self) -> int:
@@ -71,9 +70,9 @@ class Layout:
     pipeline: int = 1
     """Stages, p."""
     zero: int = 0
-    """ZeRO's stage over the data-parallel devices: 0 to 3."""
+    """ZeRO stage over the data-parallel devices, from 0 to 3."""
     sequence_parallel: bool = False
-    """Between tensor-parallel parts, the sequence is also cut."""
+    """If True, activations between tensor-parallel layers are sharded along the sequence."""
     schedule: str = "1f1b"
     """Schedule of the pipeline: one with a single stage per rank, or zb-v."""
     logit_bytes: int = 4
@@ -81,8 +80,8 @@ class Layout:
 
     @property
     def in_v(self) -> bool:
-        """Return whether device r holds stages r and 2p - 1 - r, so that the first device holds
-        both ends."""
+        """Return whether device r holds stages r and 2p - 1 - r. The first device then holds both
+        the first and the last stage."""
         return self.schedule == "zb-v"
 
 
@@ -110,10 +109,11 @@ def ring_share(devices: int) -> Fraction:
 
 
 def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Cost:
-    """Return the cost of a step over `sequences` sequences, `microbatch` of them at a time.
+    """Return the cost of a step over `sequences` sequences, in microbatches of `microbatch`
+    sequences.
 
-    Raises UserError for sizes that cannot be divided evenly, and for ZeRO-2 or 3 inside a pipeline.
-    """
+    Raises UserError for sizes that cannot be divided evenly, and for ZeRO stages 2 and 3 inside a
+    pipeline."""
     k = _microbatches(model, layout, sequences, microbatch)
     form, case = _pipeline(layout, k)
     stages = range(layout.pipeline)
@@ -156,10 +156,9 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
-    """Count one device's parameters. Only the matrices of layers are sharded over tensor-parallel
-    devices. With several stages, the first and the last both hold the tied embedding. In a V, both
-    are on device 0, which needs it once.
-    """
+    """Return the number of parameters on one device of a stage. Tensor parallelism shards only the
+    weight matrices. With several stages, the first and the last both hold the tied embedding. In a
+    V-shaped schedule, device 0 holds both of these stages and needs the embedding once."""
     d, blocks = model.hidden, model.layers // layout.pipeline
     cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
     if stage == 0:
@@ -193,7 +192,7 @@ def _memory(
 
 
 def block_activations(model: Model, layout: Layout, microbatch: int) -> Fraction:
-    """Return the bytes that one block keeps of one microbatch on each device."""
+    """Return the bytes of activations that one block keeps for one microbatch on each device."""
     t = layout.tensor
     factor = Fraction(34, t) if layout.sequence_parallel else 10 + Fraction(24, t)
     return factor * microbatch * model.sequence * model.hidden
@@ -213,8 +212,8 @@ def _activations(
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
-    """Return the peak bytes of activations along the rank's order. Its two stages keep different
-    amounts."""
+    """Return the peak bytes of activations while a rank runs its order. The two stages of the rank
+    keep different amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     between = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
@@ -252,10 +251,9 @@ def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> d
 def _halves(model: Model, layout: Layout, stage: int) -> int:
     """Return the number of reduce-scatters and all-gathers of [b, T, D] per microbatch. An
     all-reduce counts as one of each. A block has 2 all-reduces in its forward pass and 2 in its
-    backward pass. With sequence parallelism, these are split into their halves, and there are 2
-    more all-gathers, because sharded inputs are gathered again for the weights' gradients. The
-    embedding and the projection are sharded by vocabulary.
-    """
+    backward pass. With sequence parallelism, each all-reduce is split into its two halves. There
+    are also 2 more all-gathers, because sharded inputs are gathered again for the weights'
+    gradients. The embedding and the projection are sharded by vocabulary."""
     blocks = model.layers // layout.pipeline
     first, last = stage == 0, stage == layout.pipeline - 1
     if layout.sequence_parallel:
@@ -264,7 +262,8 @@ def _halves(model: Model, layout: Layout, stage: int) -> int:
 
 
 def layouts(devices: int) -> list[Layout]:
-    """Return COMPARISON.md's layouts of `devices` devices (an even number)."""
+    """Return the layouts that COMPARISON.md compares on `devices` devices. `devices` must be
+    even."""
     half = devices // 2
     layouts = [
         Layout(title="data parallel", data=devices),

@@ -47,14 +47,14 @@ td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; overflow-wrap: normal; }}
 """
 COLAB = "https://colab.research.google.com"
 BADGE = """ |
-<a class="badge" href="{link}">Open the notebook in Colab</a>"""  # Colab's picture needs a network
+<a class="badge" href="{link}">Open the notebook in Colab</a>"""  # Colab's badge needs a network
 FETCH = """# Colab has torch, numpy and matplotlib; this fetches the tutorial.
 !git clone --quiet --depth 1 https://github.com/{repository} tutorial
 %cd tutorial/pipedream_tutorial"""
 
 
 def build_site(output: Path, repository: str = "") -> None:
-    """Write the site into a folder that does not exist yet."""
+    """Write the site to `output`, a folder that must not exist yet."""
     left_out = shutil.ignore_patterns("tests", "__pycache__", ".*")
     shutil.copytree(TUTORIAL, output, ignore=left_out)
     badge = ""
@@ -93,7 +93,7 @@ def _with_anchor(heading: re.Match[str]) -> str:
 
 
 def add_fetching_cell(path: Path, repository: str) -> None:
-    """Begin the notebook with a cell that fetches the tutorial."""
+    """Insert a cell that fetches the tutorial at the start of the notebook."""
     book = json.loads(path.read_text())
     cell: dict[str, Any] = {
         "cell_type": "code", "execution_count": None, "id": "fetch", "metadata": {},
