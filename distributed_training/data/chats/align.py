@@ -1,7 +1,7 @@
 """Render a conversation with a chat template and find the characters that belong to answers.
 
-This runs in the process of data/chats/render.py, where a template may fail, hang or use up the
-memory."""
+`align` runs in the child process of data/chats/render.py, because a template may fail, hang or
+exhaust the memory."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +12,16 @@ from distributed_training.settings.errors import UserError
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
-_STAND_IN = "qzWzqXy"  # replaces a content to find its position in the text
+_STAND_IN = "qzWzqXy"  # replaces an answer to find its position in the text
 
 
 class AlignmentError(ValueError):
-    """The answers cannot be found in the text of a template."""
+    """Raised if an answer cannot be found in the text that a template renders."""
 
 
 class Rendered(NamedTuple):
-    """A sample: a text, the spans of it that are in the loss, and counts for notes."""
+    """Sample of a conversation: a text, the spans of the text that are in the loss, and counts for
+    notes."""
 
     text: str
     spans: list[Span]
@@ -29,9 +30,9 @@ class Rendered(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    text: str  # the conversation up to this answer, as the model sees it when it answers
-    start: int  # first character of the answer
-    end: int  # index after the answer and the token that ends it
+    text: str  # the conversation up to and including this answer
+    start: int  # index of the answer's first character
+    end: int  # index after the answer and its end token; 0 if unknown
     is_prefix: bool  # whether the template itself renders this text for the conversation so far
 
 
@@ -45,10 +46,11 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    One sample contains all answers that the template renders as it would for generation. Every
-    other answer gets its own sample. `skip` contains the indices of messages that are not in the
-    loss. `marked` contains the spans between the template's own generation marks, if it has any.
-    `marks` matches special tokens. Raises AlignmentError if an answer cannot be found."""
+    One sample contains all answers that the template renders in the whole conversation as it would
+    for generation. Every other answer gets a separate sample. `skip` contains the indices of
+    messages that are not in the loss. `marked` contains the spans between the template's generation
+    marks, or is None if the template has no such marks. `marks` matches special tokens. Raises
+    AlignmentError if an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:
@@ -88,14 +90,16 @@ def align(
 def _find(
     render: Render, messages: Sequence[Message], index: int, marks: re.Pattern[str]
 ) -> _Answer:
-    """Find the answer in message `index`, in the text of the conversation up to it."""
+    """Find the answer in message `index` in the text of the conversation up to this message. Raises
+    AlignmentError if the answer cannot be found."""
     before = list(messages[:index])
     answer = messages[index]
     text = render([*before, answer])
     stand_in = _STAND_IN
     while stand_in in text:
         stand_in += "q"
-    # Render other content in place of the answer to see the template's own text around it.
+    # Render other content in place of the answer to find the text that the template puts around an
+    # answer.
     probe = _try(render, [*before, {"role": ASSISTANT, "content": stand_in}])
     header, separator, tail = probe.partition(stand_in)
     if not separator or not text.startswith(header):
@@ -113,10 +117,11 @@ def _find(
         content = answer.get("content")
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
-            start = len(header)  # The answer begins with the text that the question ends with.
+            start = len(header)  # The answer begins with the end of the question.
         return _Answer(text, start, end, is_prefix=True)
     if header and question and before:
-        # The template renders a question differently when it is open than before its answer.
+        # The template renders a question without an answer differently from a question with an
+        # answer.
         earlier = [*before[:-1], {**before[-1], "content": stand_in}]
         question_end = _try(render, earlier, ask=True).partition(stand_in)[2]
         reply = {"role": ASSISTANT, "content": stand_in}
@@ -131,17 +136,17 @@ def _find(
 
 
 def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
-    """Return the text of messages, or "" if the template refuses them."""
+    """Return the text of `messages`. Return "" if the template cannot render them."""
     try:
         return render(messages, **options)
     except MemoryError:
         raise
-    except Exception:  # A template can raise anything for a conversation it does not expect.
+    except Exception:  # A template can raise any error for unexpected messages.
         return ""
 
 
 def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
-    """Return whether a message has reasoning that its rendered `text` lacks."""
+    """Return whether a message has reasoning that is missing from its rendered `text`."""
     thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
     content = message.get("content")
     if isinstance(content, str):
@@ -151,12 +156,14 @@ def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
 
 
 def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
-    """Render a conversation in our own template, assets/chat/chat_template.jinja, and return its
-    sample:
+    """Render a conversation in the format of our template, assets/chat/chat_template.jinja. Return
+    a list with one sample, whose text is for example:
 
-    user: What is 2 + 2? assistant: 4<|endoftext|>user: And 3 + 3? assistant: 6<|endoftext|>
+        user: What is 2 + 2?
+        assistant: 4<|endoftext|>user: And 3 + 3?
+        assistant: 6<|endoftext|>
 
-    Returns [] if no answer is in the loss. Raises UserError for tool calls."""
+    Return [] if no answer is in the loss. Raises UserError if there are tools or tool calls."""
     if conversation.tools or any(message.get("tool_calls") for message in conversation.messages):
         what = f"{where} has tool calls, but the tokenizer has no chat template"
         fix = "use the tokenizer of a model that was trained for chats, or remove such rows"
@@ -176,7 +183,7 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which contents that are lists of parts are joined to one string."""
+    """Return `messages` with each content that is a list of parts joined to one string."""
     with_texts = []
     for message in messages:
         content = message["content"]

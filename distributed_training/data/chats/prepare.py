@@ -1,4 +1,4 @@
-"""Turn records into pieces of text to tokenize, and count the records that are left out."""
+"""Convert records to pieces of text to tokenize, and count the records that are left out."""
 
 import json
 from collections import Counter
@@ -26,20 +26,20 @@ COPIED = (
     "--columns text=text"
 )
 NO_ANSWER = "no answer to train on"
-_BATCH_SIZE = 64  # conversations that are rendered at a time
+_BATCH_SIZE = 64  # conversations per request to the renderer
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of the records of a split that are read, used and left out."""
+    """Counts of the records of a split that are read and left out, and counts for notes."""
 
-    records: int = 0  # records read; for running text, texts or lines
+    records: int = 0  # records read or, for running text, texts or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
-    # Number of records or messages by the text of a note
+    # Number of records or messages for the text of each note
     notes: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as a dictionary for JSON."""
+        """Return the counts as a JSON-serializable dictionary."""
         return {
             "records": self.records,
             "used": self.records - self.left_out.total(),
@@ -51,7 +51,7 @@ class Counts:
 def read_pieces(
     source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
 ) -> Iterator[Piece]:
-    """Yield the pieces of a source to tokenize, in order, and count its records."""
+    """Yield the pieces of text in a source, in order, and count the records of the source."""
     if source.form == pieces.RUNNING:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
             counts.records += piece.begins
@@ -70,10 +70,11 @@ def read_pieces(
 
 
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
-    """Check and count the records of a source, as far as this needs no chat template.
+    """Check and count the records of a source without rendering conversations.
 
-    Yield a list of pieces for each record of texts, and (where, conversation) for each
-    conversation. Raises UserError for a record of another shape."""
+    Yield (place in the dataset, conversation) for each conversation and a list of pieces for any
+    other record. Records with nothing to train on are left out. Raises UserError if a record has
+    another shape."""
     shape = source.shape
     assert shape is not None
     talks = tokenizer.talks(source.form)
@@ -109,7 +110,8 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
 def _rendered(
     batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
 ) -> Iterator[Piece]:
-    """Yield the pieces of a batch of conversations, rendered, and count what deserves a note."""
+    """Render a batch of conversations, yield their pieces, and count the records and messages for
+    notes."""
     if not batch:
         return
     templated = tokenizer.is_templated
@@ -129,7 +131,8 @@ def _rendered(
 
 
 def _quoted_arguments(conversation: Conversation) -> list[str]:
-    """Return the arguments of tool calls that are strings, as in OpenAI's format, in quotes."""
+    """Return the JSON form, in quotes, of all tool-call arguments that are strings, as in OpenAI's
+    format."""
     calls = (call for message in conversation.messages for call in message.get("tool_calls") or [])
     functions = (call.get("function", call) for call in calls if isinstance(call, dict))
     arguments = (function.get("arguments") for function in functions if isinstance(function, dict))

@@ -33,17 +33,17 @@ _ROLES = {
     **dict.fromkeys(("system", "developer", "function", "ipython", "documents"), ""),
     "function_call": ASSISTANT,
 }
-# Keys that mark whether a message is in the loss: one of OpenAI's, two of axolotl's, two of verl's
-# and one of ms-swift's
+# Keys that mark whether a message is in the loss: one from OpenAI, two from axolotl, two from verl
+# and one from ms-swift
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
-# Keys besides content whose values an answer generates
+# Keys, besides content, of values that the model generates in an answer
 _OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
-Notes = Counter[str]  # number of records or messages by the text of a note
+Notes = Counter[str]  # number of records or messages for the text of each note
 
 
 def _name_some(columns: Iterable[str]) -> str:
-    """Return the names of a record's first columns, for an error."""
+    """Return the names of a record's first 20 columns, for an error message."""
     names = [shown(name) for name in columns]
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more or "no columns"
@@ -52,8 +52,8 @@ def _name_some(columns: Iterable[str]) -> str:
 class Shape:
     """Shape of the records of a dataset, recognized from the first record.
 
-    `columns` maps names that this module knows to the dataset's own names. Raises UserError if the
-    record has no known column."""
+    `columns` maps column names that this module knows to the names in the dataset. Raises UserError
+    if the record lacks one of these columns or has no known column."""
 
     def __init__(self, record: Any, where: str, columns: Mapping[str, str]) -> None:
         self.columns = columns
@@ -96,13 +96,13 @@ class Shape:
         return {**others, **renamed}
 
     def text(self, record: Any, where: str) -> str:
-        """Return the text of a record that has one. Raises UserError if it has none."""
+        """Return the text of a record. Raises UserError if the record has no text."""
         (text,) = self._strings(record, where)
         return text
 
     def pair(self, record: Any, where: str) -> tuple[str, str]:
-        """Return (prompt, completion) of a record with a pair of texts. Raises UserError if one is
-        missing."""
+        """Return (prompt, completion) of a record with a pair of texts. Raises UserError if either
+        text is missing."""
         prompt, completion = self._strings(record, where)
         return prompt, completion
 
@@ -111,8 +111,9 @@ class Shape:
     ) -> Conversation:
         """Return the conversation of a record with messages or a pair of texts.
 
-        Unknown roles are counted in `notes`. With `drop_nulls`, members that are null are removed,
-        because Arrow adds them. Raises UserError for a record of another shape."""
+        Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
+        removed, because Arrow tables add such members. Raises UserError if the record has another
+        shape."""
         keys = self._checked(record, where)
         if drop_nulls:
             keys = _without_nulls(keys)
@@ -153,8 +154,8 @@ class Shape:
         return Conversation(messages, tools, documents, values, skip)
 
     def _instruction(self, keys: Mapping[str, Any], where: str) -> list[Message]:
-        """Return the messages of a record in Alpaca's shape: an instruction with an optional input,
-        the answer, and optional earlier pairs."""
+        """Return the messages of a record in the Alpaca format: an instruction with an optional
+        input, the answer, and optional earlier pairs of question and answer."""
         history = _parsed(keys.get("history")) or None
         turns = list(self._check(history, "history", where, list, optional=True) or [])
         for turn in turns:
@@ -203,8 +204,9 @@ class Shape:
 
 
 def _message(raw: Any, where: str, notes: Notes) -> Message:
-    """Return a message with the keys role and content, which may have other names in the dataset.
-    All other keys stay. Raises UserError for content that is not text."""
+    """Return a message with the keys "role" and "content", which may have other names in the
+    dataset. All other keys are kept. Raises UserError if the content is not text or a key has an
+    unsupported value."""
 
     def refuse(key: str) -> NoReturn:
         raise UserError(f'{where} has no "{key}" string', fix=f"write {_EXAMPLES[MESSAGES]}")
@@ -253,8 +255,8 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
 
 
 def _is_trained(message: Message, where: str) -> bool | None:
-    """Return whether a dataset marks a message as in the loss, or None if it has no mark. Raises
-    UserError for a mark other than 0 or 1."""
+    """Return whether the dataset marks a message as part of the loss. Return None if the message
+    has no mark. Raises UserError if a mark is not 0 or 1."""
     values = {key: message[key] for key in _MARKS if message.get(key) is not None}
     unclear = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
     if message.get("train_detail"):  # axolotl's mark for parts of a message
@@ -274,7 +276,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the list or object that a table stores as a JSON string, or any other value
+    """Parse a list or object that a table stores as a JSON string. Return any other value
     unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

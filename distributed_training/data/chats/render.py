@@ -1,8 +1,9 @@
-"""Render chat templates with transformers in a separate process. A template is a program by
-somebody else. It may fail, run forever or use up the memory. The parent process survives this and
-reports the row. Parent and child exchange lines of JSON: first {"templates", "marks", "names"},
-then batches of conversations. The child answers each conversation separately, so that the parent
-knows which conversation ended the child."""
+"""Render chat templates with transformers in a child process.
+
+A template is a program written by others, and may fail, run forever or exhaust the memory. The
+parent process survives such a failure and reports the row. Parent and child exchange lines of JSON:
+first the arguments of `answering`, then batches of conversations. The child answers each
+conversation separately, so that the parent knows which conversation terminated the child."""
 
 import functools
 import json
@@ -21,8 +22,8 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 
 CPU_S = 2.0  # CPU time limit for one text
-MEMORY_BYTES = 2**29  # limit on memory beyond that of the process at its start
-MAX_CHARACTERS = 2**20  # limit on a text, beyond four times the length of its conversation
+MEMORY_BYTES = 2**29  # limit on memory beyond the memory in use before the first request
+MAX_CHARACTERS = 2**20  # limit on a text, plus four times the length of its conversation
 
 
 class Conversation(NamedTuple):
@@ -31,15 +32,15 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: list[Any] | None = None
     documents: list[Any] | None = None
-    values: dict[str, Any] = {}  # noqa: RUF012, the template's own variables
+    values: dict[str, Any] = {}  # noqa: RUF012, other variables of the template
     skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
 
 class Renderer:
-    """The parent's side of the process that renders templates.
+    """Interface of the parent to the child process that renders templates.
 
-    `templates` contains the template without tools and the template with tools, `names` the
-    variables that both can use, and `marks` the special tokens."""
+    `templates` contains the template without tools and the template with tools. `names` contains
+    the variables that both templates can use, and `marks` the special tokens."""
 
     def __init__(
         self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]
@@ -49,11 +50,12 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
-        """Start the child unless it is running. Later requests wait for its imports, which take a
-        second or two."""
+        """Start the child process unless it is running. The first request waits for the child's
+        imports, which take one to two seconds."""
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            # Python -m imports from the current folder first, so this must be the checkout.
+            # `python -m` imports from the current folder first, so the child starts in the
+            # checkout.
             kwargs: Any = {"cwd": ROOT, "encoding": "utf-8"}
             kwargs |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -62,20 +64,21 @@ class Renderer:
         return self._process
 
     def close(self) -> None:
-        """End the child process."""
+        """Kill the child process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each (place in the data set, conversation). Raises UserError with
-        the place of the first conversation that the template does not render."""
+        """Return the samples of each conversation in `batch`, which contains pairs (place in the
+        dataset, conversation). Raises UserError with the place of the first conversation that the
+        template cannot render."""
         answers = self._ask([conversation for _, conversation in batch])
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
-                if len(batch) > 1:  # The child must still answer for the others.
+                if len(batch) > 1:  # The child may still send later answers.
                     self.close()
                 what = f"{where} cannot be rendered by the chat template"
                 raise UserError(what, answer, "change the row or the chat template")
@@ -84,7 +87,7 @@ class Renderer:
 
     def ask(self, messages: list[Message]) -> str:
         """Return the text of a conversation up to the start of the answer to its last message.
-        Raises UserError if the template does not render it."""
+        Raises UserError if the template cannot render the conversation."""
         (answer,) = self._ask([Conversation(messages)], question=True)
         if isinstance(answer, str):
             raise UserError("the chat template cannot render this question", answer)
@@ -115,7 +118,7 @@ class Renderer:
 
 
 def main() -> None:
-    """Answer the parent's requests until it closes its end. This runs in the child."""
+    """Answer requests in the child process until the parent closes the pipe."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     answer = answering(**json.loads(sys.stdin.readline()))
@@ -130,9 +133,9 @@ def main() -> None:
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers in the child. The function returns the samples of a
-    conversation, the conversation's text as a question, or a string with the reason why the
-    template failed. A template that takes too long ends the process."""
+    """Return the function that answers requests in the child process. For each conversation, this
+    function returns a list of samples, a list with the text of the question, or a string that says
+    why the template failed. A template that takes too long terminates the process."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -164,7 +167,7 @@ def answering(
             text = render_raw(Conversation([]), [probe])[0]
         except MemoryError:
             raise
-        except Exception:  # for example, it adds a text to a list
+        except Exception:  # for example, the template adds a string to a list
             return False
         return re.search(r"Z\s*X", text) is not None
 
@@ -188,7 +191,7 @@ def answering(
             return str(error)
         except MemoryError as error:
             return str(error) or f"it needs more than {MEMORY_BYTES / 2**20:.0f} MiB of memory"
-        except Exception as error:  # A template can raise anything.
+        except Exception as error:  # A template can raise any error.
             return " ".join(f"{type(error).__name__}: {error}".split())[:500]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -197,12 +200,12 @@ def answering(
 
 
 def has_marks(template: str) -> bool:
-    """Return whether a template itself marks the text that the assistant generates."""
+    """Return whether a template marks the text that the assistant generates."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def _limit_memory() -> None:
-    """Limit the address space of this process to MEMORY_BYTES more than it uses now."""
+    """Limit the address space of this process to its present size plus MEMORY_BYTES."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
