@@ -56,7 +56,7 @@ COLUMNS = (
     "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
-REDUCTION = "perform_reduce_grad"  # torch reduces gradients over dp at the end of the phase.
+REDUCTION = "perform_reduce_grad"  # PyTorch reduces gradients over dp at the end of the phase.
 OPERATIONS = {  # kind -> method of PyTorch's pipeline stage
     "reduction": REDUCTION,
     "F": "forward_one_chunk",

@@ -44,7 +44,7 @@ MODELS = (
 TINY = (("gpt2-tiny", 4, 128), ("tests/models/grouped", 4, 128))
 TIMED_STEPS = 20
 NUM_LOSSES = 20
-ROWS = 8  # records per micro-batch if each record has its own row
+ROWS = 8  # records per micro-batch if each record has a separate row
 DEADLINE_S = 330.0
 # Heads, head size, blocks, tokens per block for measurements of attention alone
 SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))

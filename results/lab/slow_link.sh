@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run a program on two nodes with one process each, joined by a link of the given rate. The nodes are
-# network namespaces of this machine, so the script needs Linux and root. Arguments: the rate, the
-# program and its arguments.
+# Run a program on two nodes with one process each, joined by a link of the given rate. The nodes
+# are network namespaces of this machine, so the script needs Linux and root. The arguments are the
+# rate, the program, and the arguments of the program.
 #
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py links --largest 4
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py --strategy local_sgd --max_steps 20

@@ -38,7 +38,7 @@ SCRIPT = Path(__file__).with_name("slow_link.sh")
 
 def time_rounds(run: Run) -> dict[str, Any]:
     """Return the seconds per step of each round, and the bytes per step that this process's
-    interface sent over all rounds. All ranks must call this function."""
+    interface sent over all rounds. Both processes must call this function."""
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)

@@ -181,8 +181,8 @@ def overlap(records: Path) -> Figure:
 
 
 def from_scratch(records: Path) -> Figure:
-    """Draw losses of a run on Python's own code and of two runs on English: from that run's weights
-    and from random weights."""
+    """Draw the losses of a run on Python's standard library and of two runs on English text. One of
+    these two starts from the first run's weights, and the other from random weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
         "the standard library's code, 9 MB": {"from random weights": first},
@@ -218,7 +218,7 @@ def _read(folder: Path) -> list[Record]:
 
 
 def _medium(records: Path) -> dict[str, Record]:
-    """Return the records of gpt2-medium's layouts on four GPUs, by name."""
+    """Return the records of gpt2-medium on four GPUs, keyed by the name of the layout."""
     both = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
         r.layout_name: r

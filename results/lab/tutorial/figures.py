@@ -318,7 +318,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
 
 
 def frontier_digest(record: Record) -> str:
-    """Return the digest of everything that is drawn."""
+    """Return the digest of all drawn data."""
     return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
 
 
@@ -394,7 +394,7 @@ def predicted_cases(record: Record) -> list[Record]:
 
 
 def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
-    """Return the digest of everything that is drawn."""
+    """Return the digest of all drawn data."""
     keys = ("schedule", "num_microbatches", "calibrated_on")
     drawn = [
         [text, *([*(case[key] for key in keys), case["measured"]["utilisation"],
@@ -452,7 +452,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
 
 
 def gib_digest(record: Record) -> str:
-    """Return the digest of everything that is drawn."""
+    """Return the digest of all drawn data."""
     return _digest(
         [[case["schedule"], case["measured"]["peak_memory_mib"]] for case in record["cases"]]
     )
@@ -532,7 +532,7 @@ def _error_line(
     name: str,
     at: int = -1,
 ) -> None:
-    """Draw one line with its name beside its first or last point. Markers stay visible where lines
+    """Draw one line, with a name beside the first or last point. Markers stay visible where lines
     meet."""
     if not points:
         return
@@ -548,6 +548,6 @@ def _error_line(
 
 
 def gradient_digest(rows: Sequence[Record]) -> str:
-    """Return the digest of everything that is drawn."""
+    """Return the digest of all drawn data."""
     keys = ("num_stages", "learning_rate", "mode", "median_relative_error", "per_stage")
     return _digest([[row[key] for key in keys] for row in rows])

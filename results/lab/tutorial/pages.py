@@ -49,7 +49,7 @@ def load_records(folder: Path) -> dict[str, dict[str, Any]]:
                     f"{path} is not a record of format {RECORD_FORMAT}",
                     "make it again with pipedream_runtime.py --record",
                 )
-            for case in record["cases"]:  # "zb-v" was torch's order in format 1
+            for case in record["cases"]:  # "zb-v" was PyTorch's order in format 1
                 if record["format"] == 1 and case["schedule"] == "zb-v":
                     case["schedule"] = "zb-v-fixed"
     return records
