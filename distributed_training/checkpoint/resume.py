@@ -175,9 +175,9 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     same work. A run with the same strategy is preferred to a newer run with another strategy. Log a
     warning for each damaged checkpoint. Add a note if there is no usable checkpoint.
 
-    Raises UserError if the run is in use or has files on other nodes. If `resume` names a
-    checkpoint, also raises UserError if that checkpoint is missing or damaged, has no record of its
-    run, or is from a run with other work."""
+    Raises UserError if the run is in use or has files on other nodes. Also raises UserError if a
+    named checkpoint is missing or damaged, has no record of its run, or is from a run with other
+    work."""
     resume = plan.config.resume
     if resume is None:
         return None

@@ -70,8 +70,8 @@ class Saver:
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """Start allocating memory for the first save. Call this method once the whole state exists.
-        All ranks must call this method."""
+        """Start allocating memory for the first save. All ranks must call this method after the
+        whole state exists."""
         if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
 

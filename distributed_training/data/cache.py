@@ -54,8 +54,8 @@ def tokenize(
     exist or is damaged, tokenize the corpus first.
 
     If several processes call this function, one process fills the folder and the others wait.
-    Raises UserError if a text cannot be read, if the cache cannot be written, or if the tokenizer
-    has more tokens than the model's embedding has `rows`."""
+    Raises UserError if a text cannot be read or the cache cannot be written. Also raises UserError
+    if the tokenizer has more tokens than the model's embedding has `rows`."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:

@@ -110,8 +110,8 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
-    """Find the sources of `dataset` and, if `validation` is given, of this other dataset for
-    validation. Files of running text are read later.
+    """Find the sources of `dataset`. If `validation` names another dataset, validation texts come
+    from this dataset. Files of running text are read later.
 
     `columns` is "our_name=dataset_name,...". Raises UserError if a dataset is missing, empty or of
     an unsupported kind."""

@@ -217,8 +217,8 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
 
 
 def _most_addresses() -> int:
-    """Return the limit in bytes on this process's address space that lets the process use only the
-    available memory."""
+    """Return the address-space limit in bytes that keeps this process within the available
+    memory."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = [num_pages * resource.getpagesize() + available_ram_bytes()]
     limits += resource.getrlimit(resource.RLIMIT_AS)
@@ -227,7 +227,7 @@ def _most_addresses() -> int:
 
 def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
     """Return the next batch of rows, or None at the end of the table. Raises pyarrow's MemoryError
-    if the batch needs more than the available memory. Otherwise the kernel could kill the
+    if the batch needs more than the available memory, so that the kernel does not kill the
     process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most_addresses, hard))

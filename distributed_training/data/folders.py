@@ -71,7 +71,7 @@ def _is_ours(file: Path, folder: Path) -> bool:
 
 def _by_convention(folder: Path, what: str) -> Splits:
     """Return the files of each split as `datasets.load_dataset(folder)` finds them. Raises
-    UserError if this fails, or if a file is outside the folder."""
+    UserError if the search fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard

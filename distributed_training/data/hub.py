@@ -138,7 +138,7 @@ def check_push(repo_id: str) -> None:
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
     """Return the folder of the Hub's cache that contains the files of a repository. Download the
-    files if any is missing. Raises OSError if this fails."""
+    files if any is missing. Raises OSError if a file is not available."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError

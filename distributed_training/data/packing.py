@@ -18,9 +18,9 @@ def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
     depends only on the arguments. Records of equal length keep their order.
 
     Records of equal length are placed together. A block with space for two of these records
-    receives two in a row, because after the first record it is still the fullest block with enough
-    space. The number of iterations therefore grows with the number of distinct lengths rather than
-    with the number of records."""
+    receives two in a row. After the first record, it is still the fullest block with enough space.
+    The number of iterations therefore grows with the number of distinct lengths rather than with
+    the number of records."""
     by_length = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`

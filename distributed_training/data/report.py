@@ -26,7 +26,7 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     - `samples`, `cut`: number of samples, and of samples that are cut at max_length;
     - `ends_cut`: number of cut samples that lose the end of an answer;
     - `longest_prompt`: tokens of the longest prompt that fills max_length, or 0;
-    - `tokens`, `num_tokens`: quantiles of the tokens per record, and all tokens;
+    - `tokens`, `num_tokens`: quantiles of the tokens per record, and the total;
     - `loss_share`: share of the tokens in samples that are in the loss;
     - `notes`: a count by the text of each note."""
     meta = read_meta(folder)

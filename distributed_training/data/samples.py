@@ -170,8 +170,8 @@ def cut_samples(
     """Cut the tokens in a folder of the cache into the samples that a run uses.
 
     `can_pack` says whether the model and the engine can keep packed records apart. Raises UserError
-    if `pack` is True but records cannot be packed, if there are fewer samples than `num_samples`,
-    or if there are none for training or validation."""
+    if `pack` is True but records cannot be packed. Also raises UserError if there are fewer samples
+    than `num_samples`, or none for training or validation."""
     form, splits = load_tokens(folder)
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:

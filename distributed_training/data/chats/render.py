@@ -133,9 +133,10 @@ def main() -> None:
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers requests in the child process. For each conversation, this
-    function returns a list of samples, a list with the text of the question, or a string that says
-    why the template failed. A template that takes too long terminates the process."""
+    """Return the function that answers requests in the child process. For a conversation, this
+    function returns a list of samples or, for a question, a list with one text. If the template
+    fails, this function returns the reason as a string. A template that takes too long terminates
+    the process."""
     import warnings
 
     warnings.simplefilter("ignore")
