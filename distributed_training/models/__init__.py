@@ -1,10 +1,11 @@
-"""Find models by name or by path. There is one folder per model family. No torch import.
+"""Find models by name or by path. Each model family has a separate folder. This module imports
+torch only inside functions.
 
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
-last three describe the Hugging Face format of its weights (see gpt2/). A family imports torch only
-inside functions, and its folder may be anywhere. `model` in CONFIG is the name of a size, the path
-of a Hugging Face folder, its name on the Hub, or the path of a family. `:size` after the path of a
-family selects a size other than its first."""
+last three describe the Hugging Face format of the family's weights (see gpt2/). The folder may be
+anywhere, and its __init__.py imports torch only inside functions. In CONFIG, `model` is the name of
+a size, the path of a Hugging Face folder, the name of a Hub repository, or the path of a family. A
+family's first size is the default. To select another size, append `:size` to the family's path."""
 
 from __future__ import annotations
 
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Box, Decoder, Source
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
-# Largest accepted values of a model's size
+# Largest accepted values of fields of ModelSize
 _MAX_VALUES = {
     "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
 }  # fmt: skip
-HUB = "hub"  # the family that runs any decoder with transformers' code
+HUB = "hub"  # the family that runs any decoder with code from transformers
 HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
@@ -63,82 +64,88 @@ Line = tuple[float, float]  # (a, b) of the linear function a + b T, for samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """Traced bytes per token of a block in bf16: bytes kept for the backward pass, and bytes that
-    element-wise kernels read and write."""
+    """Traced costs per token of a block in bf16. The `kept_*` fields count the bytes kept for the
+    backward pass. The `forward_*` and `backward_*` fields count the bytes that element-wise kernels
+    read and write."""
 
-    attention_width: int  # numbers per token in all heads
+    attention_width: int  # combined width of all heads
     fused: bool  # whether attention is one kernel that skips masked tokens
     kept_eager: Line
     kept_compiled: Line
-    kept_selective: Line  # if only results of matrix multiplications and attention are kept
+    kept_selective: Line  # if only the results of matrix multiplications and attention are kept
     forward_eager: Line
     forward_compiled: Line
     backward_eager: Line
     backward_compiled: Line
 
     def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
-        """Return the bytes per token in samples of `length` tokens. `quantity` is "kept", "forward"
-        or "backward"; `mode` is "eager", "compiled" or, for "kept", "selective"."""
+        """Return the number of bytes per token in samples of `length` tokens. `quantity` is
+        "kept", "forward" or "backward"; `mode` is "eager", "compiled" or, for
+        "kept", "selective"."""
         base, slope = getattr(self, f"{quantity}_{mode}")
         return base + slope * length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Shape and parameter counts of a decoder-only language model, filled in by its family.
+    """Shape and parameter counts of a decoder-only language model, as set by the model's family.
 
-    Counts are exact and describe the whole model. They exclude padding of the vocabulary unless
-    stated otherwise."""
+    Counts are exact and refer to the unsharded model. They exclude vocabulary padding unless stated
+    otherwise."""
 
     vocab_size: int
-    num_positions: int  # length of the longest sequence
+    num_positions: int  # maximum sequence length
     num_layers: int
     num_heads: int
     hidden_size: int
-    # Shapes of the matrices in one block. tp splits them alternately by rows and by columns.
+    # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
     block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
-    # Parameters that tp splits; each process has the other parameters whole
+    # Number of a block's parameters that tp shards; the other parameters are replicated
     block_parameters_split: int
-    block_norm_parameters: int  # parameters that each process along tp applies to its own tokens
+    block_norm_parameters: int  # parameters that each tp rank applies to its own tokens
     final_norm_parameters: int
     position_parameters: int = 0  # parameters of the position embedding
     tied: bool = True  # whether the output layer shares the token embedding's weights
-    # Number of groups of heads that share keys and values; None if there are no groups
+    # Number of key/value heads; None if each query head has separate keys and values
     num_kv_heads: int | None = None
     # Number of groups of hidden units that tp keeps together; None if there are no groups
     mlp_units: int | None = None
     block_tensors: int = 12  # number of parameter tensors in a block
-    # Names of the modules of `block_matrices`, in the same order, for `lora_targets`
+    # Module names of `block_matrices`, in the same order; `lora_targets` selects from them
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     splits: bool = True  # whether tp and pp can split the model
-    traced: Traced | None = None  # traced costs, which replace the formulas
+    traced: Traced | None = None  # traced costs; if given, they replace the formulas
     packs: bool = True  # whether attention can separate packed records
-    kept_values: int = 0  # activations per token that a block keeps, besides the inputs of matrices
+    # Values per token that a block keeps for the backward pass, in addition to the inputs of its
+    # matrix multiplications
+    kept_values: int = 0
     config: Any = None  # additional settings for the family's modules
 
     @property
     def attention_width(self) -> int:
-        """Return the numbers per token in all heads."""
+        """Return the combined width of all attention heads."""
         if self.traced is not None:
             return self.traced.attention_width
         return self.block_matrices[1][1]
 
     @property
     def values_in(self) -> int:
-        """Return the outputs per token of the block's matrices that tp splits by rows."""
+        """Return the total number of outputs per token of the block matrices that tp shards by
+        rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def values_out(self) -> int:
-        """Return the inputs per token of the block's matrices that tp splits by columns."""
+        """Return the total number of inputs per token of the block matrices that tp shards by
+        columns."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of the embedding, including padding."""
-        # GPUs multiply multiples of 64 fastest. Half of a multiple of 128, for tp=2, is still such
-        # a multiple.
+        """Return the number of embedding rows, including padding."""
+        # GPUs multiply matrices fastest if their sizes are multiples of 64. If the size is a
+        # multiple of 128, each half under tp=2 is also a multiple of 64.
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -149,14 +156,14 @@ class ModelSize:
 
     @property
     def num_parameters(self) -> int:
-        """Return the exact parameter count. A tied embedding counts once."""
+        """Return the exact parameter count. A tied embedding is counted once."""
         outside = self.embedding_parameters * (1 if self.tied else 2)
         outside += self.position_parameters + self.final_norm_parameters
         return outside + self.num_layers * self.block_parameters
 
     def adapted(self, targets: str | None) -> tuple[str, ...]:
-        """Return the names of the matrices that CONFIG's `lora_targets` selects. Raises UserError
-        for a name that is not a matrix."""
+        """Return the names of the matrices that `targets`, CONFIG's `lora_targets`, selects. None
+        selects all matrices. Raises UserError for a name that is not a matrix."""
         if targets is None:
             return self.matrix_names
         names = tuple(name.strip() for name in targets.split(","))
@@ -166,8 +173,8 @@ class ModelSize:
         return names
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
-        """Return (number of parameters of a block's adapters on each process of tp, number of these
-        that are equal on all processes)."""
+        """Return (number of a block's adapter parameters on each tp rank, number of those
+        parameters that are equal on all tp ranks)."""
         names = self.adapted(targets)
         per_process = shared = 0
         for index, (rows, columns) in enumerate(self.block_matrices):
@@ -178,25 +185,28 @@ class ModelSize:
         return per_process, shared
 
     def num_learning(self, rank: int, targets: str | None) -> int:
-        """Return the number of trained parameters: the parameters of adapters of rank `rank`, or
-        all parameters if `rank` is 0."""
+        """Return the number of trained parameters. These are the parameters of adapters of rank
+        `rank`, or all parameters if `rank` is 0."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
-        """Return the FLOPs of both passes for one token of a sequence of `seq_len` tokens.
+        """Return the FLOPs per token of both passes, forward and backward, in samples of `seq_len`
+        tokens.
 
-        The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. D is the width
-        of all heads, and attention counts the full T x T square (PaLM, appendix B)."""
-        # Looking up tokens needs no multiplications, but a tied embedding is also the output layer.
+        The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. N is the
+        number of parameters without an untied token embedding, L the number of layers, D the
+        combined width of all heads, and T is `seq_len`. Attention counts the full T x T square
+        (PaLM, appendix B)."""
+        # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Model that can be trained."""
+    """Model to train, with its family, size and published weights."""
 
     label: str  # short name, for folders and titles
     family: str  # name of a folder in this package, or the path of another folder
@@ -205,8 +215,8 @@ class ModelSpec:
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
 
     def __post_init__(self) -> None:
-        # A plan is sent as JSON, which loses the class of the family's configuration. If a family
-        # is the user's own code, it is not imported for this.
+        # A plan is sent as JSON, which turns the family's configuration into a dict. If there is no
+        # configuration, the family's code, which may be the user's, is not imported here.
         if isinstance(self.size.config, dict) and hasattr(self.code, "Config"):
             config = TypeAdapter(self.code.Config).validate_python(self.size.config)
             object.__setattr__(self, "size", replace(self.size, config=config))
@@ -222,13 +232,14 @@ class ModelSpec:
         return _load(self.family)
 
     def build(self, *, dropout: float, seed: int) -> Decoder:
-        """Build the model in fp32 on torch's default device. Its weights are random and depend only
-        on `seed`. On the device "meta" it has no weights."""
+        """Build the model in fp32 on torch's default device. For each device type, the random
+        weights depend only on `seed`. On the device "meta", the model has no weights."""
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def weights_source(self, folder: Path) -> Source:
-        """Return a source of the Hugging Face weights in `folder`, each in the dtype of its file.
-        Padding of the vocabulary is 0. Raises UserError if the files do not fit this model."""
+        """Return a source of the Hugging Face weights in `folder`. Each parameter keeps its stored
+        dtype, or is fp32 if it combines several dtypes. Vocabulary padding is 0. Raises UserError
+        if the files do not fit this model."""
         import torch
 
         with torch.device("meta"):
@@ -241,9 +252,9 @@ class ModelSpec:
             ranges = [part.indices(size) for part, size in bounds]
             first, stop, _ = ranges[0]
             columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
-            # For each of Hugging Face's rows, the index of our row
+            # For each row of the Hugging Face tensors, the index of our row
             indices = self.code.to_hf(our_name, torch.arange(shape[0], device="cpu"), self.size)
-            pieces_read = []  # (our rows, their values)
+            pieces_read = []  # (row indices within the box, values of these rows)
             for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
                 rows = rows.flatten()
                 (inside,) = torch.where((rows >= first) & (rows < stop))
@@ -269,9 +280,9 @@ class ModelSpec:
     def _match(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[Stored, bool]]]:
-        """Return the tensors in `folder` that form each parameter, each with True if it is
-        transposed. Raises UserError for tensors that are missing, unexpected, or of another
-        shape."""
+        """For each parameter, return the stored tensors that form it, each with True if the tensor
+        is transposed. Raises UserError if tensors in `folder` are missing or unexpected, or have
+        another shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:
@@ -289,7 +300,7 @@ class ModelSpec:
                 if transposed:
                     shape.reverse()
                 expected = name
-                # A model that was saved without its output layer has no prefix
+                # Names have no prefix if the model was saved without its output layer.
                 if name not in stored:
                     name = name.partition(".")[2]
                 if name not in stored and self.size.tied and our_name.startswith("token_embedding"):
@@ -319,10 +330,11 @@ class ModelSpec:
         eos_token_id: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write a model's weights, on the CPU, to a folder that transformers can load.
+        """Write the model's weights and config to a folder that transformers can load.
 
-        `weights` may be a source, from which one parameter is read at a time. The file has `dtype`,
-        or fp32 if it is None. Raises RunError for numbers that are not finite in this dtype."""
+        `weights` must be on the CPU. It may be a source, from which one parameter is read at a
+        time. The weights are stored in `dtype`, by default fp32. Raises RunError for numbers that
+        are not finite in this dtype."""
         import torch
 
         dtype = dtype or torch.float32
@@ -349,7 +361,7 @@ class ModelSpec:
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def _stored(self, our_name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for each tensor in Hugging Face's files that our tensor `our_name`
+        """Yield (stored name, tensor) for each Hugging Face tensor that our tensor `our_name`
         contains."""
         file_name = getattr(self.code, "file_name", lambda name, size: name)
         transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
@@ -358,8 +370,8 @@ class ModelSpec:
             yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Divide `rows`, one per row of our matrix, among Hugging Face's matrices. Return the rows
-        by the names of those matrices."""
+        """Divide `rows`, which has one entry per row of our matrix, among the Hugging Face
+        matrices. Return the rows of each of these matrices by the matrix's name."""
         tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         row_shape = rows.shape[1:]
         return {
@@ -367,8 +379,8 @@ class ModelSpec:
         }
 
     def check_weights(self, folder: Path) -> None:
-        """Raise UserError unless `folder` has readable weights that fit this model. No weights are
-        loaded."""
+        """Raise UserError unless `folder` has readable weights that fit this model. Only names,
+        dtypes and shapes are compared."""
         if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             fix = "use an earlier run's hf/ folder, or set model to the name of a published model"
@@ -380,7 +392,7 @@ class ModelSpec:
                 what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
-        read_generation_config(folder)  # An export keeps its values, so it must be readable.
+        read_generation_config(folder)  # An export keeps the values, so check them.
         import torch
 
         with torch.device("meta"):
@@ -388,7 +400,7 @@ class ModelSpec:
 
 
 def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split ascending numbers into runs without gaps."""
+    """Split ascending numbers into runs of consecutive numbers."""
     import torch
 
     (breaks,) = torch.where(numbers.diff() != 1)
@@ -401,7 +413,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Equal tensors and metadata give equal bytes."""
+    """Write a safetensors file. Equal tensors in the same order, with equal metadata, produce
+    identical files."""
     write_tensors(tensors, tensors.values(), file, metadata)
 
 
@@ -413,8 +426,8 @@ def write_tensors(
 ) -> None:
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
-    `outline` has their names, shapes and dtypes in the same order, and may be on "meta". The
-    library's own function would need all tensors at once."""
+    `outline` has the names, shapes and dtypes of the tensors in the same order, and may be on
+    "meta". The function in safetensors would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}
@@ -439,7 +452,7 @@ def write_tensors(
 
 
 def find_model(name: str) -> ModelSpec:
-    """Return the model that CONFIG's `model` names. Raises UserError if there is none."""
+    """Return the model that CONFIG's `model` names. Raises UserError if there is no such model."""
     names = []
     family_of_type: dict[str, str] = {}
     for family in FAMILIES:
@@ -450,10 +463,10 @@ def find_model(name: str) -> ModelSpec:
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
-    # The prefix "hub:" selects transformers' code even if a family of this suite has the model.
+    # The prefix "hub:" selects transformers' code even if another family supports the model.
     is_native = not name.startswith(HUB_PREFIX)
     name = name.removeprefix(HUB_PREFIX)
-    # Raises if a name, such as one from a plan.json, cannot be used as a path
+    # Raise UserError if a name, such as one from a plan.json, cannot be used as a path
     expand_home("model", name)
     is_hub = "/" in name and is_repo_id(name) and not Path(name).exists()
     hub_id = name if is_hub else None
@@ -490,9 +503,9 @@ def find_model(name: str) -> ModelSpec:
 
 
 def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
-    """Return (family, size) of the model in `folder`. This is its `native` family or, for models
-    and options that it does not support, the family that uses transformers' code. Raises UserError
-    if neither supports the model."""
+    """Return (family, size) of the model in `folder`. The family is `native` if that family
+    supports the model and its options. Otherwise, it is the family that uses transformers' code.
+    Raises UserError if neither family supports the model."""
     refusal: UserError | None = None
     for family in filter(None, (native, HUB)):
         try:
@@ -506,8 +519,8 @@ def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
 
 
 def _refuse_absurd(size: ModelSize, folder: Path) -> None:
-    """Raise UserError for sizes far beyond those of real models, because planning them could take
-    hours."""
+    """Raise UserError for sizes far beyond those of real models, because planning for such sizes
+    could take hours."""
     for name, limit in _MAX_VALUES.items():
         if (count := getattr(size, name)) > limit:
             what = f"{folder}: {name} {count} is more than any model has"

@@ -1,5 +1,5 @@
-"""Read PEFT folders with LoRA adapters: their config, and the folder of their base. No torch
-import."""
+"""Read the config of LoRA adapters in a PEFT folder, and find the folder of their base weights.
+This module does not import torch."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,9 +14,9 @@ from distributed_training.settings.files import expand_home, load_json, parse_as
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FIX = "use plain LoRA adapters, or merge these adapters into their base model with PEFT first"
-# Ways to initialize A and B that leave the base weights unchanged
+# Initializations of A and B that leave the base weights unchanged
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
-# Keys that do not affect the function of trained adapters
+# Keys that do not affect the computation of trained adapters
 _IGNORED_KEYS = {
     "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
     "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
@@ -29,7 +29,7 @@ class AdapterConfig(BaseModel, strict=True):
     peft_type: Literal["LORA"]
     base_model_name_or_path: str
     r: Annotated[int, Field(ge=1, le=2**16)]
-    lora_alpha: Annotated[FiniteFloat, Field(gt=0, le=2**31)]  # as in CONFIG
+    lora_alpha: Annotated[FiniteFloat, Field(gt=0, le=2**31)]  # same bounds as in CONFIG
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
     revision: Literal["main"] | None = None
@@ -43,12 +43,12 @@ class AdapterConfig(BaseModel, strict=True):
 
 
 def read_adapters(folder: Path) -> AdapterConfig:
-    """Return the config of a folder with adapters. Raises UserError for adapters that compute
-    anything but the base plus the scaled product of B and A."""
+    """Return the config of a folder with adapters. Raises UserError unless the adapters only add
+    the scaled product B A to the base weights."""
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    # Raises if the path is unusable
+    # Raise UserError if the path cannot be used
     expand_home("base_model_name_or_path", config.base_model_name_or_path)
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:

@@ -1,9 +1,9 @@
-"""Define attention, the same function for every model, and the documents that limit it.
+"""Define attention, which all models share, and the document boundaries that restrict it.
 
-A block of packed records contains several documents. Each is computed as if it were alone:
-positions restart, and a token attends only to earlier tokens of its own document. Letters are as in
-decoder.py, and there are H heads, G heads of keys and values (H is a multiple of G), K numbers per
-head and S keys."""
+A sample of packed records contains several documents. Each document is computed as if it were
+alone: positions restart, and a token attends only to itself and to earlier tokens of its document.
+The letters in shapes are those of decoder.py. In addition, G is the number of key/value heads,
+which divides H, and S is the number of keys."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and on
     from torch.nn.attention.varlen import varlen_attn
 
     _PARAMETERS = inspect.signature(varlen_attn).parameters
-# False in torch 2.11, where keys need as many heads as queries
+# False in torch 2.11, which requires as many key heads as query heads
 _GROUPS = "enable_gqa" in _PARAMETERS
 # True in newer versions, which have this argument instead of is_causal
 _WINDOWS = "window_size" in _PARAMETERS
@@ -28,10 +28,11 @@ _LARGEST_HEAD = 256
 class Documents(NamedTuple):
     """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    Padding counts as a separate document. Either `ends` or `mask` limits attention."""
+    Padding counts as a separate document. Either `ends` or `mask` is given and restricts
+    attention."""
 
     positions: torch.Tensor  # position of each token in its document, int64 [B, T]
-    ends: torch.Tensor | None = None  # 0 and the ends of all documents in B T tokens, int32
+    ends: torch.Tensor | None = None  # 0, then all ends in the B T tokens, int32
     mask: torch.Tensor | None = None  # [B, 1, T, T]: 0 if a query attends to a key, else -inf
 
 
@@ -43,12 +44,12 @@ def describe_documents(
     head_size: int,
     dropout: float,
 ) -> Documents:
-    """Return the documents of a micro-batch from `Samples.batch`: positions [B, T], and ends [B, E]
-    of the documents in each sample, padded with T.
+    """Return the documents of a micro-batch from two arrays of `Samples.batch`. These are positions
+    [B, T] and the ends [B, E] of the documents in each sample, padded with T.
 
-    On a GPU in bf16 without dropout, attention uses a kernel that reads the ends. In all other
-    cases, this builds a mask of B T^2 numbers in the `dtype` of the queries, which all blocks
-    share."""
+    On a GPU in bf16 without dropout, attention uses a kernel that reads the ends, if it supports
+    the head size. Otherwise, this function builds a mask of B T^2 numbers in the `dtype` of the
+    queries. All blocks share the mask."""
     batch, seq_len = positions.shape
     fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
     if positions.is_cuda and dtype is torch.bfloat16 and fits and not dropout:
@@ -82,13 +83,12 @@ def attend(
     """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K], as [B, T, H, K].
 
     With `documents`, tokens attend only within their document. `dropout` is the fraction of
-    attention weights to drop. `scale` multiplies q k^T, by default K^(-1/2)."""
+    attention weights to drop. `scale` is the factor of q k^T, by default K^(-1/2)."""
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask
     grouped = k.shape[1] < q.shape[1]
-    # On CUDA, some kernels do not support grouped heads: those for fp32, for older GPUs and with a
-    # mask.
+    # On CUDA, the kernels for fp32, for older GPUs and for masks do not support grouped heads.
     if grouped and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
         k, v = _repeat_heads(q, k, v)
         grouped = False
@@ -99,7 +99,7 @@ def attend(
     # The result is made contiguous so that its gradient always has the same strides. cuDNN's
     # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes. A
     # compiled step after an eager one in the same process would therefore compute wrong gradients.
-    # The copy costs nothing if q is a view of [B, T, H, K].
+    # Nothing is copied if q is a view of [B, T, H, K].
     return y.transpose(1, 2).contiguous()
 
 

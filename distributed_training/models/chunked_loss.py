@@ -1,7 +1,7 @@
-"""Compute the loss in chunks, so that only the logits of some tokens are in memory at a time.
+"""Compute the loss in chunks, so that only one chunk of logits is in memory at a time.
 
-The letters in shapes are those of decoder.py, with N = B T tokens and R processes that split the
-vocabulary."""
+The letters in shapes are those of decoder.py. In addition, N = B T, and R is the number of ranks
+that shard the vocabulary."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,14 +13,14 @@ from distributed_training.models.decoder import limit
 
 
 class GatherFirst(Protocol):
-    """Function that all-gathers a tensor along a dimension over a process group, including in
-    compiled code."""
+    """Function that all-gathers a tensor along `gather_dim` over a process group. The function also
+    works in compiled code."""
 
     def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
 
 
 class Split(NamedTuple):
-    """Range of the vocabulary's rows that one process of a group has."""
+    """Shard of the vocabulary's rows on one rank of a group."""
 
     first: int  # token id of the first row
     group: Any
@@ -32,9 +32,9 @@ class ChunkedCrossEntropy:
 
     The forward pass also computes the gradients of the hidden states [B, T, D] and of the output
     rows [P, D], because the logits are not kept for the backward pass. Each gradient has the dtype
-    of its tensor. The gradient of the rows is accumulated over chunks inside the matrix
-    multiplications. The caller must not be compiled, because torch.compile would move the gradients
-    back to the backward pass."""
+    of its tensor. The matrix multiplications accumulate the gradient of the output rows over
+    chunks. The caller must not be compiled, because torch.compile would move the gradients to the
+    backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
@@ -53,10 +53,10 @@ class ChunkedCrossEntropy:
     ) -> torch.Tensor:
         """Return the summed loss, an fp32 scalar, of hidden states `x` [B, T, D].
 
-        With a `split`, `weight` contains this process's rows, [P / R, D], and the gradient of `x`
-        must be summed over the group. `cap` limits the logits (`decoder.limit`)."""
+        With a `split`, `weight` is this rank's shard of the rows, [P / R, D], and the caller must
+        sum the gradient of `x` over the group. `cap` limits the logits (`decoder.limit`)."""
         if not torch.is_grad_enabled():
-            # Detached, because the forward pass then skips the gradients
+            # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()
         return _Chunked.apply(x, weight, targets, vocab_size, split, cap, self.tokens, self.compute)
 
@@ -76,7 +76,7 @@ class _Chunked(torch.autograd.Function):
         for index, (chunk, chunk_targets) in enumerate(pairs):
             logits = F.linear(chunk, weight)
             total += compute(logits, chunk_targets, vocab_size, split, cap)
-            grad_logits = logits  # `compute` has overwritten the logits with the gradient.
+            grad_logits = logits  # `compute` has overwritten the logits with their gradient.
             if grad_x is not None:
                 grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
                 torch.mm(grad_logits, weight, out=grad_chunk)
@@ -103,9 +103,9 @@ def loss_and_gradient(
     split: Split | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N]. The logits are
-    overwritten with its gradient. With a `split`, this all-gathers two fp32 numbers per token over
-    the group."""
+    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N]. Overwrite the
+    logits with their gradient. With a `split`, all-gather two fp32 numbers per token over the
+    group."""
     first = 0 if split is None else split.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)
     z = limit(logits.float(), cap)

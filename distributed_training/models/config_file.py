@@ -1,5 +1,5 @@
-"""Read a folder's config.json as transformers reads it. If the answer is in the cache, torch is not
-imported."""
+"""Read a folder's config.json as transformers does. If the result is cached, neither transformers
+nor torch is imported."""
 
 import contextlib
 import functools
@@ -20,8 +20,8 @@ from distributed_training.settings.files import load_json, shown
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-# Largest accepted values. transformers builds lists with an entry per layer and per label, and a
-# model from the Hub is built to measure it. Larger values would take hours or all memory.
+# Largest accepted values. transformers builds lists with one entry per layer or label, and a model
+# from the Hub is built to measure its size. Larger values could take hours or exhaust the memory.
 _MAX_COUNTS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**17),
@@ -35,8 +35,9 @@ _MAX_COUNTS = {
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's config.json, completed with transformers' defaults.
 
-    Keys have transformers' newest form. For example, older names of `rope_parameters` are replaced.
-    No code in the folder runs. Raises UserError if transformers refuses the file."""
+    Keys have the names that the installed version of transformers uses. For example, older names of
+    `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if a value is
+    out of bounds or transformers cannot read the file."""
     file = folder / CONFIG_FILE
     document = load_json(file, "model")
     if not isinstance(document, dict):
@@ -58,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
     values = json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))
     rope = values.get("rope_parameters") or {}
-    # Some models have parameters for each type of layer.
+    # Some models have separate parameters for each type of layer.
     for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         for key in ("rope_theta", "factor"):
             number = parameters.get(key)
@@ -69,8 +70,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the values of a folder's generation_config.json, or {} if it has none. Raises
-    UserError unless its end tokens are ids."""
+    """Return the values of a folder's generation_config.json. Return {} if there is no such file.
+    Raises UserError if the file is invalid or an entry of its `eos_token_id` is not a token id."""
     file = folder / GENERATION_CONFIG
     if not file.is_file():
         return {}
@@ -87,7 +88,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _read_with_transformers(text: str, folder: Path) -> str:
-    """Return a config as JSON, with transformers' defaults. `text` is the JSON of the file."""
+    """Return the config in `folder` as JSON, completed with transformers' defaults. `text` is the
+    file's JSON."""
 
     def read() -> str:
         try:
@@ -96,10 +98,10 @@ def _read_with_transformers(text: str, folder: Path) -> str:
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             return json.dumps(config.to_dict())
-        except Exception as error:  # transformers may raise anything for a wrong value
+        except Exception as error:  # transformers may raise any exception for a wrong value
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
-            if json.loads(text).get("auto_map"):  # transformers would advise to run it.
+            if json.loads(text).get("auto_map"):  # transformers would advise running that code.
                 why = "its auto_map names code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
@@ -107,10 +109,11 @@ def _read_with_transformers(text: str, folder: Path) -> str:
 
 
 def cached_json(question: str, find_answer: Callable[[], str], kind: Any) -> str:
-    """Return JSON of the type `kind` that depends only on `question`.
+    """Return the JSON of an answer of type `kind`, from the user's cache or from `find_answer`.
 
-    Importing transformers takes seconds, so the user's cache keeps the answer for other processes
-    and later runs. If the cache is not writable, nothing is kept."""
+    The answer must depend only on `question`. Importing transformers takes seconds, so the answer
+    is cached for other processes and later runs. If the cache is not writable, the answer is not
+    stored."""
     cached = cache_folder() / "configs" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError):
         answer = cached.read_text()

@@ -1,6 +1,7 @@
-"""Define the frame of a decoder-only language model. A family fills the frame with its blocks.
+"""Define the base classes of decoder-only language models. Each family adds its blocks.
 
-The letters in shapes are B batch, T tokens, D hidden, V vocabulary, P padded vocabulary."""
+In shapes, B is the batch size, T the number of tokens and D the hidden size. V is the vocabulary
+size and P the padded vocabulary size. H is the number of attention heads and K the head size."""
 
 import copy
 import fnmatch
@@ -22,18 +23,18 @@ from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents, attend, describe_documents
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
-"""Treatment of a module by tensor parallelism:
+"""How tensor parallelism treats a module:
 
-- "column": it is split by its outputs;
-- "row": it is split by its inputs, so that its outputs must be summed;
-- "whole": each process holds it whole and applies it to its own tokens;
-- "heads": each process holds it whole and applies it to its own heads;
-- "positions": each process holds the table whole and looks up its own positions;
-- "vocabulary": the rows are split by token."""
+- "column": its outputs are split;
+- "row": its inputs are split, so its outputs must be summed;
+- "whole": each rank has a full copy and applies it to a shard of the tokens;
+- "heads": each rank has a full copy and applies it to a shard of the heads;
+- "positions": each rank has the full table and looks up a shard of the positions;
+- "vocabulary": its rows are split by token."""
 Positions = int | torch.Tensor
-"""Position of the first token if positions are consecutive, or the position of each token, [B,
-T]."""
-# Constants of SplitMix64 as int64, and an odd number that spreads keys
+"""Position of the first token, if positions are consecutive, or the positions of all tokens,
+[B, T]."""
+# Constants of SplitMix64 as int64, and an odd number by which keys are multiplied
 _SPLITMIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, 0x2545F4914F6CDD1D)
 _ROLES: dict[str, Role] = {
     "token_embedding": "vocabulary",
@@ -50,11 +51,11 @@ _ROLES: dict[str, Role] = {
 class Linear(nn.Linear):
     """nn.Linear that computes in the dtype of its input.
 
-    fp32 weights are rounded when they are used, and their gradients arrive in fp32, so all
-    strategies compute the same. A block must call each of its linear layers exactly once, with [B,
-    T, features], because parallel/zero_bubble.py relies on this."""
+    fp32 weights are rounded when they are used, and their gradients are fp32, so all strategies
+    compute the same results. A block must call each of its linear layers exactly once per forward
+    pass, with an input [B, T, features]. parallel/zero_bubble.py relies on this."""
 
-    # False under row-parallel tp, where the bias is added after the sum over processes
+    # False for row-parallel layers under tp, whose bias is added after the sum over ranks
     adds_bias = True
     # Function of (layer, x) that replaces `product`. All layers use the same function, because
     # torch.compile shares one graph only between blocks that call the same functions.
@@ -62,7 +63,8 @@ class Linear(nn.Linear):
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
-        # Module of (x, x W^T) whose result replaces x W^T (parallel/lora.py)
+        # Module that maps (x, y) to a new output, where y is the output without an adapter
+        # (parallel/lora.py)
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,21 +77,22 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), self.own_bias(x.dtype))
 
     def own_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bias that this layer adds, in `dtype`, or None."""
+        """Return the bias that this layer adds, in `dtype`. Return None if the layer adds no
+        bias."""
         return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
 
 
 class Past:
-    """Cache of the keys and values of all tokens that a whole model has processed."""
+    """Cache of the keys and values of all tokens that a model without tp and pp has processed."""
 
     def __init__(self) -> None:
         self.length = 0
-        self.cache: Any = None  # cache of a model that uses transformers' code
+        self.cache: Any = None  # transformers' cache, for models that use its code
         self._by_block: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
     def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Append new keys and values of a block. Return the keys and values of all tokens, each [B,
-        H, T, K]."""
+        """Append a block's new keys and values to the cache. Return the block's keys and values of
+        all tokens, each [B, H, T, K]."""
         if block in self._by_block:
             tensors = tuple(
                 torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)
@@ -126,8 +129,8 @@ class Block(nn.Module):
     def attention(
         self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
-        """Return causal self-attention, [B, T, D] -> [B, T, D]. With `documents`, tokens attend
-        only within their document."""
+        """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
+        each token attends only within its document."""
         start = past.length if past is not None else 0
         q, k, v = self.heads(x, start if documents is None else documents.positions)
         if past is not None:
@@ -141,9 +144,9 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
     A family's __init__ sets the modules below, and those that `place` needs, in the order of the
-    family's parameters. The first stage has the modules set before the blocks, and the last stage
-    those set after. The embedding has `size.padded_vocab_size` rows. Padding is removed from the
-    logits or masked before they are used."""
+    family's parameters. The first stage has the modules that are set before the blocks, and the
+    last stage the modules that are set after the blocks. The embedding has `size.padded_vocab_size`
+    rows. Padding is removed or masked before the logits are used."""
 
     # Patterns of module names -> role, in addition to _ROLES
     roles: ClassVar[dict[str, Role]] = {}
@@ -158,13 +161,13 @@ class Decoder(nn.Module):
         self.size = size
         self.dropout = dropout
         self.is_first = self.is_last = True
-        # Dtype of the residuals; None for the dtype of the parameters
+        # Dtype of the residual stream; None means the dtype of the parameters
         self.compute_dtype: torch.dtype | None = None
-        # Function that fills parameters on the device "meta" with initial values (fill_parameters)
+        # Function that initializes parameters on the device "meta" (see fill_parameters)
         self.fill: Callable[..., None] | None = None
-        # Adapters of all blocks from which training continues (peft.py); {} for new adapters
+        # Adapters of all blocks whose training continues (peft.py); {} starts with new adapters
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
-        # Functions after the last norm, which may be compiled or replaced
+        # Functions applied after the final norm; they may be compiled or replaced
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
@@ -179,9 +182,10 @@ class Decoder(nn.Module):
         """Return logits [B, T, V] from token ids [B, T], or the loss if `targets` are given.
 
         The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX; targets[:, t] is the
-        token after x[:, t]. With a `past`, the ids continue it and are added to it. `positions` and
-        `ends` describe packed records, as in `Samples.batch`. All stages except the first accept
-        hidden states [B, T, D], and all except the last return them."""
+        token after x[:, t]. With `past`, the ids follow the cached tokens, and the cache is
+        extended. `positions` and `ends` describe packed records, as in `Samples.batch`. All stages
+        except the first accept hidden states [B, T, D], and all stages except the last return
+        hidden states."""
         x = self.hidden(x, positions, ends, past)
         return self.leave(x, targets) if self.is_last else x
 
@@ -192,7 +196,7 @@ class Decoder(nn.Module):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Return the output of a stage's blocks for token ids [B, T] or hidden states [B, T, D], as
+        """Return the output [B, T, D] of this stage's blocks for token ids [B, T] or hidden states
         [B, T, D]."""
         options: dict[str, Any] = {} if past is None else {"past": past}
         if self.is_first:
@@ -231,21 +235,23 @@ class Decoder(nn.Module):
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Return the embeddings of tokens at `positions` after casts and dropout, [B, T, D] -> [B,
-        T, D]. Families with learned positions add them here."""
+        """Cast token embeddings and apply dropout, [B, T, D] -> [B, T, D]. Families with learned
+        position embeddings add them here."""
         return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Return the weight of the output layer, [P, D]. The last stage has it. If it is tied, the
-        first stage also has it."""
+        """Return the weight of the output layer, [P, D]. The last stage has this weight. If the
+        weight is tied, the first stage also has it."""
         return self.token_embedding.weight if self.size.tied else self.output_rows.weight
 
     def stage(self, blocks: range) -> "Decoder":
-        """Return a stage with a range of blocks. Parameters keep their names in the whole model.
+        """Return the pipeline stage with a range of blocks. Parameters keep the names that they
+        have in the whole model.
 
-        The first and last stage include the modules before and after the blocks. The stage shares
-        modules with this model, except that a last stage gets a copy of a tied embedding."""
+        The first stage includes the modules before the blocks, and the last stage the modules after
+        them. The stage shares its modules with this model. However, a last stage that is not also
+        the first gets a copy of a tied embedding."""
         part = copy.copy(self)
         nn.Module.__init__(part)  # the new stage starts without modules and hooks
         part.is_first = blocks.start == 0
@@ -275,7 +281,7 @@ class Decoder(nn.Module):
         }
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
-        """Return a source of random weights that depend only on `seed`. See the function
+        """Return a source of random weights that depend only on `seed`. See the module's function
         `random_source`."""
         return random_source(self, seed, device, hashed=hashed)
 
@@ -288,8 +294,8 @@ class Decoder(nn.Module):
 def project_to_vocabulary(
     x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return logits [B, T, V], limited to between -cap and cap, from hidden states [B, T, D] and
-    output rows [P, D]."""
+    """Return logits [B, T, V] from hidden states [B, T, D] and output rows [P, D]. A nonzero `cap`
+    limits the logits to between -cap and cap."""
     return limit(F.linear(x, weight)[..., :vocab_size], cap)
 
 
@@ -301,7 +307,7 @@ def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, of hidden states [B, T, D], output rows [P, D] and
+    """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], output rows [P, D] and
     targets [B, T]."""
     logits = limit(F.linear(x, weight).float().flatten(0, -2), cap)
     logits = mask_padding(logits, vocab_size)
@@ -309,8 +315,8 @@ def summed_cross_entropy(
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mask the padding of the vocabulary in logits [N, P], in place. Slicing it off would be
-    slower, because rows of P numbers are aligned in memory."""
+    """Mask vocabulary padding in the logits of N tokens, [N, P], in place. Slicing off the padding
+    would be slower, because the rows would no longer be aligned in memory."""
     if logits.shape[1] > vocab_size:
         columns = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(columns >= vocab_size, -torch.inf)
@@ -323,17 +329,17 @@ def is_block_matrix(name: str, size: ModelSize) -> bool:
 
 
 class Fingerprint:
-    """Checksum over about a thousand numbers of each parameter of a whole model. A process may have
-    only parts of the parameters."""
+    """Checksum of about a thousand numbers of each parameter of a model. Each rank may have only
+    shards of the parameters."""
 
     def __init__(self, model: Decoder) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        # (name, indices of samples, values of samples) in the parts of this process
+        # (parameter name, indices of samples, values of samples) in this rank's shards
         self.samples: list[tuple[str, list[int], list[float]]] = []
 
     def watching(self, source: "Source") -> "Source":
-        """Return `source` with sampling of the values that it returns. Several threads may use
-        it."""
+        """Return a source that also samples the values that it reads from `source`. The returned
+        source is thread-safe."""
 
         def read(name: str, box: Box) -> torch.Tensor:
             values = source(name, box)
@@ -359,8 +365,8 @@ class Fingerprint:
         self.samples.append((name, indices.tolist(), samples.float().tolist()))
 
     def combine(self, all_samples: Iterable[Any] | None = None) -> int:
-        """Return the checksum of the samples of all processes or, if they are not given, of this
-        process's samples."""
+        """Return the checksum of `all_samples`, which has one list per rank. By default, use only
+        this rank's samples."""
         samples: dict[str, Any] = {
             name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
             for name, shape in self.shapes.items()
@@ -370,18 +376,18 @@ class Fingerprint:
         return zlib.crc32(b"".join(values.tobytes() for values in samples.values()))
 
 
-# Part of a tensor, as slices of its first dimensions; () means the whole tensor
+# Box of a tensor, given as slices of its first dimensions; () means the whole tensor
 Box = tuple[slice, ...]
-# Function that returns a box of the initial values of the parameter with this name
+# Function of (name, box) that returns a box of the named parameter's initial values
 Source = Callable[[str, Box], torch.Tensor]
-# Function that returns the memory of this process's part of a parameter, and the indices at which
-# the part begins
+# Function that returns this rank's shard of a parameter, without copying it, and the indices at
+# which the shard begins
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
     """Build a family's model in fp32 on torch's default device, with random weights. On the device
-    "meta" it has only names and shapes."""
+    "meta", the parameters have no values."""
     device = torch.get_default_device()
     with torch.device("meta"):
         model = family(size, dropout)
@@ -392,8 +398,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Move parameters on "meta" and all buffers to `device`, in place. The values of these
-    parameters are undefined afterwards."""
+    """Move parameters on "meta" and all buffers to `device`, in place. Tensors that were on "meta"
+    have undefined values afterwards."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -406,7 +412,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a parameter that one process has whole, and its offset, which is 0."""
+    """Return an unsharded parameter and its offset, which is 0 in each dimension."""
     return parameter.detach(), (0,) * parameter.dim()
 
 
@@ -417,10 +423,10 @@ def fill_parameters(
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
 ) -> None:
-    """Fill this process's parts of the parameters on "meta" with initial values, in place.
+    """Fill this rank's shards of the parameters on "meta" with initial values, in place.
 
-    The parts are on `device` and rounded to `round_to`. Two additional parts are in RAM at a time,
-    because one thread reads a part while another thread converts the previous one."""
+    The shards are on `device`, with values rounded to `round_to`. Two threads fill them, so up to
+    two additional shards are in RAM at a time."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())
@@ -448,12 +454,12 @@ def fill_parameters(
 
 
 def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bool) -> Source:
-    """Return a source of random weights on `device`, which depend only on `seed`.
+    """Return a source of random weights that depend only on `seed` and `hashed`.
 
-    Matrices are normal with a standard deviation of 0.02, or less if their results are added to the
-    residuals (Radford et al. 2019). Biases are 0, norms are 1, and padding of the vocabulary is 0.
-    With `hashed`, numbers come from `hashed_normal`, and each process computes only its own part.
-    Otherwise they come from torch's generator on the CPU."""
+    Matrices are normally distributed with a standard deviation of 0.02, or less if their results
+    are added to the residuals (Radford et al. 2019). Biases are 0, norms are 1, and vocabulary
+    padding is 0. With `hashed`, `hashed_normal` draws matrices on `device`, and each rank computes
+    only its shard. Otherwise, torch's generator draws whole matrices on the CPU."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = {name: index for index, name in enumerate(shapes)}
     roles = model.find_roles()
@@ -482,11 +488,11 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
 
 
 def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:
-    """Return a box of a matrix of random numbers, identical on every device.
+    """Return a box of a matrix of random numbers that are identical on every device.
 
-    Each number depends only on `key` and its position. It is the sum of four uniform numbers, which
-    is close to normal, with standard deviation 1 and a maximum of 3.5. The hash is SplitMix64
-    (Steele et al. 2014)."""
+    Each number depends only on `key` and its position in the matrix. It is the sum of four uniform
+    numbers, which is close to normal, with standard deviation 1 and magnitudes up to 3.5. The hash
+    is SplitMix64 (Steele et al. 2014)."""
     bounds: Any = itertools.zip_longest(box, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)
@@ -506,8 +512,8 @@ def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Return AdamW's groups of trained parameters. Matrices have weight decay. Biases and norms,
-    which are one-dimensional, do not."""
+    """Return AdamW's groups of trained parameters. Weight decay applies to matrices, but not to
+    biases and norms, which are one-dimensional."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},

@@ -1,10 +1,9 @@
-"""Store frozen matrices in 4 bits: NF4 with one scale per 64 values (QLoRA, 2305.14314), by
+"""Store frozen matrices in 4-bit NF4 with one scale per 64 values (QLoRA, 2305.14314), using
 bitsandbytes.
 
-Codes and scales are stored as if they were numbers in the compute dtype, because FSDP casts and
-gathers floating-point parameters and must not change their bits. They are stored row by row, so
-FSDP can shard them: codes as [rows, columns / 2 bytes] and scales as [rows, columns / 64 fp32
-numbers]."""
+Codes and scales are viewed as numbers in the compute dtype, so that FSDP's casts do not change
+their bits. Codes have the shape [rows, columns / 2] in bytes, and scales [rows, columns / 64] in
+fp32 numbers, so FSDP can shard both by rows."""
 
 from typing import Any
 
@@ -20,8 +19,8 @@ BLOCK = 64
 
 
 class NF4Linear(Linear):
-    """Linear layer with a frozen matrix in NF4. Each use dequantizes the matrix to the dtype of the
-    input."""
+    """Linear layer with a frozen matrix in NF4. At each use, the matrix is dequantized to the dtype
+    of the input."""
 
     scales: nn.Parameter
 
@@ -31,8 +30,9 @@ class NF4Linear(Linear):
         return y if bias is None else y + bias
 
 
-# torch.compile must not see inside these two operations. It would share the dequantized matrix
-# between the passes, and so keep all matrices of the model in memory until the backward pass.
+# torch.compile must not see inside these two operations. Otherwise, it would share the dequantized
+# matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
+# until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_product", mutates_args=())
 def nf4_product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
@@ -76,7 +76,8 @@ nf4_product.register_autograd(_backward, setup_context=_keep_codes)
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of a matrix [rows, columns], viewed in its dtype."""
+    """Return the codes and scales of a matrix [rows, columns], both viewed in the matrix's
+    dtype."""
     operations: Any = torch.ops.bitsandbytes
     codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK, "nf4", torch.uint8)
     rows = len(values)
@@ -95,7 +96,8 @@ def dequantize(
 
 
 def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
-    """Turn the matrices whose weights are codes into NF4Linear with these `scales`, in place."""
+    """Convert the linear layers that `scales` names to NF4Linear, in place. Their weights must
+    already be codes."""
     for name, values in scales.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
         linear.__class__ = NF4Linear
@@ -105,7 +107,7 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def replace_by_dequantized(module: nn.Module) -> None:
     """Replace all NF4 matrices of a module with their dequantized values, in place. Tests compare
-    training with codes with training with these values."""
+    training on codes to training on these values."""
     for linear in module.modules():
         if isinstance(linear, NF4Linear):
             codes = linear.weight
@@ -128,7 +130,8 @@ def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> N
 
 
 def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
-    """Return a source of the values that an NF4 base has in training with a compute `dtype`."""
+    """Return a source of the values that training in the compute dtype `dtype` uses for an NF4
+    base."""
 
     def read(name: str, box: Box) -> torch.Tensor:
         values = source(name, ())

@@ -1,5 +1,5 @@
-"""Read and write LoRA adapters in the PEFT library's folders, continue their training, and merge
-them into weights."""
+"""Read and write LoRA adapters in PEFT's folder format, prepare them for further training, and
+merge them into weights."""
 
 import importlib.util
 import json
@@ -32,12 +32,12 @@ _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32":
 
 
 class Initial(NamedTuple):
-    """Initial adapters of a training run that continues earlier ones."""
+    """Initial adapters of a run that continues the training of earlier adapters."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names of matrices of our blocks
-    # A [rank, in] and B [out, rank] under our names, and a mask of B if parts of it stay 0
+    targets: tuple[str, ...]  # names of matrices in our blocks
+    # A [rank, in] and B [out, rank] under our names, and a mask of B if some of its values stay 0
     tensors: dict[str, torch.Tensor]
     base: str | None  # fingerprint of the base weights
 
@@ -53,19 +53,19 @@ class _Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Trained adapters of a model. One of our matrices may combine several of Hugging Face's, each
-    with its own adapter."""
+    """Trained adapters of a model. One of our matrices may combine several Hugging Face matrices,
+    each with its own adapter."""
 
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
-    scale: float  # factor of B A, which is added to the weights
+    scale: float  # factor of B A in its sum with the weights
     base: str | None  # fingerprint of the base weights
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     whose: object  # folder or run of the adapters, for messages
 
     def rounded_to(self) -> torch.dtype | None:
-        """Return the compute dtype if the base was in NF4, otherwise None. Raises UserError if the
-        base cannot be quantized here."""
+        """Return the compute dtype if the base was in NF4. Return None if the base was not
+        quantized. Raises UserError if the format is unknown or bitsandbytes is not installed."""
         if self.rounding is None:
             return None
         if self.rounding not in _ROUNDINGS:
@@ -78,8 +78,8 @@ class Adapters:
         return _ROUNDINGS[self.rounding]
 
     def trained_base(self, base: Source, size: ModelSize) -> Source:
-        """Return a source of the `base` weights that the adapters were trained on. If the base was
-        quantized, these are the values of NF4."""
+        """Return a source of the `base` weights on which the adapters were trained. If the base was
+        quantized, the source returns dequantized NF4 values."""
         dtype = self.rounded_to()
         if dtype is None:
             return base
@@ -105,10 +105,11 @@ class Adapters:
         return read
 
     def initial(self, size: ModelSize) -> Initial:
-        """Return the adapters in the form in which training continues them.
+        """Return the adapters in the form from which training can continue.
 
-        If one of our matrices combines several of Hugging Face's, A contains the rows of all their
-        adapters, so the rank is larger. A mask keeps B at 0 in the columns of other adapters."""
+        If one of our matrices combines several Hugging Face matrices, A stacks the distinct A of
+        their adapters, so the rank may be larger. A mask keeps each row of B at 0 in the columns of
+        other adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -173,8 +174,8 @@ def save_adapters(
     base: str,
     fingerprint: int,
 ) -> None:
-    """Write adapters, which are in `state` under our names, to a folder that PEFT can load. `base`:
-    the folder of the base weights or their name on the Hub."""
+    """Write the adapters in `state`, which uses our names, to a folder that PEFT can load. `base`
+    is the folder of the base weights or their name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
@@ -194,17 +195,17 @@ def save_adapters(
 
 
 def base_rounding(config: RunConfig) -> str | None:
-    """Return the format of a quantized base and the compute dtype, or None if it is not
-    quantized."""
+    """Return the format of a quantized base and the compute dtype, such as "nf4 bf16". Return None
+    if the base is not quantized."""
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
 def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Return adapters under PEFT's names without their zeros, and their rank.
+    """Remove unneeded zeros from adapters under PEFT's names. Return the adapters and their rank.
 
-    Adapters whose B is 0 are removed. Columns of B that are 0 are removed as far as all adapters
-    can keep the same rank."""
-    nonzero = {}  # name of B -> (its columns, nonzero ones first; number of nonzero columns)
+    Adapters whose B is 0 are removed. From the others, columns of B that are 0 are removed until
+    the rank is the largest number of nonzero columns of any B."""
+    nonzero = {}  # name of B -> (columns, nonzero ones first; number of nonzero columns)
     for name, b in tensors.items():
         if ".lora_B." in name:
             nonzero[name] = torch.argsort(~b.any(0), stable=True), int(b.any(0).sum())
@@ -223,8 +224,8 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
 
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return adapters under PEFT's names from adapters under our names. If one of our matrices
-    combines several of Hugging Face's, each of these gets all of A and its own rows of B."""
+    """Convert adapters under our names to adapters under PEFT's names. If one of our matrices
+    combines several Hugging Face matrices, each of them gets a copy of A and its own rows of B."""
     tensors = {}
     for name, a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
@@ -236,13 +237,13 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 
 def read_initial(spec: ModelSpec, folder: Path) -> Initial:
-    """Return the adapters in `folder` in the form in which training continues them. Raises
+    """Return the adapters in `folder` in the form from which training can continue. Raises
     UserError if they are not plain LoRA adapters of the model."""
     return read_folder(spec, folder).initial(spec.size)
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one shape without duplicates."""
+    """Return the tensors without duplicates."""
     distinct: list[torch.Tensor] = []
     for tensor in tensors:
         if not any(torch.equal(tensor, other) for other in distinct):
@@ -252,8 +253,8 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
-    fingerprint of the weights that the adapters of `whose` were trained on. A `base` of None is
-    unknown and is accepted."""
+    fingerprint of the weights on which adapters were trained. A `base` of None means unknown and is
+    accepted. `whose` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"
         raise UserError(what, "the base has changed since then", "restore the base")
@@ -266,8 +267,8 @@ def is_rounded(folder: Path) -> bool:
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """Yield (our name, columns, Hugging Face's name, its rows in our matrix) for each of Hugging
-    Face's matrices in the blocks."""
+    """For each Hugging Face matrix in the blocks, yield (our name, number of columns, Hugging Face
+    name, indices of the matrix's rows in our matrix)."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
@@ -279,7 +280,7 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
 def _match(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
 ) -> dict[str, list[_Adapter]]:
-    """Group adapters under PEFT's names by our matrix to which they belong. Raises UserError if A
+    """Group adapters, given under PEFT's names, by the name of our matrix. Raises UserError if A
     and B of a pair do not fit."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
     for name, columns, hf_name, rows in _matrices(spec):
@@ -291,7 +292,7 @@ def _match(
 
 
 def _names(matrix: str) -> tuple[str, str]:
-    """Return PEFT's names of the A and B of one of Hugging Face's matrices."""
+    """Return PEFT's names for A and B of a Hugging Face matrix."""
     return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
 
 
@@ -306,8 +307,8 @@ def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
 def _checked_pair(
     a: torch.Tensor | None, b: torch.Tensor | None, shape: tuple[int, int], what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B. Raises UserError unless they are adapters of a matrix of `shape` [out,
-    in]."""
+    """Return A and B. Raises UserError unless both are finite and fit a matrix of `shape`
+    [out, in]."""
     if a is None or b is None:
         missing_name = "lora_A" if a is None else "lora_B"
         raise UserError(f"{what} has no {missing_name}", fix="download the adapters again")
@@ -327,8 +328,9 @@ def _checked_pair(
 def _read_tensors(
     config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of adapters, and the metadata of their file, which may name the base.
-    Raises UserError for a file that is missing, damaged or inconsistent with the config."""
+    """Return the tensors of adapters, and the metadata of their file, which may contain the
+    fingerprint of the base. Raises UserError for a file that is missing, damaged or inconsistent
+    with the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
@@ -355,7 +357,8 @@ def _read_tensors(
 def _check_names(
     config: AdapterConfig, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
 ) -> None:
-    """Raise UserError unless the tensors are adapters of rank `config.r` for all of its targets."""
+    """Raise UserError unless the tensors are adapters of rank `config.r` for exactly the targets in
+    `config`."""
     for name, tensor in tensors.items():
         if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
             what = f"{folder}: {name} has rank {len(tensor)} and r is {config.r}"
@@ -365,7 +368,7 @@ def _check_names(
     if not adapted:
         raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="download them again")
     targets = config.target_modules
-    if not isinstance(targets, list):  # a pattern, which may select blocks
+    if not isinstance(targets, list):  # a pattern, which may select blocks, or None
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
     for _, _, hf_name, _ in _matrices(spec):
         is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)

@@ -1,4 +1,5 @@
-"""Find the weight files of a Hugging Face folder, in the same order as transformers."""
+"""Find and read the weight files of a Hugging Face folder, with transformers' order of
+preference."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from distributed_training.settings.files import load_json, open_regular, parse_a
 if TYPE_CHECKING:
     import torch
 
-# (single file, index of several files). The first form that a folder has is used.
+# (single file, index of several files). The first form in the folder is used.
 FORMS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -37,7 +38,8 @@ _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. `isfinite().all()` takes 14 times as long."""
+    """Return whether no value is NaN or infinite. `isfinite().all()` would take 14 times as
+    long."""
     # NaN propagates to the minimum and the maximum.
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
 
@@ -50,12 +52,13 @@ class _Index(BaseModel, strict=True):
 
 
 class Stored(NamedTuple):
-    """Tensor in a file."""
+    """Tensor in a weight file."""
 
     dtype: str  # name in safetensors
     shape: list[int]
-    # Function that returns the tensor on the CPU, or the part of it given by one slice per
-    # dimension. Pages of the file are loaded into RAM only when their values are used.
+    # Function that returns the tensor on the CPU. Given one slice per dimension, it returns only
+    # that part of the tensor. In mapped files, pages are loaded into RAM only when their values are
+    # used.
     read: Callable[..., Any]
 
 
@@ -67,7 +70,7 @@ def convert_command(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights, or [] if the folder has no weights in a known form.
+    """Return a folder's weight files. Return [] if the folder has no weights in a known form.
     Raises UserError for an index that cannot be read."""
     for single, index in FORMS:
         if (folder / single).is_file():
@@ -79,7 +82,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def fetch_weights(repo_id: str) -> Path:
     """Download a model's weights from the Hub and return their folder. Raises OSError if neither
-    the Hub nor its cache has them."""
+    the Hub nor the local Hub cache has the weights."""
     first_error: OSError | None = None
     for single, index in FORMS:
         try:
@@ -128,8 +131,9 @@ def require_weights(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path) -> dict[str, Stored]:
-    """Return a folder's tensors by name, without reading their values. Raises UserError if a file
-    is missing, is damaged, or contains anything but tensors."""
+    """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
+    Raises UserError if a file is missing or damaged, or if torch.load refuses it with
+    weights_only=True."""
     stored: dict[str, Stored] = {}
 
     def read(file: Path, name: str, *box: slice) -> Any:
@@ -148,7 +152,7 @@ def open_weights(folder: Path) -> dict[str, Stored]:
             stored |= _open_bin(file)
             continue
         try:
-            # safe_open reads the header and compares it with the length of the file.
+            # safe_open reads the header and checks it against the length of the file.
             with safe_open(file, "np") as header:
                 for name in header.keys():  # noqa: SIM118, it is not a dict
                     tensor = header.get_slice(name)
@@ -184,8 +188,8 @@ def _open_bin(file: Path) -> dict[str, Stored]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return torch's name of the dtype that most of a folder's weights have. Raises UserError if it
-    is not a supported floating-point dtype."""
+    """Return torch's name of the dtype that most of a folder's weights have. Raises UserError if
+    this dtype is not a supported floating-point dtype."""
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
@@ -199,9 +203,9 @@ def stored_dtype(folder: Path) -> str:
 def is_tied(folder: Path, tied: bool, embedding: str) -> bool:
     """Return whether a model's output layer shares the weights of its embedding.
 
-    `tied` is the value in the folder's config.json. As in transformers, the layers are not tied if
-    the files contain both with different values. The file may omit the
-    first part of `embedding`, the name of a tensor."""
+    `tied` is the value in the folder's config.json, and `embedding` is the name of the embedding's
+    weight. The files may omit the first component of this name. As in transformers, the layers are
+    not tied if the files contain both weights with different values."""
     if not tied or not weight_files(folder):
         return tied
     stored = open_weights(folder)

@@ -1,5 +1,5 @@
-"""Define the model family of Llama, Mistral, Qwen2 and Qwen3, in Hugging Face's format. No torch
-import."""
+"""Define the model family of Llama, Mistral, Qwen2 and Qwen3, and its Hugging Face format. This
+module imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
 STORES_TRANSPOSED = False
 _FIX = "use a model without it, for example one of those in models/llama/sizes.json"
-# Our names -> Hugging Face's names, except for our tensors that combine several of Hugging Face's
+# Our names -> Hugging Face names, except for tensors that combine several Hugging Face tensors
 _NAMES = {
     "token_embedding": "model.embed_tokens",
     "blocks": "model.layers",
@@ -44,10 +44,11 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """`rope_parameters` of transformers: the rotation speed of each pair of numbers in a head."""
+    """`rope_parameters` of transformers, which set the rotation speed of each pair of numbers in a
+    head."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    # Up to max_position_embeddings, which no sequence here exceeds, "dynamic" equals "default".
+    # No sequence here exceeds max_position_embeddings, so "dynamic" equals "default".
     rope_type: Literal["default", "linear", "llama3", "dynamic"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -57,8 +58,8 @@ class Rope(BaseModel, strict=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Remove the older name of `rope_type`, and a partial rotary factor that covers the whole
-        head."""
+        """Remove the older name of `rope_type`, and a `partial_rotary_factor` of 1, which rotates
+        the whole head."""
         redundant = {"type": values.get("type"), "partial_rotary_factor": 1.0}
         return {k: v for k, v in values.items() if k not in redundant or v != redundant[k]}
 
@@ -82,7 +83,7 @@ class Config(BaseModel, strict=True):
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
     hidden_act: Literal["silu", "swish"] = "silu"  # two names of the same function
-    # Number of tokens that a token attends to in sliding layers
+    # Number of tokens to which each token attends in sliding-window layers
     sliding_window: Count | None = None
     # None if all layers have the same type
     layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)
@@ -92,7 +93,8 @@ class Config(BaseModel, strict=True):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Remove the values that transformers ignores in a model of this type."""
+        """Remove values that transformers ignores for this model type, and add a missing
+        `head_dim`."""
         values = {key: value for key, value in given.items() if value is not None}
         model_type = values.get("model_type")
         heads = values.get("num_attention_heads") or 1
@@ -129,7 +131,7 @@ class Config(BaseModel, strict=True):
 
 
 def llama_size(config: Config) -> ModelSize:
-    """Return the size of a model. Its `num_parameters` equals Hugging Face's count."""
+    """Return the size of a model. `num_parameters` of the size equals the count in transformers."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim
@@ -180,7 +182,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model on the CPU in fp32, with random weights that depend only on `seed`."""
+    """Build the model in fp32 on torch's default device, with random weights that `seed`
+    determines."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.llama.model import Llama
 
@@ -188,8 +191,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's tensors by name, as views of our tensor called `ours`. Its rows may
-    have any number of axes."""
+    """Return the Hugging Face tensors in our tensor `ours`, by name, as views. Each row of `tensor`
+    may have any number of dimensions."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
@@ -212,8 +215,8 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """Return the config.json for transformers' `AutoModelForCausalLM`. Older versions of
-    transformers can also read it."""
+    """Return a config.json for transformers' `AutoModelForCausalLM`. Older versions of transformers
+    can also read the result."""
     config = size.config
     rope = config.rope_parameters
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
@@ -228,9 +231,9 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def unit_size(hidden: int) -> int:
-    """Return the unit size of `mlp_in`: this number of adjacent rows of the gate are followed by as
-    many rows of the up projection. Units are small enough for tp to split, and large enough for one
-    read by a GPU."""
+    """Return the unit size of `mlp_in`. This number of adjacent gate rows is followed by the same
+    number of up-projection rows. Units are small enough for tp to split them, and large enough for
+    efficient GPU reads."""
     return math.gcd(hidden, 16)
 
 
