@@ -1,4 +1,4 @@
-"""Define AdamW with 8-bit Adam moments from torchao, an optional package."""
+"""Define AdamW with 8-bit Adam moments. This module requires the optional package torchao."""
 
 import contextlib
 from typing import Any
@@ -10,16 +10,17 @@ from distributed_training.engines.base import ADAM
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-    """AdamW whose Adam moments share a scale per block of 256 values (Dettmers et al., 2110.02861).
-    If a parameter has fewer than 4096 values or an incomplete block, its Adam moments are fp32."""
+    """AdamW whose Adam moments have one scale per block of 256 values (Dettmers et al.,
+    2110.02861). If a parameter has fewer than 4096 values or an incomplete block, its Adam moments
+    are fp32."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, lr, **ADAM)
         self.compiled = compiled
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero Adam moments and a step counter on its device. torchao keeps the
-        counter on the host, where a CUDA graph cannot increment it."""
+        """Set a parameter's Adam moments to 0 and its step counter to `step`. torchao would keep
+        the counter on the host, where a CUDA graph cannot increment it."""
         first, second = (self._new_buffer(parameter, signed) for signed in (True, False))
         self.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
 
@@ -36,8 +37,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
 
 
 def restore(moment: Any, values: torch.Tensor) -> None:
-    """Quantize `values` into `moment`. The values come from an earlier quantization. They keep
-    their codes, and their scales except for the last bit.
+    """Quantize `values`, which come from an earlier quantization, into `moment`. The codes stay the
+    same, and the scales change at most in the last bit.
 
     The scale is not always the largest magnitude of a block, because there is a code for 1 but none
     for -1, and because no scale is smaller than 1e-12."""

@@ -21,7 +21,7 @@ from distributed_training.parallel.tensor_files import Part, TensorFiles
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW's constants in every engine. The learning rate and weight decay come from CONFIG.
 ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam moments by the names of torch and DeepSpeed
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and DeepSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,24 @@ class StepResult:
 
 
 class Engine(abc.ABC):
-    """Running strategy. Most methods are collective: all ranks call them in the same order."""
+    """Engine that trains a model with one strategy. Most methods are collective: all ranks call
+    them in the same order."""
 
     topology: Topology
-    optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper of one
+    optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper around one
     base_fingerprint = 0  # fingerprint of the frozen weights under the adapters; 0 without adapters
-    gradient_names: Sequence[str] = ()  # parameters in the order of `StepResult.gradients`
+    gradient_names: Sequence[str] = ()  # parameter names in the order of `StepResult.gradients`
 
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Run the forward and backward passes of *all* micro-batches and one optimizer update.
-        Return the results. The gradient is computed for (sum of token losses of the global batch) /
-        `batch.num_targets`."""
+        Return the results. The loss whose gradient is computed is (sum of token losses of the
+        global batch) / `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Return this rank's summed loss of a `Samples.batch`, an fp32 scalar, without
-        gradients."""
+        """Return this rank's summed loss, an fp32 scalar, for the arrays of `Samples.batch`. No
+        gradients are computed."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
@@ -72,26 +73,29 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def describe_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of parameters, gradients, optimizer state and reduction."""
+        """Return the dtypes of parameters, computation, gradients, optimizer state and
+        reduction."""
 
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
-        ("exp_avg/<name>") in fp32. They have the model's names and shapes, without padding of the
-        vocabulary. Not collective."""
+        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes are those of the model,
+        without vocabulary padding. This method is not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
-        """Return the state that is the same on every rank: "adam_steps" and, for fp16, "loss_scale"
-        and "good_steps", the number of steps since the last overflow."""
+        """Return the state that is the same on every rank: "adam_steps", "loss_scale" and
+        "good_steps", the number of steps since the last overflow. The last two matter only for
+        fp16."""
 
     @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Restore the `state_parts` and `counters` of a checkpoint of any engine and layout."""
+        """Restore the `state_parts` and `counters` of a checkpoint, which may come from any engine
+        and layout."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return fp32 tensors that only this rank has and that an exact resumption under the same
-        layout needs."""
+        """Return fp32 tensors that only this rank has. They are needed to resume exactly under the
+        same layout."""
         return {}
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
@@ -99,7 +103,7 @@ class Engine(abc.ABC):
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """Return all weights by the model's names, gathered on the CPU of rank 0. Return None on
-        other ranks. Collective over all processes."""
+        other ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         own_parts = [part for part in weights if part.writes and math.prod(part.size)]
         ranks = gather([(part.name, part.shape, part.start, part.size) for part in own_parts])
@@ -114,20 +118,21 @@ class Engine(abc.ABC):
                 if sender > 0:
                     dist.recv(values, sender)
                 tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
-                # Under ZeRO, parts are ranges of the flattened tensor.
+                # Under ZeRO, shards are ranges of the flattened tensor.
                 target = tensor if len(start) == len(shape) else tensor.view(-1)
                 target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
         return state
 
     def close(self) -> None:
-        """Drop the model and the optimizer, so that no object refers to the process group."""
+        """Drop all attributes, including the model and the optimizer, so that nothing refers to the
+        process group."""
         for name in list(vars(self)):
             delattr(self, name)
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Disable gradients, dropout and compilation. Compiled code would compile again for new
+    """Disable gradients, dropout and compilation. Compiled code would be recompiled for new
     shapes."""
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):

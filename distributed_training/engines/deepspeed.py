@@ -1,4 +1,4 @@
-"""Run DeepSpeed's ZeRO 1, 2 and 3, offload to the host and Infinity."""
+"""Train with DeepSpeed: ZeRO stages 1, 2 and 3, CPU offload and ZeRO-Infinity."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:
-            # Gather the parameters of a block together. This causes fewer and larger all-gathers,
+            # Gather the parameters of a block together. The result is fewer and larger all-gathers,
             # and no hooks inside compiled blocks.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
@@ -75,14 +75,15 @@ class DeepSpeedEngine(base.Engine):
         self.model = self.engine.module
         self.named_params = {names[p]: p for p in self.model.parameters() if p.requires_grad}
         if strategy.zero.stage == 3:
-            # ZeRO-3 must gather the output layer's weight, although it is used outside its module.
+            # ZeRO-3 must gather the output layer's weight, which is used outside its module.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
     def _build_module(self, model: Decoder) -> nn.Module:
         return model
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # DeepSpeed divides by the accumulation steps and averages over ranks. Undo both operations.
+        # DeepSpeed divides by the number of accumulation steps and averages over ranks. Undo both
+        # operations.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         loss_sum = self._run(batch, scale)
         skipped = not self.engine.was_step_applied()
@@ -90,8 +91,8 @@ class DeepSpeedEngine(base.Engine):
         return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        """Run all micro-batches and the update, with the gradient of `scale` x loss. Return this
-        rank's summed loss."""
+        """Run all micro-batches and update the parameters with the gradient of `scale` x loss.
+        Return this rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:
@@ -123,7 +124,7 @@ class DeepSpeedEngine(base.Engine):
         cache: dict[int, dict[str, Any]] = {}
 
         def read(group: int) -> dict[str, Any]:
-            # State on disk is read once, with only one group in memory.
+            # State on disk is read once per group, with only one group in memory at a time.
             if group not in cache:
                 cache.clear()
                 cache[group] = private.read_zero_group(self.optimizer, group)
@@ -145,7 +146,8 @@ class DeepSpeedEngine(base.Engine):
             _, offset, start, count = fragment
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
             flat_range = slice(offset, offset + count)
-            # The last stage has a copy of the tied embedding. The first stage writes it.
+            # The last stage also has a copy of the tied embedding, but only the first stage writes
+            # it.
             writes = name not in self.copied or self.topology.pp_rank == 0
             for tensor_name in tensor_names:
 
@@ -177,7 +179,7 @@ class DeepSpeedEngine(base.Engine):
             # Write existing Adam moments in place, because the swapper tracks these tensors.
             state = adam.state[flat]
             tensors = {"weight": flat}
-            # Each optimizer has a different type for the step.
+            # The CPU optimizer stores the step as an int, and torch's AdamW as a tensor.
             state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
             for moment in base.MOMENTS:
                 if moment not in state:

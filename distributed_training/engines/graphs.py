@@ -13,14 +13,14 @@ import torch
 from distributed_training.parallel.agree import works_everywhere
 
 NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first 11 steps
-# Memory of a graph per byte of its tensors at their peak. Measured: 28.9 GiB for 23.0 GiB, with
-# FSDP and a model of 8B parameters.
+# Memory of a graph, in bytes per byte of tensors at their peak. With FSDP and a model of 8B
+# parameters, 28.9 GiB were measured for 23.0 GiB of tensors.
 POOL_SHARE = 1.25
 LAUNCHING = "The step is launched op by op instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Return the arrays as tensors on `device`. Copies to a GPU do not block."""
+    """Return the arrays as tensors on `device`. Copies to a GPU do not block the host."""
     tensors = tuple(map(torch.from_numpy, arrays))
     if device.type == "cpu":
         return tensors
@@ -30,9 +30,9 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 class StepGraph:
     """Step that is first launched op by op and then, if `captures` is True, captured and replayed.
 
-    `step` takes tensors on the device and returns tensors. Everything else that it reads or writes,
-    such as parameters, optimizer state and learning rate, must keep its memory address. `step` must
-    not wait for the GPU, and its control flow must not depend on values on the GPU."""
+    `step` takes tensors on the device and returns tensors. Everything else that `step` reads or
+    writes, such as parameters, optimizer state and learning rate, must keep its memory address.
+    `step` must not wait for the GPU, and its control flow must not depend on values on the GPU."""
 
     def __init__(
         self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
@@ -67,7 +67,7 @@ class StepGraph:
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
         """Let code between two steps allocate in the graph's memory, which is unused between steps.
-        Its tensors must not outlive the next step's start."""
+        Tensors allocated there must be freed before the next step starts."""
         if self.graph is None:
             yield
         else:
@@ -75,7 +75,8 @@ class StepGraph:
                 yield
 
     def forget(self) -> None:
-        """Drop the graph, because state has moved in memory. A later step captures it again."""
+        """Drop the graph. Call this method when state has moved in memory. A later step captures a
+        new graph."""
         if self.graph is not None:
             self.graph = None
             self.num_steps = 0
@@ -93,8 +94,8 @@ class StepGraph:
     def _check_memory(self) -> None:
         """Raise RuntimeError if the GPU has too little free memory for the graph.
 
-        A capture cannot be undone halfway, and the allocator cannot return memory to the driver
-        during a capture."""
+        This check comes first, because a capture cannot be undone halfway, and the allocator cannot
+        return memory to the driver during a capture."""
         torch.cuda.synchronize(self.device)
         compute = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()
@@ -120,7 +121,8 @@ class StepGraph:
         torch.cuda.empty_cache()
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Capture a step without running it, either on every rank or on no rank. Collective."""
+        """Capture a step without running it, either on every rank or on no rank. All ranks must
+        call this method."""
         if not works_everywhere(self._check_memory, LAUNCHING):
             self._release()
             return
@@ -128,7 +130,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
 
         def record() -> None:
-            # Other threads, such as NCCL's watchdog, may still query GPU events.
+            # Other threads, such as NCCL's watchdog, may query GPU events during the capture.
             with torch.cuda.graph(
                 graph,
                 pool=self.pool.id,

@@ -68,8 +68,8 @@ class NativeEngine(base.Engine):
         self.tp_partial_params: list[nn.Parameter] = []
         modules = [self._parallelize(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model if there is no pipeline
-        # Trained parameters of each stage, captured now because FSDP's modules have gathered and
-        # rounded copies after an evaluation.
+        # Trained parameters of each stage, collected now because, after an evaluation, FSDP's
+        # modules have gathered and rounded copies instead.
         self.params_by_stage = [
             (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
             for part in stages.values()
@@ -126,8 +126,8 @@ class NativeEngine(base.Engine):
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.uses_fsdp:
-            # With tp or pp, replication also uses FSDP, with shards of size 1, because DDP needs
-            # whole models.
+            # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
+            # needs whole models.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
             blocks.apply_prefetch(part, config.fsdp_prefetch)
@@ -142,15 +142,16 @@ class NativeEngine(base.Engine):
         return part
 
     def replicate(self, part: Decoder) -> nn.Module:
-        """Let the backward pass average gradients over all ranks, in buckets of fp32 or bf16."""
+        """Wrap `part` in DDP, whose backward pass averages gradients over all ranks in buckets of
+        fp32 or bf16."""
         module = self.build_ddp(part, self.config.bucket_cap_mb)
         if self.config.gradient_compression == "bf16":
             module.register_comm_hook(None, gradients.bf16_hook)
         return module
 
     def build_ddp(self, part: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
-        """Return `part` under DDP with its buckets arranged, so that a communication hook may be
-        added."""
+        """Wrap `part` in DDP and fix the order of its buckets. Afterwards, a communication hook may
+        be added."""
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
@@ -158,16 +159,16 @@ class NativeEngine(base.Engine):
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
-        """Run a pass whose gradients are dropped, to fix the order of DDP's buckets.
+        """Run a pass that fixes the order of DDP's buckets. The gradients of the pass are dropped.
 
         DDP fills its buckets in the order in which gradients arrive in the first pass, and
-        compression keeps errors by bucket. Torch may hold the first buckets during the next pass,
-        until its watchdog releases the buffers of NCCL's operations. There is no optimizer state
-        yet, so the peak memory stays that of later steps."""
+        compression stores errors per bucket. During the next pass, torch may keep the first buckets
+        until its watchdog releases the buffers of NCCL operations. Optimizer state does not exist
+        yet, so peak memory does not exceed that of later steps."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
-        if packing := self.plan.packing:  # one document per block
+        if packing := self.plan.packing:  # one document per sample
             ends = torch.full_like(ids[:, :1], shape[1]).repeat(1, packing.max_documents)
             documents = [torch.arange(shape[1], device=ids.device).repeat(shape[0], 1), ends]
         module.train()
@@ -193,8 +194,8 @@ class NativeEngine(base.Engine):
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on the tensors of `Samples.batch` for m micro-batches, each [m, B,
-        ...]. Return this rank's summed loss and the norms of `global_norm`."""
+        """Run one optimizer step on the tensors of `Samples.batch`, stacked over m micro-batches to
+        [m, B, ...]. Return this rank's summed loss and the norms from `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
@@ -212,12 +213,12 @@ class NativeEngine(base.Engine):
         return reported, *self.update()
 
     def _accumulate(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Run the forward and backward passes of all micro-batches. Return their summed loss."""
+        """Run the forward and backward passes of all micro-batches. Return the summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         for index, micro_batch in enumerate(zip(*tensors, strict=True), start=1):
             is_last = index == len(tensors[0])
-            # DDP averages once per step. FSDP reduce-scatters every micro-batch and all-reduces the
-            # shards of replicas once per step.
+            # DDP averages once per step. FSDP reduce-scatters once per micro-batch and all-reduces
+            # over replicas once per step.
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_all_reduce(is_last)
             elif isinstance(self.module, DistributedDataParallel):
@@ -262,7 +263,7 @@ class NativeEngine(base.Engine):
         return grad_norm, param_grad_norms
 
     def _scale_loss(self, overflow: torch.Tensor) -> None:
-        """Set the loss scale for the next step."""
+        """Update the loss scale for the next step."""
         good_steps = torch.where(overflow, 0.0, self._good_steps + 1)
         higher = torch.where(good_steps % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
         scale = self.loss_scale * torch.where(overflow, 0.5, higher)
@@ -289,7 +290,7 @@ class NativeEngine(base.Engine):
         return logits[:batch, :length]
 
     def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
-        """Run the forward pass. Return its output, or None on ranks without the last stage."""
+        """Run the forward pass. Return the output. Return None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors, **options)
         # Free gathered parameters. A replayed step gathers its own copies and would not update

@@ -1,9 +1,9 @@
 """Build AdamW with Adam moments in fp32 or in fewer bits.
 
-The second moment is a mean over about 1,000 steps. In bf16 with rounding to nearest it could not
-shrink. A step changes it by a thousandth, and half the distance between two neighbors in bf16 is
-two to four thousandths. Stochastic rounding solves this: it rounds up or down with probabilities
-that make the mean exact."""
+The second moment is a mean over about 1,000 steps, so it shrinks by at most about a thousandth per
+step. Half the distance between two neighbors in bf16 is two to four thousandths. With rounding to
+nearest, the second moment could therefore never shrink. Stochastic rounding rounds up or down with
+probabilities that make the mean exact."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,14 +15,15 @@ from distributed_training.engines.base import ADAM, MOMENTS
 from distributed_training.parallel.tensor_files import Part
 from distributed_training.settings.config import RunConfig
 
-# Number of values per update. If the update is not compiled, a limit saves memory.
+# Maximum number of values per update. If the update is not compiled, the limit saves memory.
 CHUNK = 2**24
 
 
 def build_optimizer(
     config: RunConfig, groups: list[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the AdamW that CONFIG names. A CUDA graph can capture its step."""
+    """Return the AdamW variant that CONFIG selects. A CUDA graph can capture the optimizer's
+    step."""
     rate = float(config.learning_rate)
     compiled = bool(config.compile)
     if config.optimizer == "adamw-8bit":
@@ -36,7 +37,7 @@ def build_optimizer(
 
 
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
-    """Return the part of one of AdamW's moments that matches a weight's `part`, in fp32."""
+    """Return `part` with access to one of AdamW's moments, in fp32, instead of the weight."""
     inside = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ def moment_part(part: Part, moment: torch.Tensor) -> Part:
         else:
             moment.copy_(padded)
 
-    # `dequantize` also converts tensors that are not quantized to fp32.
+    # If a tensor is not quantized, `dequantize` converts it to fp32.
     return replace(part, get=lambda: moment.dequantize()[inside], write=write)
 
 
@@ -57,13 +58,13 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW with a method that creates its state before the first step."""
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero Adam moments and the number of steps so far."""
+        """Set a parameter's Adam moments to 0 and its step counter to `step`."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
         self.state[parameter] = {"step": step.clone(), **moments}
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW of fp32 parameters with Adam moments in bf16, rounded stochastically."""
+    """AdamW for fp32 parameters, with Adam moments in bf16 that are rounded stochastically."""
 
     found_inf: torch.Tensor | None = None  # 1 skips the update, as in torch's fused AdamW
 
@@ -73,7 +74,7 @@ class AdamWBf16(torch.optim.Optimizer):
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero Adam moments. All parameters share `step`."""
+        """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
         moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         self.state[parameter] = {"step": step, **moments}
 
@@ -102,7 +103,8 @@ class AdamWBf16(torch.optim.Optimizer):
                     self.update(*chunk, **scalars)
 
     def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield pieces of a parameter, its gradient and Adam moments, each [at most CHUNK]."""
+        """Yield pieces of the flattened parameter, gradient and Adam moments. Each piece has at
+        most CHUNK values."""
         if parameter.grad is None or parameter.numel() == 0:
             return
         moments = (self.state[parameter][key].view(-1) for key in MOMENTS)
@@ -146,7 +148,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values stochastically to bf16, which consists of the upper half of the bits of
-    fp32. The probability of rounding up is proportional to the distance from the lower neighbor."""
+    """Round fp32 values stochastically to bf16, which consists of the upper 16 bits of fp32. The
+    probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)
     return (raised & -0x10000).view(torch.float32).bfloat16()
