@@ -1,5 +1,5 @@
-"""Define the model family GPT-2: its sizes, and its weights in Hugging Face's format. No torch
-import.
+"""Define the GPT-2 model family: its sizes and the Hugging Face format of its weights. This module
+imports torch only inside functions.
 
 CONTRIBUTING.md describes the exports of a family."""
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
-    """Return the size of a GPT-2 model. Its `num_parameters` equals the parameter count of Hugging
-    Face's `GPT2LMHeadModel`."""
+    """Return the size of a GPT-2 model. `num_parameters` of the size equals the parameter count of
+    `GPT2LMHeadModel` in transformers."""
     d = hidden_size
     return ModelSize(
         **shape,
@@ -41,7 +41,7 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
 
 
 SIZES = {
-    # 0.3M parameters with the vocabulary of the tokenizer in assets/, for CPUs and tests
+    # 0.3M and 0.4M parameters with the vocabulary of the tokenizer in assets/, for CPUs and tests
     "gpt2-tiny": gpt2_size(vocab_size=2048, num_layers=2, num_heads=4, hidden_size=64),
     "gpt2-tiny-4-blocks": gpt2_size(vocab_size=2048, num_layers=4, num_heads=4, hidden_size=64),
     "gpt2": gpt2_size(vocab_size=50257, num_layers=12, num_heads=12, hidden_size=768),
@@ -49,7 +49,7 @@ SIZES = {
     "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
     "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
     # This size is not published. It has gpt2-xl's matrices, but its heads can be split over 2, 4,
-    # 5, 10 or 20 processes. gpt2-xl's 25 heads can be split only over 5 or 25.
+    # 5, 10 or 20 ranks. gpt2-xl's 25 heads can be split only over 5 or 25.
     "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
 }
 MODEL_TYPES = ("gpt2",)
@@ -57,7 +57,7 @@ MODEL_TYPES = ("gpt2",)
 _PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB_IDS = {name: f"openai-community/{name}" for name in _PUBLISHED}
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
-# Our names -> Hugging Face's names
+# Our names -> Hugging Face names
 _NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -75,7 +75,7 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """config.json with GPT-2's published architecture. Other options are refused."""
+    """Keys of a config.json with GPT-2's published architecture. Other values are refused."""
 
     model_type: Literal["gpt2"]
     vocab_size: Count
@@ -97,7 +97,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
-    Raises UserError if its architecture differs from the published one."""
+    Raises UserError if the model's architecture differs from the published architecture."""
     if folder is None:
         return SIZES
     fix = "use a GPT-2 of the published architecture, or set weights to random"
@@ -115,8 +115,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model on the CPU in fp32, initialized as in the published code. The weights depend
-    only on `seed`."""
+    """Build the model in fp32 on torch's default device, initialized as in the published code. For
+    each device type, the weights depend only on `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.gpt2.model import GPT2
 
@@ -124,8 +124,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's tensors by name, as views of our tensor called `ours`. Its rows may
-    have any number of axes."""
+    """Return the Hugging Face tensors in our tensor `ours`, by name, as views. Each row of `tensor`
+    may have any number of dimensions."""
     if ours == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
@@ -137,7 +137,7 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """Return the config.json that Hugging Face's GPT2LMHeadModel reads."""
+    """Return a config.json for transformers' GPT2LMHeadModel."""
     document = _Config(model_type="gpt2", **asdict(size)).model_dump(by_alias=True)
     tokens = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     return {**document, **tokens, "architectures": ["GPT2LMHeadModel"]}

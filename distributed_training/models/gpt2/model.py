@@ -1,6 +1,6 @@
-"""Define GPT-2 (Radford et al. 2019) with plain nn.Linear layers, without any parallelism.
+"""Define GPT-2 (Radford et al. 2019) without any parallelism.
 
-The letters in shapes are those of decoder.py, with H heads and K = D / H."""
+The letters in shapes are those of decoder.py, and K = D / H."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ from distributed_training.models.decoder import Block, Decoder, Linear, Position
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm in the dtype of its input. The kernel computes its statistics in fp32."""
+    """nn.LayerNorm with outputs in the dtype of its input. The kernel computes its statistics in
+    fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)
@@ -22,8 +23,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class GPT2Block(Block):
-    """Attention, then an MLP of four times the width. The rows of `qkv` are ordered (head, q/k/v,
-    K), so splitting the rows splits the heads."""
+    """Attention, then an MLP with four times the hidden size. The rows of `qkv` are ordered (head,
+    q/k/v, K), so splitting the rows splits the heads."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(dropout)
@@ -45,8 +46,8 @@ class GPT2Block(Block):
 
 
 class GPT2(Decoder):
-    """GPT-2 with learned positions. Its output layer is tied to the token embedding unless
-    `size.tied` is False."""
+    """GPT-2 with learned position embeddings. Its output layer is tied to the token embedding
+    unless `size.tied` is False."""
 
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 

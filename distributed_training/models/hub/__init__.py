@@ -1,6 +1,7 @@
 """Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. Unlike in
-the other families, reading a model's size imports torch, because the first blocks are built on the
-device "meta" and one of them is traced. The results become part of ModelSize and of the plan."""
+the other families, reading a model's size imports torch unless the size is cached. The first blocks
+are built on the device "meta", and one of them is traced. The results become part of ModelSize and
+of the plan."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 4  # format of the sizes in the user's cache
-# Number of blocks to inspect: layer patterns repeat within fewer blocks
+_VERSION = 4  # version of the format of cached sizes
+# Number of blocks to inspect. Layer patterns repeat within fewer blocks.
 _FIRST_BLOCKS = 12
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
@@ -41,7 +42,7 @@ _MIXTURE = re.compile(r"(?i)expert|router|moe|mixture")
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the size of the model in `folder`, by the folder's name, or {} without a folder.
+    """Return the size of the model in `folder`, by the folder's name. Return {} without a folder.
     Raises UserError if the model is not a dense decoder."""
     if folder is None:
         return {}
@@ -53,7 +54,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 @functools.cache
 def _measured_size(text: str, file: str) -> str:
-    """Return the size of a model as JSON, from the `text` of its config."""
+    """Return the size of a model as JSON, from its config, the JSON `text`."""
     document = json.loads(text)
 
     def measure() -> str:
@@ -65,7 +66,7 @@ def _measured_size(text: str, file: str) -> str:
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
-        except Exception as error:  # transformers raises anything for a wrong value
+        except Exception as error:  # transformers may raise any exception for a wrong value
             why = f"{type(error).__name__}: {shown(' '.join(str(error).split())[:300])[1:-1]}"
             raise UserError(f"transformers cannot build a model from {file}", why) from None
 
@@ -74,7 +75,8 @@ def _measured_size(text: str, file: str) -> str:
 
 
 class UnsupportedError(Exception):
-    """A model is not supported. The text continues a sentence that begins with the model's type."""
+    """Exception for an unsupported model. The message continues a sentence that begins with the
+    model's type."""
 
 
 def _refuse(reasons: dict[str, object]) -> None:
@@ -85,7 +87,7 @@ def _refuse(reasons: dict[str, object]) -> None:
 
 
 def _check_model_type(document: dict[str, Any]) -> None:
-    """Raise UnsupportedError if the type of model is not supported."""
+    """Raise UnsupportedError if the model's type or weight format is not supported."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = document.get("model_type")
@@ -106,8 +108,8 @@ def _check_model_type(document: dict[str, Any]) -> None:
 
 
 def _measure(document: dict[str, Any]) -> ModelSize:
-    """Build and trace the first blocks of a model. Raises UnsupportedError for a model that is not
-    dense, or whose blocks differ in shape."""
+    """Return a model's size, measured by building its first blocks and tracing one of them. Raises
+    UnsupportedError if the model is not a dense decoder or its blocks differ in shape."""
     from transformers import CONFIG_MAPPING
 
     from distributed_training.models.hub import model
@@ -190,12 +192,14 @@ def _measure(document: dict[str, Any]) -> ModelSize:
 
 
 def _is_matrix(shape: Sequence[int], config: Any) -> bool:
-    """Return whether a parameter is a matrix with more rows and columns than there are heads."""
+    """Return whether a parameter has more than two dimensions, or two that are both larger than the
+    number of heads."""
     return len(shape) > 2 or (len(shape) == 2 and min(shape) > config.num_attention_heads)
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model on the CPU in fp32, with random weights as transformers draws them."""
+    """Build the model in fp32 on torch's default device, with weights initialized as transformers
+    does."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.hub.model import HubDecoder
 
@@ -210,8 +214,8 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """Return the config.json that the model was read from. If it names no end-of-text token, add
-    `eos_token_id`."""
+    """Return the config.json from which the model was read, with the size's `tied`. If the config
+    has no end-of-text token, add `eos_token_id`."""
     document: dict[str, Any] = {**size.config["document"], "tie_word_embeddings": size.tied}
     if document.get("eos_token_id") is None:
         document["eos_token_id"] = eos_token_id

@@ -1,4 +1,4 @@
-"""Provide this suite's attention through the AttentionInterface that transformers' models call."""
+"""Provide this package's attention through the AttentionInterface that transformers models call."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ from distributed_training.models.attention import Documents, attend, mask_docume
 from distributed_training.settings.errors import UserError
 
 NAME = "distributed_training"
-# Tensors that models pass to attention and that do not change its result
+# Tensors that models pass to attention but that do not affect the result
 _IGNORED = {"position_ids", "cache_position", "position_embeddings"}
 
 
@@ -30,9 +30,10 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
 
-    A token attends to the last `sliding_window` tokens. Either T is S, or T is 1 and q belongs to
-    the last of the S tokens. Soft caps, and tensors that only the model knows, such as attention
-    sinks, are left to its own eager function. Raises UserError for a mask."""
+    A token attends to the last `sliding_window` tokens, including itself. Either T is S, or T is 1
+    and q belongs to the last of the S tokens. The model's own eager function handles soft caps and
+    additional tensors, such as attention sinks. Raises UserError if there is a mask or attention is
+    not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         what = f"attention of {type(module).__name__} is not causal"
         raise UserError(what, "only causal attention with an optional sliding window is supported")
@@ -59,16 +60,16 @@ def attention(
 
 
 def register() -> str:
-    """Register `attention` with transformers, which then builds no masks of its own. Return its
-    name there."""
-    from transformers import AttentionInterface  # slow, and fixes the Hub's settings
+    """Register `attention` with transformers, which then builds no masks. Return the registered
+    name."""
+    from transformers import AttentionInterface  # slow, and freezes the Hub's settings
 
     AttentionInterface.register(NAME, attention)
     return NAME
 
 
 class _ReachedError(Exception):
-    """Stands for documents, and is raised when attention reads their mask."""
+    """Stand-in for documents that is raised when attention reads its mask."""
 
     @property
     def mask(self) -> None:

@@ -1,8 +1,8 @@
-"""Run a decoder from transformers in the frame of `models/decoder.py`.
+"""Wrap a decoder from transformers as a `Decoder` of models/decoder.py.
 
-The modules and their computations are transformers' own. The frame adds the loss, the names of
-blocks, casts, and the boundaries of packed documents. Each use of a weight casts it to
-`compute_dtype`, because FSDP and DeepSpeed pass weights to modules in that dtype."""
+The modules and their computations come from transformers. The wrapper adds the loss, the names of
+blocks, casts, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
+use, as FSDP and DeepSpeed also do."""
 
 import copy
 import functools
@@ -24,8 +24,8 @@ LINEARS = {"Linear", "FalconLinear"}
 
 
 def make_config(document: dict[str, Any], dropout: float, num_layers: int | None) -> Any:
-    """Build transformers' config with `dropout` everywhere. With `num_layers`, keep only the first
-    blocks."""
+    """Build the transformers config with all dropout rates set to `dropout`, but without layer
+    dropout. With `num_layers`, keep only the first blocks."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
@@ -45,8 +45,8 @@ def build_net(
     num_layers: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Build transformers' model with its parameters on the device "meta" and its buffers on the
-    CPU. It calls this suite's attention if its class accepts a replacement. With `num_layers`,
+    """Build the transformers model with parameters on the device "meta" and buffers on the CPU. The
+    model calls this package's attention if its class accepts a replacement. With `num_layers`,
     build only the first blocks."""
     from transformers import AutoModelForCausalLM, logging
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -61,7 +61,7 @@ def build_net(
     attention = register() if model_class._supports_attention_backend else None
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    net._apply(place)  # torch.normal, for one, draws on the CPU
+    net._apply(place)  # for example, torch.normal draws on the CPU
     for module in net.modules():
         if module._buffers:
             with torch.device("cpu"):
@@ -70,14 +70,14 @@ def build_net(
 
 
 def read_num_positions(config: Any) -> int:
-    """Return the length of the longest sample, or 2**20 if the config does not limit it."""
+    """Return the maximum length of a sample. Return 2**20 if the config has no limit."""
     values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
     return next((value for value in values if value is not None), 2**20)
 
 
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
-    """Return the name of a model's list of blocks, the module that runs them on token ids, and the
-    list itself. Raises UnsupportedError if there is no such module."""
+    """Return the name of a model's list of blocks, the module that runs the blocks on token ids,
+    and the list itself. Raises UnsupportedError if there is no such module."""
     count = net.config.num_hidden_layers
     for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
         if "input_ids" in inspect.signature(module.forward).parameters:
@@ -88,9 +88,9 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
 
 
 class HubDecoder(Decoder):
-    """Any model of `AutoModelForCausalLM` that models/hub/ accepts.
+    """Decoder that wraps any model of `AutoModelForCausalLM` that models/hub/ accepts.
 
-    `net` is transformers' model without its blocks, which belong to the frame."""
+    `net` is the transformers model without its blocks, which are in `blocks`."""
 
     inner: Any  # the module of `net` whose forward runs the blocks
     head: Any  # the output layer
@@ -132,8 +132,9 @@ class HubDecoder(Decoder):
 
     @compute_dtype.setter
     def compute_dtype(self, dtype: torch.dtype | None) -> None:
-        # Modules hold the dtype instead of this model: caches of torch.compile keep their types,
-        # and thus all that these refer to, until the process ends.
+        # Each module holds the dtype, so that the modules' classes do not refer to this model.
+        # torch.compile caches these classes, and everything that they refer to, until the process
+        # ends.
         self._compute_dtype = dtype
         for child in self.children():
             for module in child.modules():
@@ -151,8 +152,8 @@ class HubDecoder(Decoder):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Run the whole model except its output layer: token ids [B, T] -> the last norm's output,
-        [B, T, D]."""
+        """Run the whole model except its output layer on token ids [B, T]. Return the output of the
+        last norm, [B, T, D]."""
         import transformers
 
         options: dict[str, Any] = {"use_cache": past is not None}
@@ -169,7 +170,7 @@ class HubDecoder(Decoder):
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
-        return the summed loss."""
+        return the summed loss instead."""
         head = self.size.config["head"]
         scale = head["scale"]
         x = x * scale if scale != 1 else x
@@ -191,8 +192,8 @@ class HubDecoder(Decoder):
         return weight
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
-        """Return a source of weights as transformers draws them on the CPU. They depend only on
-        `seed`."""
+        """Return a source of weights, initialized on the CPU as transformers does. The weights
+        depend only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # All threads share torch's global generator.
 
@@ -214,7 +215,8 @@ class HubDecoder(Decoder):
         return draw
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HubDecoder":
-        """Move buffers, such as rotary frequencies, without changing their dtype."""
+        """Apply `fn`, but move buffers, such as rotary frequencies, without changing their
+        dtype."""
         buffers = {id(buffer) for buffer in self.buffers()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,7 +228,7 @@ class HubDecoder(Decoder):
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
-    """Cast embeddings in a hook, because casting the whole table would take longer."""
+    """Cast the embeddings of tokens, because casting the whole table would take longer."""
     return x.to(module.compute_dtype or x.dtype)
 
 
@@ -247,11 +249,11 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
 
 
 def read_head(net: Any) -> dict[str, float]:
-    """Find the function that a model applies to the output layer's results z. The model cannot be
-    used afterwards.
+    """Return the "scale" and "cap" of the function that a model applies to the results z of its
+    output layer. The model cannot be used afterwards.
 
-    Return its "scale" and "cap". The function is scale z if the cap is 0, and otherwise cap
-    tanh(scale z / cap). Raises UnsupportedError for any other function."""
+    The function is scale z if the cap is 0, and otherwise cap tanh(scale z / cap). Raises
+    UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Map the names of weights in files to names in transformers' modules."""
+"""Map names of weights between files and transformers modules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
-    """Map names in a file to names in the model, without the tensors that transformers ignores.
-    Raises UserError for a tensor that transformers would convert to another shape."""
+    """Map tensor names in a file to names in the model, except for tensors that transformers
+    ignores. Raises UserError for a tensor that transformers would convert while loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -48,7 +48,8 @@ def file_name(name: str, size: ModelSize) -> str:
 
 @functools.cache
 def _outline(text: str) -> Any:
-    """Return the first block of the model whose config is the JSON `text`, without weights."""
+    """Return the model whose config is the JSON `text`, with only its first block and without
+    weights."""
     from distributed_training.models.hub.model import build_net
 
     return build_net(json.loads(text), 0.0, 1)

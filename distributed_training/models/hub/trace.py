@@ -1,5 +1,5 @@
-"""Measure the cost of a decoder block from its graphs. The block is never computed, and its weights
-are never allocated.
+"""Measure the cost of a decoder block from its graphs. The block is never executed, and its
+matrices need no memory.
 
 AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
 reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
@@ -25,7 +25,8 @@ from distributed_training.models import Traced
 from distributed_training.models.hub import UnsupportedError
 from distributed_training.models.hub.model import build_net, find_blocks, read_num_positions
 
-# Length of the longer of two traced samples, which show the costs that grow with the square
+# Length of the longer of the two traced samples. Comparing both samples shows the costs that grow
+# with the square of the length.
 LONGEST = 256
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
@@ -35,7 +36,7 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 
 def trace(document: dict[str, Any]) -> Traced:
     """Return the costs of a model's first block. If transformers cannot run the config, its
-    exception is passed on. Raises UnsupportedError if the block does not use a parameter."""
+    exception is passed on. Raises UnsupportedError if the block leaves a parameter unused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = build_net(document, 0.0, 1, torch.bfloat16)
@@ -62,9 +63,9 @@ def trace(document: dict[str, Any]) -> Traced:
 
 
 def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace a parameter on "meta" by zeros on the CPU. Matrices repeat a single number, so that
-    they need no memory. Vectors are contiguous, because linear layers with other biases run other
-    operations."""
+    """Replace a parameter on "meta" by zeros on the CPU. Matrices repeat a single number, so they
+    need no memory. Vectors are contiguous, because linear layers run different operations for other
+    biases."""
     if not tensor.is_meta:
         return tensor
     shape = tensor.shape if tensor.dim() < 2 else (1,)
@@ -72,12 +73,12 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StopError(Exception):
-    """Exception that ends a pass when the requested value is known."""
+    """Exception that ends a trace early, once the requested value is known."""
 
 
 def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
-    """Return the forward and the backward graph of the first block for a sample of `length` tokens,
-    split as for compiled mode if `fused`, or else as for eager mode."""
+    """Return the forward and backward graphs of the first block for a sample of `length` tokens.
+    They are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
     _, inner, (block, *_) = find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     cut = min_cut_rematerialization_partition if fused else default_partition
@@ -109,7 +110,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     names = [name for name, _ in block.named_parameters()]
     gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
     unused = [name for name, value in zip(names, gradients, strict=False) if value is None]
-    if unused:  # for example, of attention to an encoder
+    if unused:  # for example, parameters of attention to an encoder
         raise UnsupportedError(f"has blocks that do not use {unused[0]}")
     return graphs
 
@@ -119,7 +120,7 @@ def _bytes(value: Any) -> int:
 
 
 def _storages(nodes: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Return the memory of tensors. Tensors may share memory."""
+    """Return the storages of the nodes' tensors. Tensors that share a storage count once."""
     values = [node.meta.get("val") for node in nodes if node is not None]
     return {value.untyped_storage() for value in values if torch.is_tensor(value)}
 
@@ -133,10 +134,13 @@ def _is_attention(node: Any) -> bool:
 
 
 def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
-    """Return the costs of a block, with element-wise operations `fused` as in compiled mode or not:
-    the bytes that the block keeps for its backward pass, the bytes that each pass reads and writes,
-    the FLOPs of attention, and 1 if attention is "one_kernel". "selective" is the bytes that the
-    block keeps if only results of matrix multiplications and attention are kept."""
+    """Return the costs of a block. Element-wise operations are fused, as in compiled mode, if
+    `fused` is True.
+
+    "kept" is the number of bytes that the block keeps for its backward pass. "selective" is that
+    number if only the results of matrix multiplications and attention are kept. "forward" and
+    "backward" are the numbers of bytes that the element-wise kernels of each pass read and write.
+    "attention" is the FLOPs of attention, and "one_kernel" is 1 if attention is one kernel."""
     forward, backward = _graphs(net, length, fused=fused)
     x, *others = forward.graph.find_nodes(op="placeholder")
     saved = _storages(forward.graph.output_node().args[0][1:]) - _storages(others)
@@ -162,8 +166,8 @@ def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
 
 
 def _traffic(graph: Any, *, fused: bool) -> float:
-    """Return the bytes that element-wise kernels read and write. If they are `fused`, operations
-    that feed each other are one kernel."""
+    """Return the number of bytes that element-wise kernels read and write. If `fused` is True,
+    operations that feed each other form one kernel."""
     kernels: dict[Any, int] = {}  # node -> number of its kernel
     for node in graph.graph.nodes:
         if node.op != "call_function" or _is_matmul(node) or _is_attention(node):
@@ -175,7 +179,8 @@ def _traffic(graph: Any, *, fused: bool) -> float:
         for other, kernel in kernels.items():
             if kernel in merged:
                 kernels[other] = number
-    # Node -> the kernels that read it; None: any other operation, or the result of the graph
+    # Node -> numbers of the kernels that read it. None means another operation or the graph's
+    # result.
     readers: dict[Any, set[int | None]] = defaultdict(set)
     for node in graph.graph.nodes:
         if not _is_free(node):

@@ -1,7 +1,7 @@
-"""Define Llama and similar models with plain nn.Linear layers, without any parallelism.
+"""Define Llama and similar models without any parallelism.
 
-The letters in shapes are those of decoder.py, with H heads of K numbers, in G groups that share
-keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions);
+The letters in shapes are those of decoder.py. In addition, G is the number of groups of heads that
+share keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions);
 Ainslie et al. 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
 
 import math
@@ -19,17 +19,17 @@ from distributed_training.models.llama import Config, Rope, unit_size
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm in the dtype of its input. The kernel computes in fp32."""
+    """nn.RMSNorm with outputs in the dtype of its input. The kernel computes in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Rotary(nn.Module):
-    """Table with the cosine and sine of each position's angles, fp32 [2, positions, K / 2].
+    """Rotary position embedding with a table of cosines and sines, fp32 [2, positions, K / 2].
 
-    All blocks share it. It moves with the model to other devices and stays in fp32 for all
-    dtypes of parameters."""
+    All blocks share this module. The table moves with the model to other devices, and stays in fp32
+    for all dtypes of parameters."""
 
     table: torch.Tensor
 
@@ -39,8 +39,8 @@ class Rotary(nn.Module):
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Rotate pairs of numbers that are half a head apart, in x [B, T, ..., K] of tokens at
-        `positions`."""
+        """Rotate the pairs of numbers in `x` [B, T, ..., K] that are half a head apart, by the
+        angles of the tokens' `positions`."""
         if isinstance(positions, int):
             table = self.table[:, None, positions : positions + x.shape[1]]
         else:
@@ -62,8 +62,8 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
     """Return cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
 
     With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
-    context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay, and
-    those between are interpolated."""
+    context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay
+    unchanged, and frequencies in between are interpolated."""
     frequencies = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.factor
@@ -79,8 +79,9 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
 class LlamaBlock(Block):
     """Attention, then a gated MLP.
 
-    The rows of `qkv` are ordered (group, each head's q, then k, then v, K), and the rows of
-    `mlp_in` (unit, gate/up). Splitting the rows therefore splits the groups or units."""
+    The rows of `qkv` are ordered by group: the q of each head, then k, then v, with K rows each.
+    The rows of `mlp_in` are ordered by unit, first gate, then up. Splitting the rows therefore
+    splits the groups or units."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
@@ -90,7 +91,7 @@ class LlamaBlock(Block):
         groups = config.num_key_value_heads
         norm = partial(RMSNorm, eps=config.rms_norm_eps)
         norm_heads = norm if config.norms_heads else nn.Identity
-        self.queries = heads // groups  # heads of each group
+        self.queries = heads // groups  # query heads per group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
