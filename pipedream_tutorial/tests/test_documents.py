@@ -80,7 +80,7 @@ def test_pages_and_pictures_are_those_of_the_records() -> None:
 
 ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
-    "and four 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
+    "four chunks take 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
     "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),
     "microbatches take 52.5": ("interleaved", "num_microbatches=16"),
     "59.5": ("interleaved", "num_microbatches=16 communication=1/2"),
@@ -89,7 +89,7 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "(`reorder=False`), it takes 30": ("v-half", "reorder=False"),
     "DualPipeV takes 27": ("dualpipe-v", ""),
     "DualPipeV takes 24.5": ("dualpipe-v", "overlap_saving=1/2"),
-    "two take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
+    "two chunks take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
     "against 57.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/4"),
     "Two: 56": ("interleaved", "num_microbatches=16 communication=1/4"),
     "The fastest order takes 31": ("search", "memory=3"),

@@ -6,7 +6,9 @@ from distributed_training.settings.cache import CACHE
 from tests.conftest import assert_ok, run_command
 
 COMPILE = """
+import os
 from types import SimpleNamespace
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test of this process may have set it
 import torch
 from distributed_training.parallel.blocks import apply_compile
 from distributed_training.settings.cache import use_private_caches
