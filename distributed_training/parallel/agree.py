@@ -1,4 +1,5 @@
-"""Exchange Python values between ranks as JSON. Pickle would execute code from other ranks."""
+"""Exchange Python values between ranks as JSON, because unpickling could execute code that another
+rank sent."""
 
 import contextlib
 import errno
@@ -16,15 +17,16 @@ import torch.distributed as dist
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 
-PATIENCE_S = 24 * 3600.0  # limit of `gather_in`
+PATIENCE_S = 24 * 3600.0  # timeout of `gather_in`
 _RAISED_ON_ALL = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
 Ask = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, by rank. Values must be JSON, and tuples become lists.
-    `group`: a process group of all ranks other than the default one. Collective."""
+    """Return the values of all ranks in rank order. Values must be JSON-serializable, and tuples
+    become lists. `group` is a process group of all ranks, to use instead of the default group. All
+    ranks must call this function."""
     text = json.dumps(value).encode()
     longest = torch.tensor(len(text))
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)
@@ -35,14 +37,15 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Return rank 0's `value` on all ranks, as `gather` does. Collective."""
+    """Return rank 0's `value` on all ranks. As in `gather`, values must be JSON-serializable, and
+    all ranks must call this function."""
     return gather(value)[0]
 
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
-    """Return a function like `gather` that exchanges values through a store. Ranks may take longer
-    than a process group's timeout, for example to tokenize. The function raises RunError after
-    PATIENCE_S."""
+    """Return a function like `gather` that exchanges values through a store. Ranks may call the
+    function later than a process group's timeout allows, for example after tokenization. The
+    function raises RunError if another rank has not called it after PATIENCE_S seconds."""
     numbers = itertools.count()
 
     def ask(value: Any) -> list[Any]:
@@ -62,8 +65,8 @@ def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
 
 
 def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
-    """Raise UserError on all ranks if a rank's `values_by_name` differ from rank 0's.
-    Collective."""
+    """Raise UserError on all ranks if any rank's `values_by_name` differ from rank 0's. All ranks
+    must call this function."""
     ranks = ask((socket.gethostname(), values_by_name))
     host_0, first = ranks[0]
     for rank, (host, values) in enumerate(ranks):
@@ -80,9 +83,9 @@ def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise an OSError, FloatingPointError or UserError that one rank raises in the block on all
-    ranks. If several ranks fail, all ranks raise the first rank's error. Collective, like
-    `gather`."""
+    """Raise an error on all ranks if any rank raises an OSError, FloatingPointError or UserError in
+    the `with` block. If several ranks fail, all ranks raise the error of the lowest failing rank.
+    All ranks of `group` must enter the block."""
     failure = None
     try:
         yield
@@ -98,8 +101,8 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
-    """Return whether `attempt` succeeds on all ranks. If it raises a RuntimeError on any rank, all
-    ranks log the `consequence` as a warning. Collective over all processes."""
+    """Return whether `attempt` succeeds on all ranks. If `attempt` raises a RuntimeError on any
+    rank, all ranks log the `consequence` as a warning. All ranks must call this function."""
     failure = ""
     try:
         attempt()

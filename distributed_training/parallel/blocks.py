@@ -23,13 +23,13 @@ from distributed_training.settings.config import RunConfig
 def apply_checkpointing(
     model: Decoder, mode: str, lora_rank: int = 0, *, compiled: bool = False
 ) -> None:
-    """Recompute every block in the backward pass, in place. Call this before apply_compile, which
-    follows if `compiled`.
+    """Apply activation checkpointing to every block, in place. Call this function before
+    apply_compile. `compiled` states whether the blocks will be compiled.
 
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
     outputs of attention and of matrix multiplications, because recomputing the other operations
     (norms, activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are
-    also cheap and are recomputed. Recomputation draws the same dropout masks."""
+    also cheap and are recomputed. Recomputation uses the same dropout masks."""
     if mode == "none":
         return
     checkpointed = functools.partial(checkpoint.checkpoint, use_reentrant=False)
@@ -42,13 +42,13 @@ def apply_checkpointing(
 
 
 class _SelectivePolicy:
-    """Policy that decides which outputs are saved for the backward pass. It is called in
-    execution order.
+    """Policy that decides which outputs are saved for the backward pass. torch calls the policy for
+    each operation, in execution order.
 
     With tensor parallelism, the output of a matrix multiplication can be one term of a sum over
-    processes. A compiled block saves the sum instead of the term, which is larger, and does not
-    communicate again (8% faster, measured with Llama-3.2-1B on two H200s). Other blocks would save
-    both and still communicate again, so they save only the term."""
+    ranks. A compiled block saves the sum, which is smaller than the term, and does not communicate
+    again (8% faster, measured with Llama-3.2-1B on two H200s). An uncompiled block would save both
+    and still communicate again, so it saves only the term."""
 
     def __init__(self, lora_rank: int, compiled: bool) -> None:
         self.lora_rank = lora_rank
@@ -75,8 +75,8 @@ class _SelectivePolicy:
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Compute the loss in chunks of `loss_chunk_tokens` tokens, in place. Call this after apply_tp
-    and before apply_compile."""
+    """Make a model compute its loss in chunks of `loss_chunk_tokens` tokens, in place. Call this
+    function after apply_tp and before apply_compile."""
     if not config.loss_chunk_tokens or not model.is_last:
         return
     chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
@@ -87,18 +87,19 @@ def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
 
 
 def _compile(function: Any) -> Any:
-    """Return a function that is compiled separately for each shape. By default torch.compile makes
-    shapes symbolic, which is slower and does not work with DTensors (torch 2.11)."""
+    """Return a function that is compiled separately for each shape. By default, torch.compile makes
+    shapes that change symbolic, which is slower and does not work with DTensors (torch 2.11)."""
     return torch.compile(function, dynamic=False)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
-    """Compile a model in place if CONFIG asks for it.
+    """Compile a model in place if `config.compile` is set.
 
-    Each block's forward is compiled, and all blocks share one graph. The loss is also compiled; if
-    it is computed in chunks, only its own part is. `ends` also compiles the embedding and the final
-    norm, which is impossible with the hooks of ZeRO-3. compile=whole compiles everything up to the
-    final norm as one graph, which also fuses operations across blocks."""
+    Each block's forward is compiled, and all blocks share one graph. The loss is also compiled,
+    except for a loss in chunks, which apply_chunked_loss compiles. If `ends` is true, the embedding
+    and the final norm are also compiled, which is impossible with the hooks of ZeRO stage 3.
+    `compile=whole` compiles everything before the final norm as one graph, which also fuses
+    operations across blocks."""
     if not config.compile:
         return
     keep_headers_private()
@@ -123,11 +124,12 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, then the remaining parameters, in place with FSDP2.
 
-    `mesh` has one axis or, for HSDP, two: replicas and shards. Both passes all-gather a block's
-    parameters in `dtype` (None: fp32) and free them after use. The backward pass reduce-scatters
-    gradients in fp32 and, for HSDP, all-reduces the shards. The root module has the tied embedding,
-    which both the first and the last operation use, so it stays gathered. `keep_gathered` keeps
-    blocks gathered for pipeline stages, which use them for many micro-batches."""
+    `mesh` has one axis or, for HSDP, two: replicas and shards. The forward and backward passes
+    all-gather a block's parameters in `dtype` (None: fp32) and free them after use. The backward
+    pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients over
+    replicas. The root module's parameters stay gathered, because both the first and the last
+    operation use a tied embedding. Set `keep_gathered` for pipeline stages, which use a block for
+    many micro-batches. The blocks then also stay gathered."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
@@ -140,16 +142,16 @@ def apply_fsdp(
 
 
 def reset_shards(model: Decoder) -> None:
-    """Make FSDP, if the model uses it, notice that new tensors have replaced its shards on
-    "meta"."""
+    """If the model uses FSDP, make FSDP use the tensors that have replaced its shards on the meta
+    device."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:
-    """Let each FSDP block prefetch the next `ahead` blocks in both passes, in place. FSDP's default
-    is 1. With 0, gathering a block does not overlap with computation."""
+    """Let each FSDP block prefetch the next `ahead` blocks in the forward and backward passes, in
+    place. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
         for module in (model, *blocks):

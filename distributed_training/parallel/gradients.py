@@ -1,7 +1,7 @@
-"""Compute sums and norms of gradients over processes. Define DDP's hook that sends gradients in
-bf16.
+"""Compute sums and norms of gradients over ranks, and define a DDP communication hook that sends
+gradients in bf16.
 
-DDP evaluates the hook's annotations, so they must not be strings."""
+DDP checks the hook's annotations, so the annotations must not be strings."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from distributed_training.parallel.private import foreach_mul, foreach_norm
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this process's shard of a DTensor, which shares its memory. Return other tensors
+    """Return this process's shard of a DTensor without copying it. Return other tensors
     unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -35,7 +35,7 @@ def match_layouts(parameters: list[Any]) -> None:
 def add_up(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1
 ) -> None:
-    """Replace each tensor with its sum over `group` divided by `divisor`, in one all-reduce."""
+    """Sum each tensor over `group` and divide it by `divisor`, in place with one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= divisor
@@ -44,7 +44,7 @@ def add_up(
 
 
 def average(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor with its mean over all processes, in one all-reduce."""
+    """Average each tensor over all processes, in place with one all-reduce."""
     add_up(tensors, divisor=dist.get_world_size())
 
 
@@ -52,12 +52,13 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
 def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two norms of the gradients: the 2-norm of all gradients of the model, an fp32 scalar
-    that is equal on all ranks, and the norm of this rank's shard of each gradient, [number of
-    parameters].
+    """Return (2-norm of all gradients of the model, 2-norms of this rank's shard of each gradient).
+    The first is an fp32 scalar that is equal on all ranks. The second is [number of parameters].
 
-    Every rank adds the squares of its shards, divided by the number of ranks in its stage that have
-    the same shard. This needs one all-reduce of a scalar, unless every rank has all gradients."""
+    Each rank sums the squares of its shards, divided by the number of ranks in its stage that have
+    the same shard. Parameters in `counted_elsewhere` add nothing, because another stage counts
+    them. The sum over ranks needs one all-reduce of a scalar, unless every rank has all
+    gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
     param_grad_norms = torch.stack(norms)
     if topology.world_size == topology.dp_replicate:
@@ -81,5 +82,5 @@ def _num_shards(gradient: Any) -> int:
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's bf16_compress_hook. DDP does not allow that hook, by its name, on CPUs."""
+    """Call torch's bf16_compress_hook. On CPUs, DDP rejects a hook with that name."""
     return bf16_compress_hook(state, bucket)

@@ -1,7 +1,7 @@
 """Add LoRA adapters (Hu et al., 2106.09685) to the matrices of a model's blocks.
 
 The weights W are frozen, and y = W x + (alpha / rank) B A dropout(x). A is [rank, in], and B is
-[out, rank]. B starts at 0, so that the first step sees the weights of the base."""
+[out, rank]. B is initialized to 0, so training starts from the outputs of the base model."""
 
 import zlib
 
@@ -17,13 +17,13 @@ from distributed_training.settings.config import RunConfig
 
 
 def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[str]:
-    """Freeze a model or a stage, and add fp32 adapters on `device` to its blocks' matrices, in
-    place.
+    """Freeze a model or a pipeline stage, and add fp32 adapters on `device` to the matrices of its
+    blocks, in place.
 
-    If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards it by
-    columns, each rank has its own columns of A and all of B. Adapters start as the model's
-    `initial_adapters`, if it has any. Returns the names of parameters whose gradients must be
-    summed over tp."""
+    If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards a
+    matrix by columns, each rank has its own columns of A and all of B. Values in the model's
+    `initial_adapters` replace the random initialization. Returns the names of parameters whose
+    gradients must be summed over tp."""
     initial = model.initial_adapters
     model.requires_grad_(False)
     tp_partial_names = set()
@@ -32,7 +32,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        # The shape of the weight would be wrong, because the weight may be quantized
+        # Not from the shape of the weight, because the weight may be quantized
         rows = linear.out_features
         columns = linear.in_features
         # The initial values depend only on the name and the seed, and are rounded like the weights.
@@ -71,9 +71,9 @@ class Adapter(nn.Module):
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
-        """Create the adapter from a [rank, in] and b [out, rank]. Set `mask_rank` if processes with
-        the same random numbers have different columns of the input. They then draw different
-        dropout masks."""
+        """Create the adapter from a [rank, in] and b [out, rank]. Set `mask_rank` to this process's
+        rank along tp if the ranks have the same random state but different columns of the input.
+        Each rank then draws a different dropout mask."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
@@ -86,7 +86,7 @@ class Adapter(nn.Module):
         """Add the adapter's output for the input x [.., in] to the matrix's output y [.., out]."""
         inputs = x
         if isinstance(x, DTensor):
-            # If x is replicated, each process computes only one term of its gradient.
+            # If x is replicated, each process computes only one term of the gradient of x.
             layouts = [Partial() if layout.is_replicate() else layout for layout in x.placements]
             inputs = x.to_local(grad_placements=layouts)
         if self.mask_rank is None:

@@ -1,7 +1,8 @@
-"""Define a process's ranks along the axes of the mesh, its device and its process groups.
+"""Define the ranks of a process along the mesh axes, the device of the process and its process
+groups.
 
-tp varies fastest with the rank and pp slowest, so the processes that communicate most are on the
-same node. Only functions that need a process group import torch."""
+tp is the innermost mesh axis and pp the outermost, so the processes that communicate most are on
+the same node. torch is imported only inside the functions that need it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Rank of this process and the sizes of the mesh's axes."""
+    """Rank of this process and sizes of the mesh axes."""
 
     world_size: int
     rank: int
@@ -37,7 +38,7 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """Return the number of processes that work on different samples: replicas times shards."""
+        """Return the number of ranks along the data-parallel axes: dp_replicate x dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -46,7 +47,8 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """Return the rank among the processes that work on different samples."""
+        """Return the rank along the data-parallel axes. Each of these ranks has different
+        samples."""
         return self.rank // self.tp % self.dp_size
 
     @property
@@ -56,19 +58,21 @@ class Topology:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the size of each axis, from the slowest to the fastest."""
+        """Return the size of each axis, from the outermost to the innermost."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """Return a DeviceMesh of the axes in use and, in any case, of dp_shard, which FSDP needs.
-        Collective: creates a communicator for each axis that does not span all processes."""
+        """Return a DeviceMesh of the axes larger than 1 and of dp_shard, which FSDP always needs.
+        All ranks must call this method, because it creates a communicator for each axis that does
+        not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
         used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"}
         return init_device_mesh(self.device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
     def new_pipeline_group(self) -> dist.ProcessGroup:
-        """Return a second communicator for this process's pipeline. Collective over all ranks."""
+        """Return a second communicator for this process's pipeline. All ranks must call this
+        method."""
         import torch.distributed as dist
 
         num_pipelines = self.world_size // self.pp
@@ -87,11 +91,12 @@ class Topology:
 
 
 def set_nccl_variables(*strategies: str) -> None:
-    """Set NCCL's variables for runs of these strategies. Values set by the user take precedence.
+    """Set NCCL's environment variables for runs of these strategies. Values set by the user take
+    precedence.
 
-    NCCL uses few channels for point-to-point messages, unless a strategy sends messages from all
-    processes to all. Buffers in a CUDA graph are not registered. NCCL 2.28 may register the buffer
-    of a large message on only one side, and then the replayed pipeline waits forever."""
+    NCCL uses only P2P_CHANNELS channels for point-to-point messages, unless a strategy sends
+    all-to-all messages. Buffers in a CUDA graph are not registered, because NCCL 2.28 may register
+    the buffer of a large message on only one side. A replayed pipeline would then hang."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not any(map(sends_all_to_all, strategies)):
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
@@ -101,15 +106,15 @@ def set_nccl_variables(*strategies: str) -> None:
 def process_group(
     device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
-    """Open the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Groups created
-    later have torch's default timeouts. The caller must drop the engine and the model before the
-    block ends."""
+    """Create the default process group for the `with` block, with gloo for CPU tensors and NCCL for
+    CUDA tensors. Groups created later have torch's default timeouts. The caller must delete the
+    engine and the model before the block ends."""
     import torch
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timedelta(minutes=minutes), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    store.set_timeout(options["timeout"])  # torch sets this only for a store that it creates
+    store.set_timeout(options["timeout"])  # torch sets this only for stores that it creates
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)

@@ -2,7 +2,7 @@
 stages.
 
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
-sequence parallelism over R processes, each process sends a 1/R share."""
+sequence parallelism over R processes, each process sends 1/R of each tensor."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayS
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 
-RUN_BY: dict[str, Any] = {  # schedule -> torch's class, or a class derived from one of torch's
+RUN_BY: dict[str, Any] = {  # schedule -> torch's schedule class, or a subclass of one
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
@@ -31,13 +31,13 @@ RUN_BY: dict[str, Any] = {  # schedule -> torch's class, or a class derived from
 
 
 class Pipeline:
-    """Stages of this process and their schedule. Methods are collective over `group`."""
+    """Stages of this process and their schedule. All ranks of `group` must call each method."""
 
     def __init__(
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
-        """Build the schedule. `stages`: this process's stages by index. `group`: the processes of
-        its pipeline."""
+        """Build the schedule. `stages` maps stage indices to this process's stages. `group` has the
+        processes of this pipeline. All ranks of the run must build their pipelines together."""
         config = plan.config
         ranks = plan.layout.ranks
         device = topology.device
@@ -60,7 +60,7 @@ class Pipeline:
         message = torch.zeros(1, device=device)
         peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
         _exchange(second_group, [(peer, message, torch.empty_like(message)) for peer in peers])
-        # These examples save torch from running the stages to infer shapes.
+        # With these example tensors, torch need not run the stages to infer shapes.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
@@ -92,8 +92,8 @@ class Pipeline:
         targets: torch.Tensor,
         *documents: torch.Tensor,
     ) -> torch.Tensor:
-        """Run all m micro-batches, given as tensors [m B, T], to get the gradient of `scale` x
-        loss. Return the summed loss on the process with the last stage, and 0 on other
+        """Run all m micro-batches, given as tensors [m B, T], and accumulate the gradients of
+        `scale` x loss. Return the summed loss on the process with the last stage, and 0 on other
         processes."""
         self._scale = scale
         arguments = () if self.first is None else (inputs,)
@@ -111,7 +111,7 @@ class Pipeline:
         self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
-        last stage on the process that has it, and None on other processes."""
+        last stage on the process with that stage, and None on other processes."""
         out = ids
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
@@ -123,8 +123,8 @@ class Pipeline:
         return out if self.last is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Send the logits [B, T, V] that `relay` returned on the last stage to all processes.
-        Return them."""
+        """Broadcast the logits [B, T, V] that `relay` returned on the last stage to all processes
+        of the pipeline. Return the logits."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -133,7 +133,7 @@ class Pipeline:
         return logits
 
     def add_tied_gradients(self) -> None:
-        """Sum the gradients of the tied embedding in the first and the last stage."""
+        """Replace the tied embedding's gradients in the first and the last stage with their sum."""
         ends = [part for part in (self.first, self.last) if part is not None and self.ties]
         gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
         if len(ends) == 2:
@@ -152,8 +152,8 @@ class Pipeline:
         return {self.last.output_weight} if copied else set()
 
     def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
-        """Return an empty tensor for this process's share of the activations [B, T, D] that stages
-        send each other, for token ids of `shape` [B, T]."""
+        """Return an uninitialized tensor for this process's shard of the activations [B, T, D] that
+        stages send each other. `shape` is the shape [B, T] of the token ids."""
         samples, tokens = self.tp_parts
         hidden = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
         return torch.empty(hidden, dtype=self.dtype, device=device)
@@ -162,8 +162,8 @@ class Pipeline:
 def _exchange(
     group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Send and receive all messages at the same time, and wait for them. A message is (rank in
-    `group`, tensor to send, tensor to receive into)."""
+    """Send and receive all messages concurrently, and wait for their completion. A message is (rank
+    of the peer in `group`, tensor to send, tensor to receive into)."""
     operations = []
     for peer, sent, received in messages:
         operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
@@ -173,11 +173,11 @@ def _exchange(
 
 
 class RoundedWeights:
-    """Parameters of a module, rounded to a narrower dtype once per step, as FSDP does.
+    """Trainable parameters of a module, rounded to a 16-bit dtype once per step, as in FSDP.
 
-    Within the `with` block the module has the rounded copies, and autograd accumulates their
-    gradients in fp32. At its end, the fp32 parameters get these gradients. The copies stay
-    allocated, at 2 bytes per parameter."""
+    In the `with` block, the module uses the rounded copies, and autograd accumulates their
+    gradients in fp32. At the end of the block, the fp32 parameters receive these gradients. The
+    copies stay allocated, at 2 bytes per parameter."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.owners = [

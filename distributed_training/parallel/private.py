@@ -1,5 +1,5 @@
 """Wrap the private interfaces of torch and DeepSpeed that this suite uses. private_pipelining.py
-wraps the interfaces of torch's pipelines.
+wraps the interfaces of torch.distributed.pipelining.
 
 Checked against torch 2.11 and 2.13, and DeepSpeed 0.19.8. Native strategies never import
 DeepSpeed."""
@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Operations on lists of tensors in one kernel launch, as torch's optimizers use them
+# Fused operations on lists of tensors, which torch's optimizers also use
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
@@ -37,8 +37,8 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
     import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
-# Collectives that torch.compile can capture, with the arguments (tensor, "sum" or "max", group) and
-# (tensor, dimension, group)
+# Collectives that torch.compile can capture. Their arguments are (tensor, "sum" or "max", group)
+# and (tensor, dimension, group).
 all_reduce_functional = functional_collectives.all_reduce
 all_gather_functional = functional_collectives.all_gather_tensor
 
@@ -46,11 +46,10 @@ all_gather_functional = functional_collectives.all_gather_tensor
 class ComputeStreamReduceScatter(DefaultReduceScatter):
     """FSDP's reduce-scatter, with sharded gradients allocated on the compute stream.
 
-    torch allocates sharded gradients on the communication stream. The caching allocator separates
-    free memory by stream, so the gradients could not use the memory of activations that the
-    backward pass has freed. During the capture of a CUDA graph, the allocator cannot return that
-    memory to the driver either. A model of 8B parameters ran out of memory with 23 GiB of free
-    blocks.
+    By default, FSDP allocates sharded gradients on the communication stream. The caching allocator
+    separates free memory by stream, so the gradients cannot reuse memory that the backward pass has
+    freed. During the capture of a CUDA graph, the allocator cannot return that memory to the driver
+    either. A model with 8B parameters ran out of memory with 23 GiB of free blocks.
 
     Reusing the memory is safe. The communication stream waits for the compute stream before it
     writes, and the optimizer step, after which gradients are freed, waits for the communication
@@ -68,21 +67,21 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
 
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:
-    """Return the index of the first element of this process's shard in the whole tensor."""
+    """Return the global index of the first element of this process's shard of a DTensor."""
     mesh = tensor.device_mesh
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
 def gather_on_use(module: Any) -> None:
-    """Let an FSDP module gather its parameters when it is called, on the compute stream, and
-    disable its prefetching of other modules."""
+    """Make an FSDP module all-gather its parameters on the compute stream when the module is
+    called, and disable its prefetching of other modules."""
     module._set_unshard_async_op(True)
     module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
 
 
 class GivenPartition:
-    """Mixin for DeepSpeed's PipelineModule, to be listed before it in the bases. Stages begin at
-    the layers in `parts`."""
+    """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layers in `parts`.
+    List the mixin before PipelineModule in the bases."""
 
     parts: list[int]
 
@@ -95,12 +94,12 @@ class GivenPartition:
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
-    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer, or
-    None if there is no shard. The position is (index of the flat tensor, offset in it, first
-    element, number of elements).
+    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer. Return
+    None if there is no shard. The position is (index of the flat tensor, offset in that tensor,
+    first element of the flattened parameter, number of elements).
 
-    In stages 1 and 2, DeepSpeed's public accessors find Adam moments only in the first flat
-    tensor."""
+    DeepSpeed's public accessors are not used. In ZeRO stages 1 and 2, they find Adam moments only
+    in the first flat tensor."""
     if hasattr(parameter, "ds_id"):  # ZeRO stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count
@@ -112,15 +111,15 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
 
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:
-    """Return the flat fp32 weights of this process, which are the keys of Adam's state. They are
-    empty while their values are on disk."""
+    """Return this process's flat fp32 weight tensors, which are the keys of the Adam state. A
+    tensor is empty while its values are on disk."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return "weight" and the Adam moments of one flat tensor by name. If they are on disk, return
-    copies."""
+    """Return the flat "weight" of one group and its Adam state by name. If the group is on disk,
+    return copies, without "step"."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -133,9 +132,9 @@ def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
 
 
 def zero_groups_to_write(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the flat weights of each group in memory, so that the caller can write to them and
-    to their Adam state. After the last group, the trained weights have the written values.
-    Collective."""
+    """Yield (index, flat fp32 weights) of each group while the group is in memory. The caller can
+    write to the weights and to their Adam state. After the last group, the weights in the compute
+    dtype are updated. All ranks must iterate over all groups."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     if stage_3:
         zero.checkpoint_event_prologue()
@@ -160,8 +159,8 @@ def _is_swapped(zero: Any, group: int) -> bool:
 
 
 def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
-    """Repeat the steps of a loaded DeepSpeedCPUAdam on empty tensors. Its C++ object computes beta
-    ** step by repeated multiplication in fp32, and pow would round differently."""
+    """Restore beta ** step in a loaded DeepSpeedCPUAdam by running `steps` steps on empty tensors.
+    The C++ object multiplies in fp32 once per step, and pow would round differently."""
     empty = [torch.zeros(0) for _ in range(4)]
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)
@@ -169,7 +168,7 @@ def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], e
 
 def share_memory(group: dist.ProcessGroup) -> None:
     """Let processes of one machine read each other's GPU memory, as overlap_products requires.
-    Raises RuntimeError if the GPUs cannot do this. Collective over `group`."""
+    Raises RuntimeError if the GPUs cannot do this. All ranks of `group` must call this function."""
     name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -178,8 +177,8 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Let code that is compiled within the block gather and reduce in chunks while matrix
-    multiplications compute other chunks."""
+    """Return a context manager. If `enabled`, code compiled in its block gathers and reduces
+    tensors in chunks, which overlap with matrix multiplications on other chunks."""
     if not enabled:
         return contextlib.nullcontext()
     from torch._inductor import config as inductor_config  # slow to import
@@ -189,8 +188,8 @@ def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def keep_headers_private() -> None:
-    """Make torch's compiler keep precompiled C++ headers with the other code that it keeps. By
-    default they are in a folder in /tmp, even if another user made it."""
+    """Make torch's compiler store precompiled C++ headers in its cache folder. By default, the
+    headers are in a folder in /tmp, even if another user created that folder."""
     from torch._inductor import codecache  # slow to import
 
     codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")
@@ -198,20 +197,20 @@ def keep_headers_private() -> None:
 
 
 def record_memory_history() -> None:
-    """Start to record allocations and frees of GPU memory. The latest 100,000 are kept."""
+    """Start recording allocations and frees of GPU memory. The latest 100,000 events are kept."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
 
 
 def dump_memory_history(path: Path) -> None:
-    """Write the recorded history for pytorch.org/memory_viz, and stop recording."""
+    """Write the recorded history to `path` for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon optimizer without compiling it. Every ZeRO optimizer imports this
-    module. It is not used here, but its decorators would import torch's compiler, which takes
-    seconds."""
+    """Import the module of DeepSpeed's Muon optimizer without compiling its functions. Every ZeRO
+    optimizer imports this module. Muon is not used here, but the module's decorators would import
+    torch's compiler, which takes seconds."""
     compile_function = torch.compile
     torch.compile = lambda function: function
     try:
@@ -228,9 +227,9 @@ def forget_pipeline_grid() -> None:
 
 
 def leave_out_extensions() -> None:
-    """Skip DeepSpeed's shared-memory all-reduce between CPUs, the only extension that DeepSpeed
-    builds on its own. Only DeepSpeed's inference uses it. It needs 40 s to compile and 66 MiB of
-    /dev/shm per process."""
+    """Disable DeepSpeed's shared-memory all-reduce between CPUs, the only extension that DeepSpeed
+    builds by default. Only DeepSpeed's inference uses this extension, which takes 40 s to compile
+    and 66 MiB of /dev/shm per process."""
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}  # Otherwise DeepSpeed runs compilers to fill this.
+    deepspeed.ops.__compatible_ops__ = {}  # Otherwise, DeepSpeed runs compilers to fill this dict.

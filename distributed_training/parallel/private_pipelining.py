@@ -1,5 +1,5 @@
-"""Wrap the private interfaces of torch's pipelines. Importing them takes 0.4 s, so only pipeline.py
-imports this module."""
+"""Wrap the private interfaces of torch.distributed.pipelining. Importing torch's package takes
+0.4 s, so only pipeline.py imports this module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,9 @@ from distributed_training.predict.simulate import expect_spans
 
 
 class TwoWayStage(PipelineStage):
-    """PipelineStage that uses two communicators for alternate edges. With a single communicator,
-    NCCL would let a receive from the previous stage block a ready send to the next stage."""
+    """PipelineStage that alternates between two communicators from one pair of neighboring stages
+    to the next. With a single NCCL communicator, a pending receive from the previous stage would
+    block a send to the next stage."""
 
     second_group: dist.ProcessGroup
 
@@ -35,17 +36,17 @@ class TwoWayStage(PipelineStage):
         return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages from this process to itself, at the turn of a V. torch 2.11 includes
-        them, and gloo fails on them."""
+        """Leave out messages from this process to itself. torch 2.11 includes such messages in a
+        V-shaped schedule, between the two consecutive stages on the last rank, and gloo fails."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
     """Schedule that follows the planned orders of forward passes and halves of backward passes.
 
-    If the orders were planned for measured durations, messages follow the order of their expected
-    times. torch's own order assumes equal durations. A receive that comes too early would block
-    operations that are ready."""
+    If the plan stores orders for given durations, messages are sorted by their expected times.
+    torch's own order of messages assumes equal durations. A receive that is posted too early would
+    block operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
@@ -65,8 +66,8 @@ class GivenOrder(schedules._PipelineScheduleRuntime):
 _Type = schedules._ComputationType
 _COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
 _OPERATIONS = {action_type: name for name, action_type in _COMPUTING.items()}
-# Message -> (operation that produces it, number of stages from that operation to the stage of the
-# action)
+# Message type -> (kind of the operation that produces the message, stage of the message's action
+# minus stage of that operation)
 _MESSAGES = {
     _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
 }  # fmt: skip
@@ -75,8 +76,8 @@ _MESSAGES = {
 def _in_order_of_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
-    """Return the actions with each message moved. It comes after the operation that produces it and
-    before the operation that its process runs at that time."""
+    """Return the actions with messages sorted by the time at which each is produced. A message
+    comes directly before the operation that this process runs at that time."""
     messages = []
     for action in actions:
         if action.computation_type in _MESSAGES:
