@@ -37,8 +37,8 @@ class _Filling:
 
     def __init__(self, p: int, lasts: dict[str, int], allowed: Sequence[int]) -> None:
         """Start with no steps. `lasts`: durations of F, I, W and a message, for one stage.
-        `allowed`: how much longer than the others each process may idle before it runs a weight
-        gradient."""
+        `allowed`: total idle time of each process up to which it does not run a weight gradient
+        early. A process may always idle as long as the process that has idled most so far."""
         self.processes = [_Process() for _ in range(p)]
         self.lasts = lasts
         self.allowed = allowed

@@ -18,8 +18,8 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
 RECORDED = (9, 0)  # compute capability of the GPUs with which the records were measured
-# The largest estimate of memory that fits: the upper end of the likely range ("yes"), the
-# prediction ("tight"), the lower end ("unlikely"), or none ("no").
+# The largest of three estimates of memory that fits: the upper end of the likely range ("yes"), the
+# prediction ("tight"), or the lower end ("unlikely"). "no" means that none of them fits.
 Room = Literal["yes", "tight", "unlikely", "no"]
 ROOMS: tuple[Room, ...] = get_args(Room)
 
@@ -40,7 +40,8 @@ class Cluster:
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" with a
-    separate `gpu`. Raises UserError for text of another form and for an unknown GPU."""
+    separate `gpu`. Raises UserError for text of another form, an unknown GPU, or more than
+    MOST_PROCESSES GPUs."""
     match = _FORM.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
@@ -77,8 +78,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """Return a cluster of this machine and identical ones. `gpu` describes GPUs that are not in the
-    table."""
+    """Return a cluster of this machine and identical machines. `gpu`: name or JSON description of
+    the GPU whose rates are used instead of the rates of this machine's GPU."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -111,15 +112,15 @@ class Prediction:
 
     @property
     def room(self) -> Room:
-        """Estimate, as one of ROOMS, of whether the fullest process fits into GPU and host
+        """Rate, as one of ROOMS, how likely the fullest process is to fit into GPU and host
         memory."""
         on_host = self.memory.host_bytes * self.plan.processes_here
         return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
 
     @property
     def room_on_gpu(self) -> Room:
-        """Estimate, as one of ROOMS, of whether the fullest process fits into its GPU. "yes"
-        without GPUs."""
+        """Rate, as one of ROOMS, how likely the fullest process is to fit into its GPU. The value
+        is "yes" if there are no GPUs."""
         machine = self.plan.machine
         least, most = self.memory.likely_bytes
         if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
@@ -135,14 +136,14 @@ class Prediction:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: layouts that fit come first, then the fastest. Without times, the order is
-        kept."""
+        """Sort key. Layouts that are more likely to fit come first. Layouts that are equally likely
+        to fit are sorted from fastest to slowest, if times are known."""
         return (ROOMS.index(self.room), self.step.seconds if self.step else 0.0)
 
     @property
     def kind(self) -> str:
-        """Kind of the main bottleneck of a step. It is the key of the typical error in
-        FITTED.likely_s."""
+        """Kind of the main bottleneck of a step. If the rates are known, the kind is a key of
+        FITTED.likely_s, which has the typical errors."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
@@ -159,7 +160,8 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if similar runs were measured: this model on one node of such GPUs."""
+        """True if similar runs were measured. With GPUs, these are runs of this model on one node
+        of such GPUs. Without GPUs, any model on one node counts."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -172,7 +174,7 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """Lower and upper end of the likely time of a step, as shares of the predicted time."""
+        """Lower and upper end of the likely time of a step, relative to the predicted time."""
         least, most = vars(FITTED.likely_s)[self.kind]
         if not self.validated:
             wider = FITTED.unvalidated_s
@@ -221,7 +223,7 @@ class Prediction:
 
 def predict(plan: Draft, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
     """Predict the memory and time of a plan's step. `tokenised`: whether the token cache already
-    has the samples."""
+    contains the samples."""
     return Prediction(
         plan=plan,
         rates=rates,

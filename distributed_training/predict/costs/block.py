@@ -1,5 +1,5 @@
-"""Estimate the cost of the model's blocks. No torch import. Element-wise operations and attention
-follow the code in models/, and the constants were fitted."""
+"""Estimate the cost of the model's blocks. No torch import. The formulas for element-wise
+operations and attention follow the code in models/, with fitted constants."""
 
 import math
 
@@ -19,11 +19,11 @@ from distributed_training.predict.rates import FITTED
 
 # Matrix multiplications of the backward pass relative to the forward pass
 BACKWARD_ATTENTION = 5 / 2
-NORM_BYTES = 2 * 2 * 4  # fp32 mean and deviation of two norms, per token and block
+NORM_BYTES = 2 * 2 * 4  # fp32 mean and standard deviation of two norms, per token and block
 
 
 def block(at: Timing) -> Passes:
-    """Return the seconds of matrix multiplications, attention and element-wise operations."""
+    """Return the costs of matrix multiplications, attention and element-wise operations."""
     costs = np.zeros((3, 3))
     for n, k in _matrices(at):
         costs += at.gemm(at.tokens, k, n), at.gemm(at.tokens, n, k), at.gemm(k, at.tokens, n)
@@ -40,8 +40,8 @@ def last_product(at: Timing) -> Cost:
 
 
 def elementwise(at: Timing) -> tuple[Cost, Cost]:
-    """Return the cost of a block's element-wise operations: (forward, backward). Unless they
-    were traced, the backward pass reads and writes twice as much."""
+    """Return the cost of a block's element-wise operations: (forward, backward). Without a trace,
+    the backward pass is assumed to cost twice as much."""
     fitted = FITTED.elementwise
     eager = 1.0 if at.config.compile else fitted.eager
     starts = fitted.starts * eager * at.rates.kernel_s
@@ -57,8 +57,8 @@ def elementwise(at: Timing) -> tuple[Cost, Cost]:
 
 
 def _matrices(at: Place) -> list[tuple[float, float]]:
-    """Return (rows, columns) of a block's matrices. tp splits them alternately by rows and by
-    columns."""
+    """Return (rows, columns) of each matrix of a block on one rank. tp splits the matrices
+    alternately by rows and by columns."""
     return [
         (rows, columns / at.tp) if index % 2 else (rows / at.tp, columns)
         for index, (rows, columns) in enumerate(at.size.block_matrices)
@@ -66,9 +66,9 @@ def _matrices(at: Place) -> list[tuple[float, float]]:
 
 
 def _attention(at: Timing) -> Cost:
-    """Return the cost of causal attention of one block in the forward pass. For packed records, a
-    kernel skips the other records of a block. A mask only hides them, which costs more than
-    attention over the whole block."""
+    """Return the cost of causal attention of one decoder block in the forward pass. For packed
+    records, a kernel skips the scores between different records of a sequence. A mask only hides
+    these scores, which costs more than causal attention over the whole sequence."""
     packing = at.plan.packing
     masked = packing is not None and not _has_kernel(at)
     length = at.config.max_length if masked else at.plan.attended
@@ -92,14 +92,14 @@ def _attention(at: Timing) -> Cost:
 
 
 def _has_kernel(at: Timing) -> bool:
-    """Return whether packed records have their own kernel, as in models/attention.py."""
+    """Return whether models/attention.py uses a special kernel for packed records."""
     head_size = at.size.attention_width // at.size.num_heads
     on_gpu = at.config.precision == "bf16" and not at.rates.on_host
     return on_gpu and not at.config.dropout and head_size % 8 == 0 and head_size <= 256
 
 
 def kept(at: Place) -> float:
-    """Return the bytes that a block keeps for its backward pass. The sum lists the tensors that
+    """Return the number of bytes that a block keeps for its backward pass. `values` counts what
     models/ and torch.compile keep, in values of the compute dtype per token and hidden unit."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", at.way)
@@ -111,29 +111,31 @@ def kept(at: Place) -> float:
 
 
 def statistics_bytes(at: Place) -> float:
-    """Return the bytes of fp32 statistics that attention and norms keep."""
+    """Return the number of bytes of the fp32 statistics that attention and norms keep."""
     return at.tokens * (4 * at.size.num_heads / at.tp + NORM_BYTES * at.between)
 
 
 def mlp_values(at: Place) -> tuple[int, int]:
-    """Return the values per token of the output of an MLP's first matrix, and of the input of its
-    second matrix."""
+    """Return the number of values per token in the output of an MLP's first matrix and in the input
+    of its second matrix."""
     if at.size.traced is not None:
         return at.size.values_out, at.size.values_out
     return at.size.block_matrices[2][0], at.size.block_matrices[3][1]
 
 
 def backward(at: Place) -> float:
-    """Return the bytes that the backward pass of a block needs at its peak, in the MLP: the
-    gradient of the output of its first matrix. The gradient of the second matrix's input replaces
-    that input."""
+    """Return the additional bytes that a block's backward pass needs at its peak, which is in the
+    MLP. They hold the gradient of the first matrix's output. The gradient of the second matrix's
+    input replaces that input."""
     return at.tokens * at.width * mlp_values(at)[0] / at.tp
 
 
 def gradients(at: Place, moment: Moment) -> float:
-    """Return the share of the gradients that exists at a moment. Earlier micro-batches leave all of
-    them. A single micro-batch has none during the passes, because activations are freed as
-    gradients are added, and before the first block only the first block's gradients are missing."""
+    """Return the share of the gradients that exists at a moment.
+
+    With several micro-batches, all gradients exist. A single micro-batch counts none during the
+    passes, because activations are freed as gradients are added. At the first block, only the
+    gradients of this block and of an untied embedding are missing."""
     if at.micro_batches > 1 or moment == "update":
         return 1
     if moment == "passes":
@@ -146,8 +148,8 @@ def gradients(at: Place, moment: Moment) -> float:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes per parameter that the addition of two gradients moves: both are read, and
-    their sum is written."""
+    """Return the bytes per parameter that are read and written to add a gradient to the sum of
+    earlier gradients."""
     return 10 if at.micro_batches > 1 or at.pp > 1 else 0
 
 

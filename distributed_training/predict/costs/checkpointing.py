@@ -1,5 +1,5 @@
-"""Estimate the cost of activation checkpointing: a block keeps less, and the backward pass computes
-the rest again. No torch import."""
+"""Estimate the cost of activation checkpointing. A block keeps fewer activations, and the backward
+pass recomputes the others. No torch import."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from distributed_training.predict.mechanism import Cost, Mechanism, Place, Timin
 
 
 def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of the forward pass without its last matrix multiplication, whose result is
-    not needed again. Compiled blocks also omit the sum of this result and the output of an
-    adapter."""
+    """Return the cost of the repeated forward pass. Only uncompiled blocks with adapters repeat its
+    last matrix multiplication. Compiled blocks with adapters also omit half of the adapters'
+    cost."""
     last = block.last_product(at)
     if at.config.compile:
         return forward, -(last + (0 if at.trained else lora.block(at)[0] / 2))
@@ -18,18 +18,18 @@ def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
 
 
 def elementwise_again(at: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of norms, GELU and sums, and of half of the exchanges over tp."""
+    """Return the cost of element-wise operations and of half of the exchanges over tp."""
     return (block.elementwise(at)[0] + 0.5 * tp.exchange_in_block(at),)
 
 
 def between_blocks(at: Place) -> float:
-    """Return the bytes of a block's input, or of the gradient of its output."""
+    """Return the number of bytes of a block's input, or of the gradient of its output."""
     return at.hidden * at.between
 
 
 def kept_selectively(at: Place) -> float:
-    """Return the bytes of a block's input and the results of attention and matrix multiplications.
-    Only uncompiled blocks keep the last of them, which no gradient needs."""
+    """Return the number of bytes of a block's input and of the results of attention and matrix
+    multiplications. No gradient needs the last result, and only uncompiled blocks keep it."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", "selective")
     returned = (at.size.values_in + at.size.attention_width) / at.size.hidden_size

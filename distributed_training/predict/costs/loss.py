@@ -25,15 +25,15 @@ class LossBytes(NamedTuple):
 
     kept: float  # from forward to backward
     peak: float
-    waiting: float  # until W
+    waiting: float  # from I to W
     around: float  # of the last norm and the output layer, throughout the passes
     after: float  # of the output rows' gradient, if gradients are not counted otherwise
 
 
 def loss_bytes(at: Place) -> LossBytes:
-    """Return the bytes of logits, and of the tensors that exist at the same time.
+    """Return the number of bytes of the logits and of the tensors that exist at the same time.
 
-    The compiled loss keeps logits and writes their gradient over them. Without compilation,
+    The compiled loss keeps the logits and overwrites them with their gradient. Without compilation,
     log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
     With tp, the probabilities are kept in fp32, and the gradient is allocated in addition."""
     sharded = at.strategy.traits.rounds_weights or at.plan.uses_fsdp
@@ -44,8 +44,8 @@ def loss_bytes(at: Place) -> LossBytes:
     count = at.tokens * at.size.padded_vocab_size / at.tp
     chunk = int(at.config.loss_chunk_tokens)
     if chunk:
-        # Gradients of hidden states and output rows. Then one chunk, and after it, if weights are
-        # fp32, the rows' gradient in fp32.
+        # The gradients of hidden states and output rows are kept. One chunk is added to them or,
+        # after the chunks, an fp32 copy of the output rows' gradient if the weights are fp32.
         rows = at.trained * (at.size.padded_vocab_size * at.size.hidden_size / at.tp)
         kept = at.hidden + at.width * rows
         share = min(chunk, at.tokens) / at.tokens
@@ -62,11 +62,11 @@ def loss_bytes(at: Place) -> LossBytes:
 
 
 def _kind(at: Place) -> str:
-    return "split" if at.tp > 1 else at.way  # over tp the loss consists of several kernels
+    return "split" if at.tp > 1 else at.way  # with tp, the loss consists of several kernels
 
 
 def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return a tied embedding's second gradient, which is added to the first."""
+    """Return the bytes of a tied embedding's second gradient, which is added to the first."""
     in_fsdp_buffers = at.plan.uses_fsdp and at.pp == 1
     if moment == "update" and at.trained and not in_fsdp_buffers:
         return {"buffers": 4 * at.embedding}
@@ -79,11 +79,11 @@ def head(at: Timing) -> Passes:
     vocabulary = at.size.padded_vocab_size / at.tp
     rate = at.rates.memory_bytes
     kind = _kind(at)
-    if kind != "split":  # torch's loss is one kernel
+    if kind != "split":  # PyTorch's loss is one kernel
         rate = at.rates.head_memory_bytes or rate
     moved = vars(FITTED.logit_traffic)[kind] * at.width / 2 * at.tokens * vocabulary
     traffic = 0.5 * (moved / rate) * MEMORY
-    # Each chunk but the first reads and writes the gradient of the output rows.
+    # Each chunk reads and writes the gradient of the output rows.
     chunk = int(at.config.loss_chunk_tokens)
     times = 2 * math.ceil(at.tokens / chunk) if chunk else 0
     weights = at.gemm(d, at.tokens, vocabulary) + at.moving(times * at.width * vocabulary * d)
