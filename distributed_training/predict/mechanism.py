@@ -1,7 +1,7 @@
 """Define the costs of a mechanism, and the values from which they are computed: sizes of tensors,
-and seconds of elementary operations. No torch import. For all-reduce, all-gather and
-reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes` converts them
-to the bytes that a process sends."""
+and durations of elementary operations. No torch import. For all-reduce, all-gather and
+reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes` converts this
+size to the number of bytes that a process sends."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.rates import Rates, tiled
 
-# Operation -> number of turns around a ring of all processes. A message goes to one process.
+# Operation -> number of times that data travel around a ring of all processes. "send" uses no ring.
 TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
     "send": 0,
@@ -25,15 +25,16 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
-# Moments of a step at which memory may be fullest: during the passes, in the backward pass of the
-# first block, which is the last of the step, and in the optimizer step
+# Moments of a step at which memory use may peak: during the passes, in the backward pass of the
+# first block (the last backward pass of the step), and in the optimizer step
 Moment = Literal["passes", "first block", "update"]
 Parts = Mapping[str, float]  # component of memory (predict/memory.py) -> bytes
-Passes = NDArray[np.float64]  # costs of the forward pass, of input gradients, of weight gradients
+Passes = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
 
 
 def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
-    """Return the bytes that each of `members` processes sends if collectives run as rings."""
+    """Return the number of bytes that each of `members` processes sends in a ring collective, or
+    that the sender sends in a "send" or "broadcast"."""
     if kind in ("send", "broadcast"):
         return tensor_bytes
     return TURNS[kind] * (members - 1) / members * tensor_bytes
@@ -55,7 +56,7 @@ class Place:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.micro_batches = plan.batch.num_microbatches
-        # Times per step that FSDP and ZeRO exchange a block: in a pipeline once, after its phase
+        # Number of times per step that FSDP and ZeRO exchange a block. In a pipeline, it is 1.
         self.rounds = 1 if self.pp > 1 else self.micro_batches
         # Whether the model's own weights are frozen, with adapters
         self.frozen = config.lora_rank > 0
@@ -65,7 +66,7 @@ class Place:
         self.recomputes = config.activation_checkpointing != "none"
         self.width = 4 if config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * config.max_length
-        # Bytes of one micro-batch between two blocks, and parts that tp divides them into
+        # Bytes of one micro-batch's hidden states between two blocks, and their number of shards
         self.hidden = self.tokens * size.hidden_size * self.width
         self.parts = self.tp if config.sequence_parallel else 1
         self.between = 1 / self.parts
@@ -78,16 +79,16 @@ class Place:
         ranks = plan.layout.ranks
         self.first = ranks[0] == place
         self.last = ranks[-1] == place
-        # Between stages of this process and of another
+        # Number of boundaries between a stage of this process and a stage of another process
         self.edges = sum(place in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1)
         stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
         self.num_blocks = sum(count for rank, count in stages if rank == place)
-        # Parameters before dp_shard divides them: in blocks, and around them
+        # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         whole = size.block_parameters - size.block_parameters_split
         self.in_blocks = self.num_blocks * (size.block_parameters_split // self.tp + whole)
         self.embedding = size.padded_vocab_size * size.hidden_size // self.tp
         self.around = 0
-        # Parameters that every process along tp has, and uses for its own tokens or terms
+        # Number of parameters that are replicated over tp and whose gradients are summed over tp
         terms = self.num_blocks * size.block_norm_parameters
         if self.first:
             self.around += self.embedding + size.position_parameters
@@ -107,7 +108,8 @@ class Place:
             self.learning = self.adapters
 
     def traced_bytes(self, what: str, way: str) -> float:
-        """Return the bytes per block and micro-batch of a traced model. Traces are made in bf16."""
+        """Return the number of bytes per block and micro-batch of a traced model. Traces are made
+        in bf16, and the bytes scale with the width of the compute dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
@@ -115,7 +117,7 @@ class Place:
 
 
 class Timing(Place):
-    """Sizes of a plan, and seconds of elementary operations on its machine."""
+    """Sizes of tensors of a plan, and durations of elementary operations on its machine."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan)
@@ -133,11 +135,11 @@ class Timing(Place):
         return num_bytes / self.rates.memory_bytes * MEMORY
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Return the seconds of `times` collectives over an axis, which exchange `tensor_bytes` in
-        total."""
+        """Return the time in seconds of `times` collectives over an axis. Together, they exchange
+        `tensor_bytes`."""
         members = self.mesh[axis]
-        # tp varies fastest with the rank. If a group spans nodes, each of its members in a node has
-        # an adapter, and NCCL's rings use all of them.
+        # tp varies fastest with the rank. If a group spans nodes, each member has its own network
+        # adapter, and NCCL's rings use all adapters of a node.
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
         together = min(members, max(1, self.plan.processes_here // stride))
@@ -160,12 +162,12 @@ class Mechanism:
     """Costs that one mechanism adds to a plan that uses it. Omitted fields add nothing."""
 
     used: Callable[[Draft], bool]
-    # Bytes of model state per trained parameter, and bytes of frozen weights: of "parameters",
-    # "gradients" and "optimizer" on the device, or offloaded to "host" or "disk"
+    # Bytes of model state per trained parameter, and bytes of frozen weights. The keys are
+    # "parameters", "gradients" and "optimizer" on the device, and "host" and "disk" for offloading.
     state: Callable[[Place], Parts] = lambda _: {}
     frozen: Callable[[Place], Parts] = lambda _: {}
     # Bytes in addition to the given state at a moment, and the share of all gradients that exists
-    # then
+    # at this moment
     held: Callable[[Place, Moment, Parts], Parts] = lambda _, moment, state: {}
     gradients: Callable[[Place, Moment], float] = lambda _, moment: 0
     # Bytes of buckets that fill after the backward pass of the loss has freed the logits
@@ -174,10 +176,10 @@ class Mechanism:
     kept: Callable[[Place], float] = lambda _: 0
     backward: Callable[[Place], float] = lambda _: 0
     on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM besides offloaded state
-    # Bytes per step of exchanges inside blocks and between stages, and of data parallelism's
+    # Bytes per step of exchanges inside blocks and between stages, and of data-parallel exchanges
     traffic: Callable[[Place], Bytes] = lambda _: Counter()
     exchange: Callable[[Place], Bytes] = lambda _: Counter()
-    # Seconds of a block and micro-batch, and costs of its forward pass that the backward pass
+    # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
     # repeats
     block: Callable[[Timing], Passes] = lambda _: np.zeros((3, 3))
     again: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
@@ -185,7 +187,7 @@ class Mechanism:
     moved: Callable[[Place], float] = lambda _: 0
     # Bytes that clipping and the optimizer step of a process read and write
     updated: Callable[[Place], float] = lambda _: 0
-    # Exchanges of a block that the host launches
+    # Number of exchanges per block that the host launches
     launches: Callable[[Place], float] = lambda _: 0
     # (times per step that Python code runs for each tensor, seconds that the GPU waits for it)
     hooks: Callable[[Place, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)

@@ -1,5 +1,5 @@
-"""Estimate the peak memory of one process by component. It adds up the mechanisms of predict/costs
-at three points of a step. No torch import."""
+"""Estimate the peak memory of one process by component. The estimate adds up the mechanisms of
+predict/costs at three points of a step. No torch import."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class MemoryEstimate:
     """Peak bytes of the processes of each pipeline rank."""
 
     by_place: list[dict[str, int]]  # component -> bytes at the moment of the largest sum
-    likely_bytes: list[int]  # least and most that a GPU is likely to need
-    context_bytes: int  # outside of the allocator, on a GPU
+    likely_bytes: list[int]  # lower and upper end of the memory that a GPU is likely to need
+    context_bytes: int  # on a GPU, outside PyTorch's allocator
     host_bytes: int  # RAM of one process
     disk_bytes: int  # files of one process
 
@@ -34,18 +34,18 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of tensors in the fullest process."""
+        """Number of bytes of tensors in the fullest process."""
         return sum(self.fullest.values())
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a GPU must have."""
+        """Number of bytes of memory that a GPU must have."""
         return self.peak_bytes + self.context_bytes
 
 
 def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
-    """Estimate the peak of a plan's processes by component. `tokenised`: whether the token cache
-    already has the samples."""
+    """Estimate the peak memory of a plan's processes by component. `tokenised`: whether the token
+    cache already contains the samples."""
     mechanisms = used_by(plan)
     processes = all_places(plan)
     by_place = [_find_peak(process, mechanisms) for process in processes]
@@ -64,8 +64,8 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
-    # DeepSpeed is given the whole model on the host. PyTorch's parallelism reads or makes this
-    # process's part of two parameters at a time. Without a GPU, the peak of a step is also in RAM.
+    # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
+    # process's shards of two parameters at a time. Without a GPU, a step's peak is also in RAM.
     model = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
         parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
@@ -84,15 +84,15 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
 
 
 def estimate_state(plan: Draft) -> dict[str, int]:
-    """Return the bytes of model state in the process with the most: each component of STATE on the
-    device, and offloaded state on "host" and "disk"."""
+    """Return the bytes of model state in the process with the most parameters. The keys are the
+    components of STATE on the device, and "host" and "disk" for offloaded state."""
     fullest = max(all_places(plan), key=lambda process: process.parameters)
     return _state_of(fullest, used_by(plan))
 
 
 def estimate_copy(plan: Draft) -> int:
-    """Return the bytes that a process copies for a checkpoint: its share of fp32 weights and Adam
-    moments, and its own state."""
+    """Return the number of bytes that a process copies for a checkpoint: its share of fp32 weights
+    and Adam moments, and the private state of its engine."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     held = max(process.learning for process in all_places(plan))
@@ -120,7 +120,7 @@ def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 
 
 def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
-    """Return the components of a process at the moment at which their sum is largest."""
+    """Return the bytes of each component of a process when their sum is largest."""
     kept = sum(mechanism.kept(at) for mechanism in mechanisms)
     backward = sum(mechanism.backward(at) for mechanism in mechanisms)
     held = partial(_held, at, mechanisms, _state_of(at, mechanisms))
@@ -152,8 +152,8 @@ def _held(
 
 
 def _activations(at: Place, per_block: float, backward: float) -> tuple[float, float]:
-    """Return the bytes (of blocks, of logits) at the peak of the process's order. A block keeps
-    `per_block` bytes, and its backward pass needs another `backward` bytes."""
+    """Return (bytes of blocks, bytes of logits) at the peak of the process's order of operations. A
+    block keeps `per_block` bytes, and its backward pass needs `backward` additional bytes."""
     blocks = at.plan.layout.blocks_per_stage
     loss = loss_bytes(at)
     pending = pending_bytes(at)
@@ -169,8 +169,8 @@ def _activations(at: Place, per_block: float, backward: float) -> tuple[float, f
         if at.frozen and action == "W":  # frozen blocks have no gradients of weights
             continue
         during = (held, held_logits)
-        # The first stage needs no gradients of inputs. Unless it is compiled, its W does all the
-        # work.
+        # The first stage needs no gradients of its inputs. If the stage is not compiled, its W runs
+        # the whole backward pass.
         later = pending if stage or at.config.compile else 0.0
         of_block = {"F": per_block, "B": -per_block, "I": later, "W": -per_block - later}
         held += blocks[stage] * of_block[action]

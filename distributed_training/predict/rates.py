@@ -15,11 +15,11 @@ from distributed_training.settings.machine import ADAPTER_BYTES_PER_S, Gpu
 
 _TEXT = Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
 _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
-# Values that were fitted or measured, such as FITTED.launching_s.step. The file also has their
+# Fitted or measured values, such as FITTED.launching_s.step. constants.json also contains their
 # units, source records and observed ranges.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
 TILES = ((128, 256), (256, 128))  # rows and columns of a tile of a matrix multiplication's result
-PARTS = (1, 2, 4)  # numbers of parts into which each sum may be split
+PARTS = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
 
 
 def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
@@ -35,28 +35,29 @@ class Rates:
     fp32_gemm_flops: float
     memory_bytes: float  # bytes/s that element-wise kernels read and write
     head_memory_bytes: float | None = (
-        None  # the same rate in the loss and in the update; None: no separate rate
+        None  # memory_bytes in the loss and, below, in the update; None: no separate rate
     )
     update_memory_bytes: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences
     link_bytes: float  # bytes/s that a process sends in a collective inside a node
     network_bytes: float = ADAPTER_BYTES_PER_S
-    num_sms: int = 1  # multiprocessors; 1: matrix multiplications do not run in waves
+    num_sms: int = 1  # number of multiprocessors; 1: matrix multiplications do not run in waves
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
-    on_host: bool = False  # there is no device that computes while Python runs
-    peak_flops: float | None = None  # by the datasheet, for MFU
-    measured_at: str = ""  # time of calibration; "": from the table
+    on_host: bool = False  # whether no device computes while Python runs
+    peak_flops: float | None = None  # according to the datasheet, for MFU
+    measured_at: str = ""  # time of calibration; "" if the rates were not measured
     measured: tuple[str, ...] = ()  # measured parts: "host", "gpu"
 
 
 def rates_of(gpu: Gpu) -> Rates:
     """Return the rates of a GPU in the table.
 
-    Long matrix multiplications exceed the power limit of most GPUs, which then lower clock and
-    voltage. The rate is proportional to the square root of the power. Element-wise kernels are
-    bound by memory bandwidth or, if that is large, by the throughput of multiprocessors."""
+    Long matrix multiplications exceed the power limit of most GPUs, so that these GPUs lower their
+    clock and voltage. The rate is then proportional to the square root of the power limit.
+    Element-wise kernels are bound by memory bandwidth or, if the bandwidth is large, by the
+    throughput of multiprocessors."""
     shares = FITTED.gpu_shares
     powers = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)
@@ -75,8 +76,9 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> Rates:
-    """Return the rates of a process without a GPU, with an equal share of the cores. Cores without
-    instructions for bf16 (`has_bf16`) multiply 25 times more slowly in it than in fp32."""
+    """Return the rates of a process without a GPU and with an equal share of the cores. `has_bf16`:
+    whether the cores have bf16 instructions. Without these instructions, matrix multiplications are
+    25 times slower in bf16 than in fp32."""
     cores = num_cpus / num_processes
     core = FITTED.cpu_core
     link = FITTED.cpu_link
@@ -95,9 +97,9 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
 
 
 def tiled(m: float, k: float, n: float, num_sms: int) -> float:
-    """Return the number of multiplications that a GPU performs for an m x k by k x n matrix
-    multiplication. Each multiprocessor computes one tile of the result at a time, and all compute
-    the same number of tiles."""
+    """Return the number of scalar multiplications that an m x k by k x n matrix multiplication
+    costs on a GPU. Each multiprocessor computes one tile of the result at a time, and all
+    multiprocessors are assumed to compute the same number of tiles."""
     costs = []
     for (rows, columns), parts in itertools.product(TILES, PARTS):
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
@@ -113,24 +115,24 @@ def calibration_file(device: str) -> Path:
 
 
 def measured_rates(device: str, base: Rates) -> Rates:
-    """Return `base` with the rates that `plan --calibrate` measured for this kind of device."""
+    """Return `base` with the rates that `plan --calibrate` measured for this device, if any."""
     path = calibration_file(device)
     document = json.loads(path.read_text()) if path.is_file() else {}
     if document and (
         "training_s" in document or not base.on_host
-    ):  # otherwise from an earlier version
+    ):  # ignores files that an earlier version measured on a CPU
         return from_calibration(document, base)
     return base
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
-    """Return `base` with the rates that `calibrate` wrote."""
+    """Return `base` with the rates in `document`, which `plan --calibrate` wrote."""
     measured: dict[str, Any] = {"measured": ("gpu",)}
     for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
         products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
         measured[name] = _product_rate(products, base.num_sms)
     traffic = document["memory_bytes_per_s"]
-    if base.on_host:  # caches make a difference
+    if base.on_host:  # CPU caches make these rates differ
         measured["memory_bytes"] = traffic["block"]
         measured["head_memory_bytes"] = traffic["head"]
         measured["update_memory_bytes"] = traffic["update"]
@@ -154,7 +156,7 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the FLOP/s of the largest matrix multiplications, counted in whole tiles."""
+    """Return the median FLOP/s of the largest matrix multiplications, counted in whole tiles."""
     m = max(product["tokens"] for product in products)
     rates = []
     for product in products:
@@ -170,8 +172,8 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
 
 
 def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:
-    """Return the bandwidth of the largest message and the latency of the fastest message in the
-    largest group."""
+    """Return the bandwidth and the latency in the largest group. The bandwidth is from the largest
+    message. The latency is from the fastest message or, on a CPU, from the smallest message."""
     members = max(entry["members"] for entry in collectives)
     entries = [entry for entry in collectives if entry["members"] == members]
     entries.sort(key=lambda entry: entry["bytes"])

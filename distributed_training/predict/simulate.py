@@ -1,4 +1,4 @@
-"""Simulate the time that a pipeline takes for its orders. No torch."""
+"""Simulate the time that a pipeline takes to run given orders of operations. No torch import."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from distributed_training.plan.plan import Draft
 
 
 def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """Map (kind, stage) to seconds, given the durations of F, I and W of each stage."""
+    """Map (kind, stage) to seconds. `stage_s`: durations of F, I and W of each stage."""
     return {
         (kind, stage): took
         for stage, durations in enumerate(stage_s)
@@ -19,8 +19,8 @@ def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
 
 
 def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
-    """Map each operation to the operation that needs its result, and the seconds that the result
-    takes to arrive (0 on the same rank). `ranks`: the rank of each stage."""
+    """Map each operation to (the operation that needs its result, the time in seconds to send the
+    result). The time is 0 within a rank. `ranks`: the rank of each stage."""
     gives: dict[Step, tuple[Step, float]] = {}
     for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
         apart = 0.0 if rank == following else message_s
@@ -36,12 +36,12 @@ def simulate(
     gives: Mapping[Step, tuple[Step, float]],
     launching: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
-    """Return the begin and the end of each operation in seconds, per micro-batch. `gives` is from
-    `flow`. The result is empty if ranks wait for each other forever.
+    """Return (start, end) of each operation in seconds, per micro-batch. `gives`: the result of
+    `flow`. If the orders deadlock, the returned mapping is empty.
 
-    `launching`: seconds that a rank's host takes to launch each operation. The host launches ahead
-    of the GPU, and the GPU cannot end an operation before it is launched."""
-    # Times at which the input of each micro-batch, or the gradient of its output, arrives.
+    `launching`: time in seconds that a rank's host needs to launch each operation. The host
+    launches ahead of the GPU, and no operation ends on the GPU before its launch has ended."""
+    # Times at which each micro-batch's input, or the gradient of its output, arrives
     ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
     hosts = [0.0] * len(orders)
@@ -77,13 +77,13 @@ def simulate(
 
 
 def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
-    """Return the seconds until the last operation ends."""
+    """Return the time in seconds at which the last operation ends."""
     return max((times[-1][1] for times in spans.values()), default=math.inf)
 
 
 def expect_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
-    """Return the expected begin and end of each operation in seconds, given the durations that the
-    search used."""
+    """Return the expected (start, end) of each operation in seconds, given the durations that the
+    schedule search used."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
     spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))

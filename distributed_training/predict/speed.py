@@ -1,10 +1,11 @@
-"""Estimate the seconds of one optimizer step and its main bottleneck. No torch import.
+"""Estimate the time of one optimizer step in seconds, and the step's main bottleneck. No torch
+import.
 
-Matrix multiplications take FLOPs / rate, and attention has a rate that grows with the sequence.
+Matrix multiplications take FLOPs / rate, and attention's rate grows with the sequence length.
 Element-wise operations take bytes / bandwidth, and each kernel takes time to start. A collective
-takes its latency plus the bytes sent in a ring / bandwidth. A pipeline is simulated in its
-schedule's order. The host launches kernels while the GPU computes, so the slower of the two counts,
-unless a CUDA graph launches all kernels."""
+takes its latency plus (bytes sent in a ring) / bandwidth. A pipeline is simulated in its schedule's
+order. The host launches kernels while the GPU computes, so the slower of the two counts. With a
+CUDA graph, the time of the host does not count."""
 
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from distributed_training.predict.simulate import flow, length_of, simulate
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, and the main bottleneck of the slowest process."""
+    """Time of a step in seconds, and the main bottleneck of the slowest process."""
 
     seconds: float
     bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
@@ -39,7 +40,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     on_gpu = length_of(simulate(orders, seconds, gives))
     busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
     here = plan.processes_here
-    if rates.on_host:  # other stages use the core of a stage that waits
+    if rates.on_host:  # while a stage waits, other stages use its cores
         on_gpu = max(sum(busy) / len(busy), on_gpu * min(1.0, plan.machine.num_cpus / here))
     phase = on_gpu
     if work.pp > 1 and not (graph or rates.on_host):  # each stage's host launches its operations
@@ -73,7 +74,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
 
 
 class Work(Timing):
-    """Seconds of the parts of a plan's step."""
+    """Times and costs of the parts of a plan's step."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan, rates)
@@ -96,7 +97,7 @@ class Work(Timing):
         return costs
 
     def block(self) -> Passes:
-        """Return the costs of one block and micro-batch."""
+        """Return the costs of one block for one micro-batch."""
         costs = sum((mechanism.block(self) for mechanism in self.mechanisms), np.zeros((3, 3)))
         forward, inputs, weights = costs
         weights += self.moving(self._gradient_bytes())
@@ -107,20 +108,20 @@ class Work(Timing):
         return costs
 
     def _gradient_bytes(self) -> float:
-        """Return the bytes that one micro-batch moves for a block's gradients and rounded
-        weights."""
+        """Return the number of bytes that are read and written per micro-batch for a block's
+        gradients and rounded weights."""
         whole = self.size.block_parameters
         split = self.size.block_parameters_split
         per_parameter = sum(mechanism.moved(self) for mechanism in self.mechanisms)
         return per_parameter * (whole - split + split / self.tp)
 
     def update(self, process: Place) -> float:
-        """Return the seconds that clipping and the optimizer step take in a process."""
+        """Return the time in seconds of clipping and the optimizer step in a process."""
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
         return sum(mechanism.updated(process) for mechanism in self.mechanisms) / rate
 
     def data_parallel(self, process: Place, computing: float) -> float:
-        """Return the seconds that exchanges over the data-parallel axes add to computation."""
+        """Return the time in seconds that data-parallel exchanges add to computation."""
         steps = self.plan.steps_between_exchanges
         times = 1 / steps if steps else (process.num_blocks + 1.0) * self.rounds
         seconds = sum(
@@ -129,13 +130,13 @@ class Work(Timing):
             for (axis, kind), size in mechanism.exchange(process).items()
             if self.mesh[axis] > 1
         )
-        if self.pp > 1 or steps:  # after the pipeline's phase, or the update
+        if self.pp > 1 or steps:  # no overlap: after the pipeline's phase or the update
             return seconds
         overlapped = min(seconds, computing)
         return FITTED.interference * overlapped + seconds - overlapped
 
     def launching(self) -> dict[Step, float]:
-        """Return the seconds that the host takes to launch each kind of operation of each stage."""
+        """Return the time in seconds in which the host launches each operation of each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
             (kind, stage): self.host_block() * number * share + self.rates.host.exchange
@@ -144,13 +145,13 @@ class Work(Timing):
         }
 
     def host_block(self) -> float:
-        """Return the seconds to launch the forward and backward passes of one block, including its
-        exchanges."""
+        """Return the time in seconds in which the host launches the forward and backward passes of
+        one block, including the block's exchanges."""
         exchanges = sum(mechanism.launches(self) for mechanism in self.mechanisms)
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
     def host_step(self, process: Place) -> tuple[float, float]:
-        """Return the seconds of launches outside blocks, and the seconds that the GPU waits."""
+        """Return (seconds of host work outside blocks, seconds that the GPU waits for hooks)."""
         host = self.rates.host
         calls = [mechanism.hooks(process, self.rates) for mechanism in self.mechanisms]
         visits, waits = map(sum, zip(*calls, strict=True))

@@ -9,8 +9,8 @@ from distributed_training.predict.mechanism import Bytes, Place, all_places, sen
 
 
 def tensor_bytes(at: Place) -> Bytes:
-    """Return the traffic of a process by axis and operation, without exchanges of at most 8
-    bytes."""
+    """Return the bytes that a process exchanges per step, by axis and operation. Exchanges of at
+    most 8 bytes are omitted."""
     total: Bytes = Counter()
     for mechanism in used_by(at.plan):
         total += mechanism.traffic(at) + mechanism.exchange(at)
@@ -18,7 +18,7 @@ def tensor_bytes(at: Place) -> Bytes:
 
 
 def sent_by_kind(at: Place) -> dict[str, float]:
-    """Map "axis kind" to the bytes that a process sends."""
+    """Map "axis kind" to the number of bytes that a process sends per step."""
     return {
         f"{axis} {kind}": sent_bytes(kind, size, 2 if axis == "pp" else at.mesh[axis])
         for (axis, kind), size in sorted(tensor_bytes(at).items())
@@ -26,8 +26,8 @@ def sent_by_kind(at: Place) -> dict[str, float]:
 
 
 def sent_by_axis(plan: Draft) -> dict[str, float]:
-    """Map each axis to the bytes that a process sends in a step. The pipeline rank that sends the
-    most counts."""
+    """Map each axis to the number of bytes that a process sends per step. The process is on the
+    pipeline rank whose processes send the most."""
     most = max(map(sent_by_kind, all_places(plan)), key=lambda sent: sum(sent.values()))
     by_axis: dict[str, float] = defaultdict(float)
     for name, size in most.items():

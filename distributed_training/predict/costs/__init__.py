@@ -1,5 +1,5 @@
-"""Estimate memory, traffic and time of a step, with one file per mechanism. No torch import. A new
-mechanism needs a new file and a line in MECHANISMS."""
+"""Estimate the memory, traffic and time of a step, with one file per mechanism. No torch import. To
+add a mechanism, add a file and a line in MECHANISMS."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import (
@@ -39,5 +39,5 @@ MECHANISMS = (
 
 
 def used_by(plan: Draft) -> list[Mechanism]:
-    """Return the mechanisms of a plan."""
+    """Return the mechanisms that a plan uses."""
     return [mechanism for mechanism in MECHANISMS if mechanism.used(plan)]

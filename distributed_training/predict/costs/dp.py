@@ -9,8 +9,8 @@ from distributed_training.settings.strategies import strategy_options
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic of averaging gradients, block by block during the backward pass. An engine
-    may average parameters instead, all at once and not in every step."""
+    """Return the traffic per step of averaging gradients. An engine may average parameters instead,
+    once in several steps. The traffic is then the mean per step."""
     kinds = {"all_reduce": 2 * at.learning}
     if at.config.gradient_compression == "none":
         matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
@@ -22,7 +22,7 @@ def exchange(at: Place) -> Bytes:
 
 
 def _matrices(at: Place) -> list[tuple[int, int]]:
-    """Return the (rows, columns) of all matrices of the model."""
+    """Return (rows, columns) of each matrix of the model."""
     size = at.size
     hidden = size.hidden_size
     tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
@@ -31,8 +31,8 @@ def _matrices(at: Place) -> list[tuple[int, int]]:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the sum of gradients, which is stored in addition to the buckets until
-    the last micro-batch."""
+    """Return the bytes of the sum of gradients. Until the last micro-batch, this sum exists in
+    addition to the buckets."""
     return {"buffers": state["gradients"]} if at.has_buckets and at.micro_batches > 1 else {}
 
 

@@ -9,8 +9,8 @@ from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Par
 
 def exchange(at: Place) -> Bytes:
     """Return the traffic of gathering a block before its forward and its backward pass in every
-    micro-batch, and of scattering its gradients. In a pipeline, these collectives run once per
-    step, before and after the pipeline's passes."""
+    micro-batch, and of reduce-scattering its gradients. In a pipeline, these collectives run
+    once per step, before and after the pipeline's passes."""
     traffic: Bytes = Counter()
     if at.shards > 1:
         around = at.width * at.around
@@ -23,13 +23,13 @@ def exchange(at: Place) -> Bytes:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of gathered parameters, and of whole fp32 gradients that wait for a
+    """Return the bytes of gathered parameters, and of unsharded fp32 gradients before their
     reduce-scatter. The parameters outside the blocks stay gathered. Only the current block and the
     prefetched blocks are gathered."""
     if at.pp > 1:  # see costs/pp.py
         return {}
     if moment == "update" and at.trained:
-        # The root's gradients, and the output rows' in the compute dtype
+        # Gradients of the root module in fp32, and of the output rows in the compute dtype
         return {"buffers": 4 * at.around + at.width * at.embedding}
     num_blocks = max(1, at.num_blocks)
     base = (base_bytes(at) - at.width * at.around) / num_blocks
@@ -40,8 +40,8 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes per parameter that are moved when parameters are copied out of a buffer,
-    twice, and when gradients in fp32 are copied into another buffer."""
+    """Return the bytes per parameter that are read and written for copies to and from buffers.
+    Parameters are copied out of a buffer twice, and gradients are copied once as fp32."""
     return 4 * at.width + 4 + at.width if at.pp == 1 else 0
 
 

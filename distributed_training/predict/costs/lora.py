@@ -8,7 +8,7 @@ from distributed_training.predict.mechanism import Mechanism, Parts, Passes, Pla
 
 
 def block(at: Timing) -> Passes:
-    """Return the cost of a block's adapters, which is bound by memory bandwidth."""
+    """Return the costs of a block's adapters, which are bound by memory bandwidth."""
     outputs = sum(rows for rows, _ in at.size.block_matrices) / at.tp
     adapted = at.size.adapted(at.config.lora_targets)
     moved = at.moving(at.tokens * at.width * outputs)
@@ -16,15 +16,15 @@ def block(at: Timing) -> Passes:
 
 
 def base_bytes(at: Place) -> int:
-    """Return the bytes of the model's own parameters, in the compute dtype or quantized. NF4 has 4
-    bits per value and an fp32 scale per 64 values."""
+    """Return the number of bytes of the base model's parameters, in the compute dtype or quantized.
+    NF4 has 4 bits per value and an fp32 scale per 64 values."""
     saved = (16 * at.width - 9) * _values(at) // 16 if at.config.base_dtype == "nf4" else 0
     return at.width * at.parameters - at.num_blocks * saved
 
 
 def frozen(at: Place) -> Parts:
-    """Return the bytes of the frozen base weights. FSDP and ZeRO-3 shard them. A pipeline under
-    FSDP also gathers them for all micro-batches."""
+    """Return the bytes of the frozen base weights, which FSDP and ZeRO stage 3 shard. A pipeline
+    with FSDP also keeps gathered weights throughout all micro-batches."""
     sharded = at.plan.uses_fsdp or at.zero.stage == 3
     copies = 1 / at.shards if sharded else 1
     if at.plan.uses_fsdp and at.pp > 1:
@@ -33,22 +33,22 @@ def frozen(at: Place) -> Parts:
 
 
 def beside_base(at: Place) -> float:
-    """Return the bytes of the gradient of the second matrix's input through its adapter, which
-    exists at the same time as the gradient through the base. If the block is recomputed, the
-    outputs of both first matrices also exist at the same time."""
+    """Return the number of bytes that adapters add to the peak of a block's backward pass, in the
+    MLP. The gradient of the second matrix's input through its adapter exists beside the gradient
+    through the base weights. Recomputation adds the bytes of the first matrix's output."""
     outer, inner = mlp_values(at)
     return at.tokens * at.width * (inner + at.recomputes * outer) / at.tp
 
 
 def matrix_in_use(at: Place) -> float:
-    """Return the bytes by which a dequantized matrix, at the end of a block's backward pass,
-    exceeds the gradients in its MLP."""
+    """Return the number of bytes by which a dequantized matrix, at the end of a block's backward
+    pass, exceeds the gradients in the block's MLP. Return 0 if it does not exceed them."""
     largest = max(rows * columns for rows, columns in at.size.block_matrices)
     return max(0, at.width * largest - backward(at) - beside_base(at))
 
 
 def dequantizing(at: Timing) -> Passes:
-    """Return the cost of reading codes and scales, and of writing and reading the matrix."""
+    """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
     return np.outer((1, 1, 0), at.moving((9 / 16 + at.width) * _values(at)))
 
 

@@ -1,5 +1,5 @@
-"""Estimate the cost of a pipeline: layers partitioned into stages over pp. No torch import.
-predict/simulate.py computes the time that stages wait."""
+"""Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. No torch
+import. predict/simulate.py computes the time for which stages wait."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ def traffic(at: Place) -> Bytes:
 
 
 def message_s(at: Timing) -> float:
-    """Return the seconds that a result of one stage takes to reach the next stage."""
+    """Return the time in seconds to send a result of one stage to the next stage."""
     rate = at.rates.link_bytes
     latency = at.rates.link_latency_s
     if at.plan.num_processes // at.pp >= at.plan.processes_here:  # on another node
@@ -33,8 +33,8 @@ def message_s(at: Timing) -> float:
 
 
 def state(at: Place) -> Parts:
-    """Return the bytes per parameter that fp32 stages have for all micro-batches of a step:
-    gathered or rounded parameters, and whole gradients."""
+    """Return the additional bytes per parameter that stages with fp32 weights keep throughout a
+    step: gathered or rounded parameters, and unsharded gradients."""
     if at.strategy.traits.rounds_weights:
         return {}
     copied = at.mesh["dp_replicate"] * at.shards > 1 or at.width < 4
@@ -42,8 +42,8 @@ def state(at: Place) -> Parts:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return torch's buffers for each message of a step that this process receives, and the
-    gradient of the embedding. Gathered parameters count as copies."""
+    """Return the bytes of PyTorch's receive buffers, one per message of a step, and of the
+    embedding's gradient. Gathered parameters count as copies."""
     parts = {}
     if not at.strategy.traits.rounds_weights:
         shard = (4 if at.trained else at.width) * at.parameters / at.shards
@@ -56,11 +56,12 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def pending_bytes(at: Place) -> float:
-    """Return the bytes of a block that a micro-batch adds to those it keeps, from I to W.
+    """Return the number of bytes per block and micro-batch that are kept from I to W, in addition
+    to the activations.
 
     In compiled blocks, the inputs of all matrices and the gradients of their outputs are together
-    as large as the activations that they replace (parallel/zero_bubble.py). With tp, the gradients
-    of both sums are whole even if the hidden states between layers are sharded. In uncompiled
+    as large as the activations that they replace (parallel/zero_bubble.py). With sequence
+    parallelism, the gradients of both sums over tp are unsharded. In uncompiled
     blocks, the gradients are added to the activations."""
     if at.config.compile:
         return 2 * (1 - at.between) * at.hidden

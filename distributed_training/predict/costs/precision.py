@@ -4,7 +4,7 @@ import."""
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place
 
-# Bytes per parameter of Adam moments. torchao's have an fp32 scale per 256 values.
+# Bytes per parameter of Adam moments. torchao's 8-bit values have an fp32 scale per 256 values.
 MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 # Bytes per parameter of weight and gradient that AdamW and clipping read and write
 UPDATE_BYTES = 12 + 12
@@ -20,7 +20,7 @@ def state(at: Place) -> Parts:
 
 def rounded(at: Place, moment: Moment, state: Parts) -> Parts:
     """Return the bytes of the rounded weights that autograd keeps for the backward pass. Recomputed
-    blocks round them again."""
+    blocks round their weights again."""
     if moment == "update" and (at.plan.only_copies or at.trained):
         return {}
     kept = at.learning
@@ -35,8 +35,8 @@ def updated(at: Place) -> float:
 
 
 def rounds_in_passes(plan: Draft) -> bool:
-    """Return whether autocast rounds fp32 weights in each forward pass: without FSDP or a pipeline,
-    which round them in their own ways."""
+    """Return whether autocast rounds fp32 weights in each forward pass. FSDP and pipelines round
+    weights without autocast."""
     whole = plan.mesh["pp"] == 1 and not plan.uses_fsdp
     return whole and plan.config.precision != "fp32" and not plan.strategy.traits.rounds_weights
 

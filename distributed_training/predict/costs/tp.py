@@ -1,5 +1,4 @@
-"""Estimate the cost of tensor parallelism, in which every layer is split over tp. No torch
-import."""
+"""Estimate the cost of tensor parallelism, which splits every layer over tp. No torch import."""
 
 from collections import Counter
 
@@ -20,9 +19,9 @@ from distributed_training.predict.rates import FITTED
 
 
 def traffic(at: Place) -> Bytes:
-    """Return the traffic of tp. With sequence parallelism a block gathers and reduce-scatters
-    twice in each direction; without it, it all-reduces as often. Embedding, output layer and
-    loss follow. Gradients of norms and positions are exchanged once per step."""
+    """Return the traffic of tp. With sequence parallelism, a block all-gathers twice and
+    reduce-scatters twice in each direction. Without it, a block all-reduces twice instead. The
+    embedding, output layer and loss add exchanges, and `at.terms` gradients are summed once."""
     count = at.micro_batches
     exchanged = count * 4 * at.num_blocks * at.hidden
     reduced = 4 * at.terms // at.shards
@@ -33,12 +32,12 @@ def traffic(at: Place) -> Bytes:
             gathered += count * 8 * at.tokens * at.tp
         else:
             reduced += count * 12 * at.tokens
-    if at.first:  # parameters are fp32 where FSDP rounds none
+    if at.first:  # parameters are fp32 if FSDP does not round them
         width = at.width if at.plan.num_processes > at.tp else 4
         exchanged += at.trained * count * at.tokens * at.size.hidden_size * width
     # Recomputation stops before the last exchange of the forward pass, whose result is unused.
     again = at.recomputes * count * at.num_blocks * at.hidden
-    # "selective" keeps the sum, and compiled blocks then do not repeat it.
+    # With "selective", the sum is kept, and compiled blocks do not repeat it.
     keeps_sum = at.config.activation_checkpointing == "selective" and at.config.compile
     sum_again = 0 if keeps_sum else again
     if not at.config.sequence_parallel:

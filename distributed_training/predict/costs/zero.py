@@ -1,5 +1,5 @@
-"""Estimate the cost of DeepSpeed's ZeRO. State in the compute dtype and an fp32 master copy are
-sharded by the ZeRO stage, and may be offloaded to the host or a disk. No torch import."""
+"""Estimate the cost of DeepSpeed's ZeRO. The ZeRO stage determines which state is sharded. State
+may be offloaded to the CPU or to NVMe. No torch import."""
 
 from collections import Counter
 
@@ -10,15 +10,15 @@ from distributed_training.predict.rates import FITTED, Rates
 # Bytes per parameter that AdamW and clipping read and write, without Adam moments: weight,
 # gradient, the rounded weight, and the gradient, which is widened, scaled and added.
 UPDATE_BYTES = 44
-# Bytes per parameter that a step on a disk reads and writes: fp32 weights and Adam moments 12 + 12,
-# gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
+# Bytes per parameter that a step with state on a disk reads and writes there: fp32 weights and Adam
+# moments 12 + 12, gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
 SWAPPED_BYTES = 38
-OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> names of state there
+OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's device -> component of state
 
 
 def state(at: Place) -> Parts:
-    """Return the bytes per parameter of rounded weights and gradients, and of the fp32 master copy
-    and both Adam moments (ZeRO paper, section 3.1)."""
+    """Return the bytes per parameter of weights and gradients in the compute dtype, and of the fp32
+    master copy and both Adam moments (ZeRO paper, section 3.1)."""
     stage = at.zero.stage
     state: dict[str, float] = {
         "parameters": at.width / (at.shards if stage >= 3 else 1),
@@ -30,15 +30,15 @@ def state(at: Place) -> Parts:
     for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
         if device := OFFLOADED.get(at.strategy.offload[what]):
             state[device] += state.pop(part)
-    if at.strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
+    if at.strategy.steps_on_host:  # fp32 gradients are in RAM until the optimizer step
         state["host"] += 4 / at.shards
         del state["gradients"]
     return state
 
 
 def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of stage 3's copies of parameters that other processes, the host or a disk
-    store."""
+    """Return the bytes of the parameters that stage 3 has gathered from other processes or fetched
+    from the host or a disk."""
     if at.zero.stage < 3:
         return {}
     most = min(at.zero.stage3_max_live_parameters, at.parameters)
@@ -47,22 +47,23 @@ def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def buckets(at: Place) -> float:
-    """Return the bytes of two buckets of gradients. One is filled while the other is reduced."""
+    """Return the number of bytes of two gradient buckets. One is filled while the other is reduced.
+    Stages 0 and 3 and pipelines have none."""
     if at.zero.stage not in (1, 2) or at.pp > 1:
         return 0
     return 2 * at.width * min(at.zero.reduce_bucket_size, at.learning)
 
 
 def widened(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the fp32 gradients that Adam needs for this process's part, and of a flat
-    copy of the gradients in the compute dtype."""
+    """Return the bytes of the fp32 gradients that Adam needs for this process's shard, and of a
+    flat copy of these gradients in the compute dtype."""
     if moment != "update" or at.strategy.steps_on_host:
         return {}
     return {"buffers": (4 + at.width) * at.learning / at.shards}
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic of ZeRO's stages, on the whole model or on a stage of a pipeline."""
+    """Return the traffic of the ZeRO stage, for the whole model or one pipeline stage."""
     learning = at.width * at.learning
     times = at.micro_batches if at.zero.stage > 1 else 1
     gathered = learning
@@ -85,8 +86,8 @@ def updated(at: Place) -> float:
 
 
 def launches(at: Place) -> float:
-    """Return the number of exchanges that stage 3 launches per block: a gather of parameters in
-    each pass, and a scatter of gradients."""
+    """Return the number of exchanges that stage 3 launches per block: an all-gather of parameters
+    in each pass and, with several shards, a reduce-scatter of gradients."""
     if at.zero.stage < 3:
         return 0
     return 2 if at.shards == 1 else 3
@@ -102,7 +103,7 @@ def hooks(at: Place, rates: Rates) -> tuple[float, float]:
 
 
 def off_device(at: Place, learning: float) -> dict[str, float]:
-    """Return the seconds of each node's file access, or of the optimizer step on the host."""
+    """Return the time in seconds of a node's file access, or of the optimizer step on the host."""
     here = at.plan.processes_here
     share = learning / at.shards
     if at.strategy.swaps_to_disk:
@@ -115,7 +116,7 @@ def off_device(at: Place, learning: float) -> dict[str, float]:
 ZERO = Mechanism(
     used=lambda plan: plan.strategy.traits.takes_json,
     held=gathered,
-    # Stage 3 has a flat buffer for all gradients.
+    # During the passes, stage 3 has a flat buffer for all gradients.
     gradients=lambda at, moment: at.zero.stage == 3 and moment == "passes",
     buckets=buckets,
     # Two bytes per value, also in fp32 runs
