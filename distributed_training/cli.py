@@ -36,6 +36,7 @@ from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import LastingStream, fill_closed, replace_unwritable
+from distributed_training.supervise.process import Startup
 
 OWN_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
@@ -181,10 +182,16 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
                 raise UserError(what, fix="add --dry-run, or use the command plan")
             left_out |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in left_out]
-        config = configure(arguments, program, arguments.overrides)
+        request = configure(arguments, program, arguments.overrides)
+        process = launch.launched_process(request.precision, arguments.num_gpus)
         if arguments.dry_run:
-            return print_plan(config, program.script, launch_arguments, arguments)
-        return launch.start(config, program.script, arguments)
+            return print_plan(request, process, program.script, launch_arguments, arguments)
+        if process is None or process.rank == 0:
+            print("planning the run, importing torch ...", flush=True)
+        if process is not None:  # rank 0 plans, and the others receive the plan
+            return launch.run_here(request, process, Startup())
+        cluster = launch.requested_cluster(request, arguments.num_gpus)
+        return launch.start(request, cluster, program.script, arguments.max_restarts)
 
     return act
 

@@ -188,7 +188,7 @@ def test_commands(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, "echo", "--help")
     assert command(monkeypatch, "echo", "a", "--b") == 2
-    monkeypatch.setattr(cli, "print_plan", lambda config, _, typed, __: (config.seed, typed))
+    monkeypatch.setattr(cli, "print_plan", lambda config, _, __, typed, ___: (config.seed, typed))
     assert command(monkeypatch, "train", "--seed", "5", "--dry-run") == (5, ["--seed", "5"])
     monkeypatch.setattr(
         "distributed_training.records.report.main", lambda arguments, runs: (arguments.paths, runs)

@@ -23,59 +23,54 @@ from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
-from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, validate
+from distributed_training.settings.config import AUTO, KEYS, RunConfig, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine, known_gpu
-from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
+from distributed_training.settings.strategies import strategy_options
 
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
-def lay_out(
-    given: Request,
-    cluster: Cluster,
-    strategy: Strategy | None = None,
-    mesh: dict[str, int] | None = None,
-    *,
-    notes: list[str] | None = None,
-) -> Draft:
-    """Return a draft plan for CONFIG, in which the model, strategy and batch size must already be
-    chosen.
-
-    `strategy` is the strategy that CONFIG names, if the caller has already loaded it. `mesh`
-    replaces the strategy's mesh. Messages for the user are appended to `notes`. Raises UserError if
-    the number of processes does not fit the mesh, or if settings are incompatible."""
+def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
+    """Return a draft plan for a candidate, whose CONFIG must have a batch size. If the candidate
+    has its strategy's mesh, an axis of size -1 gets the remaining processes. Messages for the user
+    are appended to `notes`. Raises UserError if the number of processes does not fit the mesh, or
+    if settings are incompatible."""
     notes = [] if notes is None else notes
     machine = cluster.machine
     num_processes = cluster.num_processes
     processes_here = cluster.processes_a_node
-    strategy = strategy or load_strategy(given)
-    model = find_model(given.model)
-    document = fill_sizes(strategy.document, model.size.hidden_size)
-    strategy = replace(strategy, document=document)
-    candidate = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
-    if mesh is None:
+    given = candidate.config
+    model = candidate.model
+    document = fill_sizes(candidate.strategy.document, model.size.hidden_size)
+    strategy = replace(candidate.strategy, document=document)
+    mesh = dict(candidate.mesh)
+    if mesh == strategy.mesh:
         mesh = layouts.fill_mesh(candidate, num_processes)
-    candidate = replace(candidate, mesh=mesh)
-    precision = _choose_precision(given, machine)
-    _check_pairs(candidate, precision)
+    resolved: layouts.Settings = {"precision": _choose_precision(given.precision, machine)}
+    if given.pipeline_schedule == AUTO:
+        resolved["pipeline_schedule"] = candidate.schedule_name
+    if given.base_dtype == AUTO:
+        resolved["base_dtype"] = None
+    config = given.model_copy(update=resolved)
+    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
+    _check_model(candidate)
+    _check_strategy(candidate)
+    _check_base(candidate)
+    _check_loss_chunks(candidate)
     options = strategy_options(strategy.name)(**given.engine_options)
     check_settings(given, candidate, options, notes)
-    options.check(precision, model.size.hidden_size)
+    options.check(config.precision, model.size.hidden_size)
     layout = layouts.build_layout(candidate)
     batch = layouts.cut_batch(candidate)
-    decided = {name: getattr(given, name) for name in KEYS} | {"precision": precision}
-    if given.base_dtype == AUTO:
-        decided["base_dtype"] = None
-    if given.pipeline_schedule == AUTO:
-        decided["pipeline_schedule"] = strategy.schedule(given)
+    decided = {name: getattr(config, name) for name in KEYS}
     decided |= _choose_switches(candidate, machine, notes)
     decided |= batch.model_dump(include=set(layouts.OPEN_BATCH))
     if given.loss_chunk_tokens == AUTO:
-        chunk = _choose_loss_chunk(candidate, machine, precision, batch.micro_batch_size)
+        chunk = _choose_loss_chunk(candidate, machine, batch.micro_batch_size)
         decided["loss_chunk_tokens"] = chunk
-    config = validate(RunConfig, decided, KEYS)
+    decided_config = validate(RunConfig, decided, KEYS)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
@@ -83,19 +78,19 @@ def lay_out(
             f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
             "factor"
         )
-    output_dir = Path(config.output_dir)
+    output_dir = Path(decided_config.output_dir)
     began = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{began}-{strategy.name}-{model.label}-x{num_processes}"
     offload_dir = None
     if strategy.swaps_to_disk:
-        parent = Path(config.offload_dir or output_dir / ".offload").absolute()
+        parent = Path(decided_config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
     draft = Draft(
         requested=given,
-        config=config,
+        config=decided_config,
         strategy=strategy,
         model=model,
         machine=machine,
@@ -115,7 +110,7 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    length = config.max_length
+    length = decided_config.max_length
     if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
         what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
@@ -125,27 +120,19 @@ def lay_out(
     return replace(draft, orders=_time_orders(draft, cluster)) if draft.schedule.timed else draft
 
 
-def _choose_precision(config: RunConfig, machine: Machine) -> str:
+def _choose_precision(precision: str, machine: Machine) -> str:
     on_gpu = machine.num_gpus > 0
     has_bf16 = machine.compute_capability >= (8, 0)
-    if config.precision == AUTO:
+    if precision == AUTO:
         if not on_gpu:
             return "fp32"
         return "bf16" if has_bf16 else "fp16"
-    if config.precision == "fp16" and not on_gpu:
+    if precision == "fp16" and not on_gpu:
         raise UserError("precision='fp16' needs a GPU", fix="set fp32")
-    if config.precision == "bf16" and on_gpu and not has_bf16:
+    if precision == "bf16" and on_gpu and not has_bf16:
         what = f"precision='bf16' is not supported by {machine.gpu_name}"
         raise UserError(what, "it needs compute capability 8.0", "set fp16")
-    return config.precision
-
-
-def _check_pairs(candidate: Candidate, precision: str) -> None:
-    """Raise UserError if a value in CONFIG is incompatible with another key, strategy or model."""
-    _check_model(candidate)
-    _check_strategy(candidate, precision)
-    _check_base(candidate, precision)
-    _check_loss_chunks(candidate, precision)
+    return precision
 
 
 def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
@@ -170,11 +157,11 @@ def _check_model(candidate: Candidate) -> None:
         size.adapted(config.lora_targets)
 
 
-def _check_strategy(candidate: Candidate, precision: str) -> None:
+def _check_strategy(candidate: Candidate) -> None:
     config = candidate.config
     strategy = candidate.strategy
     here = f"strategy={config.strategy!r}"
-    if config.lora_rank > 0 and strategy.swaps_to_disk and precision == "fp32":
+    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
         other = f"{here} and precision='fp32'"
         why = "DeepSpeed rounds frozen weights in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
@@ -187,18 +174,19 @@ def _check_strategy(candidate: Candidate, precision: str) -> None:
         _refuse(candidate, "on_nonfinite", here, why, "set on_nonfinite to rollback or stop")
 
 
-def _check_base(candidate: Candidate, precision: str) -> None:
+def _check_base(candidate: Candidate) -> None:
+    """Raise UserError if the dtype of frozen weights cannot be used."""
     config = candidate.config
     key = "base_dtype"
-    if config.base_dtype in (None, AUTO):
+    if config.base_dtype is None:
         return
     if config.lora_rank == 0:
         why = "without LoRA, no weights are frozen"
         _refuse(candidate, key, "lora_rank=0", why, "set lora_rank to 16, or base_dtype to None")
     if config.base_dtype == "bf16":
-        if precision != "bf16":
-            other = f"precision={precision!r}"
-            why = f"frozen weights are then in {precision}"
+        if config.precision != "bf16":
+            other = f"precision={config.precision!r}"
+            why = f"frozen weights are then in {config.precision}"
             _refuse(candidate, key, other, why, "set base_dtype to None")
         return
     split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
@@ -212,16 +200,15 @@ def _check_base(candidate: Candidate, precision: str) -> None:
         _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
 
 
-def _check_loss_chunks(candidate: Candidate, precision: str) -> None:
-    if candidate.config.loss_chunk_tokens not in (0, AUTO) and precision == "fp16":
+def _check_loss_chunks(candidate: Candidate) -> None:
+    config = candidate.config
+    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
         why = "gradients would be computed before they are scaled"
         fix = "set precision to bf16, or loss_chunk_tokens to 0"
         _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
 
-def _choose_loss_chunk(
-    candidate: Candidate, machine: Machine, precision: str, micro_batch_size: int
-) -> int:
+def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:
     """Return the number of tokens whose logits are in memory at the same time. 0 means all tokens.
 
     For each chunk after the first, the gradient of the output layer's weights is read and written
@@ -230,8 +217,8 @@ def _choose_loss_chunk(
     6 P FLOPs per token at 680 TFLOP/s."""
     config = candidate.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
-    waits = candidate.mesh["pp"] > 1 and candidate.strategy.schedule(config) == "gpipe"
-    if machine.num_gpus == 0 or precision == "fp16" or waits:
+    waits = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
+    if machine.num_gpus == 0 or config.precision == "fp16" or waits:
         return 0
     size = candidate.model.size
     rows = size.padded_vocab_size * size.hidden_size
@@ -324,7 +311,7 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     none. A CUDA graph cannot wait for the host."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
-    skips = config.on_nonfinite == "skip" or _choose_precision(config, machine) == "fp16"
+    skips = config.on_nonfinite == "skip" or config.precision == "fp16"
     if not candidate.strategy.traits.replays_steps:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
     if config.optimizer == "adamw-8bit" and skips:

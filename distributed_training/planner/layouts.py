@@ -21,7 +21,7 @@ from typing import Any
 from distributed_training.models import ModelSize, ModelSpec
 from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.strategies import MESH_AXES, Strategy
@@ -43,14 +43,22 @@ OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config"))
 class Candidate:
     """CONFIG with a strategy and a mesh that have not yet been checked."""
 
-    config: RunConfig
+    config: Request
     strategy: Strategy
     model: ModelSpec
     mesh: Mapping[str, int]
 
     @property
+    def schedule_name(self) -> str:
+        """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
+        default schedule."""
+        name = self.config.pipeline_schedule
+        supported = self.strategy.traits.schedules
+        return name if name in supported else supported[0]
+
+    @property
     def schedule(self) -> Schedule:
-        return find_schedule(self.strategy.schedule(self.config), self.mesh)
+        return find_schedule(self.schedule_name, self.mesh)
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
@@ -316,7 +324,6 @@ def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> Use
     what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
     why = f"micro_batch_size x num_microbatches must be {sequences}"
     if pp > 1:
-        schedule = candidate.strategy.schedule(config)
-        why += f", and {schedule} over pp={pp} must accept num_microbatches"
+        why += f", and {candidate.schedule_name} over pp={pp} must accept num_microbatches"
     cuts.append("set micro_batch_size and num_microbatches to auto")
     return UserError(what, why, f"set {', or '.join(cuts)}")

@@ -6,13 +6,12 @@ from typing import Any
 
 from distributed_training.data.cache import token_cache
 from distributed_training.data.samples import Data
-from distributed_training.models import find_model
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import Fit, Sources, find_sources, fit_to_data
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
-from distributed_training.planner.layouts import OPEN_BATCH
+from distributed_training.planner.layouts import OPEN_BATCH, Candidate
 from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import choose_spread
 from distributed_training.predict.predict import Cluster, predict
@@ -71,13 +70,14 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     checked later."""
     notes = [] if notes is None else notes
     strategy = named_strategy(request)
-    decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
-    find_model(decided.model)  # raises here, not for each layout that "auto" considers
-    if AUTO in (decided.strategy, decided.batch_size):
-        decided, strategy = choose_spread(decided, cluster, strategy, notes)
+    machine = cluster.machine
+    config, model = choose_model(request, machine, cluster.num_processes, strategy, notes)
+    if strategy is None or config.batch_size == AUTO:
+        config, strategy = choose_spread(config, cluster, strategy, model, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
-    return replace(lay_out(decided, cluster, strategy, notes=notes), requested=request)
+    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    return replace(lay_out(candidate, cluster, notes), requested=request)
 
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:

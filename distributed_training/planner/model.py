@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from distributed_training.models import find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import is_adapter, read_adapters
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.schedules import SCHEDULES
@@ -29,10 +29,11 @@ def choose_model(
     num_processes: int,
     strategy: Strategy | None,
     notes: list[str],
-) -> Request:
-    """Return CONFIG with the model chosen if it is "auto". If the model is chosen for a CPU, also
-    choose training settings for the user's own text. If training continues adapters, the adapters
-    determine the LoRA keys. `strategy` is None if the planner still has to choose the strategy."""
+) -> tuple[Request, ModelSpec]:
+    """Return CONFIG with the model chosen if it is "auto", and the model. If the model is chosen
+    for a CPU, also choose training settings for the user's own text. If training continues
+    adapters, the adapters determine the LoRA keys. `strategy` is None if the planner still has to
+    choose the strategy. Raises UserError for an unknown model."""
     decided = _continue_adapters(config, notes)
     if decided.get("model", config.model) != AUTO:
         pass
@@ -43,7 +44,8 @@ def choose_model(
         notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
     else:
         decided |= _choose_for_cpu(config, num_processes, strategy, notes)
-    return with_values(config, **decided)
+    config = with_values(config, **decided)
+    return config, find_model(config.model)
 
 
 def _choose_for_cpu(
@@ -72,7 +74,10 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
     pp = strategy.mesh["pp"]
     if pp < 1:
         pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
-    return pp * SCHEDULES[strategy.schedule(config)].stages_per_rank if pp > 1 else 1
+    name = config.pipeline_schedule
+    supported = strategy.traits.schedules
+    schedule = SCHEDULES[name if name in supported else supported[0]]
+    return pp * schedule.stages_per_rank if pp > 1 else 1
 
 
 def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:

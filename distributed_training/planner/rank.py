@@ -4,14 +4,22 @@ fastest to slowest. This module does not import torch."""
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
+from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import lay_out
-from distributed_training.planner.layouts import OPEN, Settings, all_meshes, show_settings
+from distributed_training.planner.layouts import (
+    OPEN,
+    Candidate,
+    Settings,
+    all_meshes,
+    show_settings,
+)
 from distributed_training.planner.model import choose_model
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
@@ -83,7 +91,8 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
     """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and
     the number of micro-batches if CONFIG leaves them open."""
     strategy = load_strategy(config)
-    config = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
+    config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
+    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
     cut_is_open = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
@@ -95,7 +104,7 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
         for schedule in schedules:
             with contextlib.suppress(UserError):
                 scheduled = config.model_copy(update={"pipeline_schedule": schedule})
-                first = lay_out(scheduled, cluster, strategy, mesh)
+                first = lay_out(replace(candidate, config=scheduled, mesh=mesh), cluster)
                 yield first
                 if first.schedule.searched or not cut_is_open:
                     continue
@@ -104,7 +113,7 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
                     with contextlib.suppress(UserError):
                         counted = scheduled.model_copy(update={"num_microbatches": count})
-                        yield lay_out(counted, cluster, strategy, mesh)
+                        yield lay_out(replace(candidate, config=counted, mesh=mesh), cluster)
 
 
 def _more_microbatches(plan: Draft) -> list[int]:
@@ -165,13 +174,16 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
     num_microbatches=8". Candidates are more micro-batches, recomputation, a quantized base model,
     another strategy and a smaller optimizer state."""
     config = plan.config
+    candidate = Candidate(
+        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
+    )
 
     def fits(**settings: object) -> bool:
         # Request `cuda_graphs` again, because the settings may decide whether graphs are possible.
         decided = config.to_user_words() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
         request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
-            draft = lay_out(request, cluster, plan.strategy, plan.mesh)
+            draft = lay_out(replace(candidate, config=request), cluster)
             return predict(draft, None).room == "yes"
         return False
 
@@ -241,11 +253,11 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
 
 
 def choose_spread(
-    config: Request, cluster: Cluster, strategy: Strategy | None, notes: list[str]
+    config: Request, cluster: Cluster, strategy: Strategy | None, model: ModelSpec, notes: list[str]
 ) -> tuple[Request, Strategy]:
     """Choose the strategy and the batch size by their predicted speed if they are "auto". Return
-    CONFIG with the choices, and the strategy. `strategy` is None if CONFIG leaves it open. Raises
-    UserError if no strategy fits."""
+    CONFIG with the choices, and the strategy. `strategy` is None if CONFIG leaves it open. `model`
+    is the model that CONFIG names. Raises UserError if no strategy fits."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
@@ -257,7 +269,10 @@ def choose_spread(
                 plainest = "zero2"
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
-            lay_out(build(plainest), cluster)
+            request = build(plainest)
+            strategy = load_strategy(request)
+            mesh = strategy.mesh
+            lay_out(Candidate(config=request, strategy=strategy, model=model, mesh=mesh), cluster)
             what = f"no strategy can train {config.model} here with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         settings = settings_of(best.plan)
@@ -271,11 +286,14 @@ def choose_spread(
         strategy = load_strategy(config)
     if config.batch_size == AUTO:
         # Choose the smallest power of two that fits and has NEAR_BEST of the best tokens/s.
+        mesh = strategy.mesh
+        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
         speeds: dict[int, float] = {}
         for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
             with contextlib.suppress(UserError):
                 sized = config.model_copy(update={"batch_size": size})
-                prediction = predict(lay_out(sized, cluster, strategy), cluster.rates)
+                draft = lay_out(replace(candidate, config=sized), cluster)
+                prediction = predict(draft, cluster.rates)
                 is_below = prediction.memory.needed_bytes < cluster.below_bytes
                 if prediction.room == "yes" and is_below:
                     speeds[size] = prediction.tokens_per_s or size

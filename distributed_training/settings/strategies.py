@@ -170,12 +170,6 @@ class Strategy:
         because `traits.build` in a plan.json could name any code."""
         return _find_engine(_find(self.name))[0].load()
 
-    def schedule(self, config: RunConfig) -> str:
-        """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
-        default schedule."""
-        schedule = config.pipeline_schedule
-        return schedule if schedule in self.traits.schedules else self.traits.schedules[0]
-
     @property
     def zero(self) -> _Zero:
         """Return the ZeRO section of the DeepSpeed JSON, or stage 0 if there is none."""

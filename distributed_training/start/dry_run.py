@@ -21,16 +21,20 @@ from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
-from distributed_training.start.launch import launched_process, requested_cluster
+from distributed_training.start.launch import requested_cluster
+from distributed_training.supervise.process import Process
 
 
 def print_plan(
-    config: Request, script: Path, arguments: list[str], options: argparse.Namespace
+    config: Request,
+    process: Process | None,
+    script: Path,
+    arguments: list[str],
+    options: argparse.Namespace,
 ) -> int:
     """Print a plan and the command that starts it with these `arguments`. Return the exit code. The
-    plan is for the cluster given by --cluster, for the launcher that started this process, or for
+    plan is for the cluster given by --cluster, for the launcher that started this `process`, or for
     this machine."""
-    process = launched_process(config, options)
     if process is not None and process.rank > 0:
         return 0
     if options.cluster is not None or options.gpu is not None:

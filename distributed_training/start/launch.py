@@ -5,7 +5,6 @@ plan (rendezvous.py).
 Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is not
 imported before training begins."""
 
-import argparse
 import gc
 import importlib
 import json
@@ -54,67 +53,18 @@ PLANNED = "--planned"  # option of the processes that this command starts
 CPU_PROCESSES = 2  # number of processes of "--num_gpus all" on CPUs, rounded up to fit the mesh
 
 
-def start(config: Request, script: Path, options: argparse.Namespace) -> int:
-    """Train under `config` and return the exit code. If no launcher started this process, this
-    command starts the run's processes."""
-    process = launched_process(config, options)
-    startup = Startup()
-    if process is None or process.rank == 0:
-        print("planning the run, importing torch ...", flush=True)
-    if process is None:
-        return start_processes(config, script, options, startup)
-    return run_here(config, process, startup)  # rank 0 plans, and the others receive the plan
-
-
-def launched_process(config: Request, options: argparse.Namespace) -> Process | None:
+def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     """Return this process's rank as set by its launcher. Return None if no launcher started this
     process. Print a note about launcher settings that have no effect. Raises UserError if
-    --num_gpus contradicts the launcher."""
+    `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
-    unread = describe_unread(os.environ, config.precision)
+    unread = describe_unread(os.environ, precision)
     if unread and (process is None or process.rank == 0):
         print(f"note: {unread}", file=sys.stderr, flush=True)
-    if process is not None and options.num_gpus not in (None, "all", str(process.world_size)):
-        what = (
-            f"--num_gpus {options.num_gpus} but the launcher started {process.world_size} processes"
-        )
+    if process is not None and num_gpus not in (None, "all", str(process.world_size)):
+        what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
         raise UserError(what, fix="give the number to the launcher only")
     return process
-
-
-def start_processes(
-    config: Request, script: Path, options: argparse.Namespace, startup: Startup
-) -> int:
-    """Plan the run, write plan.json and run the plan, in this process or in new processes. Return
-    the run's exit code."""
-    cluster = requested_cluster(config, options.num_gpus)
-    machine = cluster.machine
-    count = cluster.num_processes
-    if count == 1 and machine.num_gpus > 1:
-        print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
-    unsure = AUTO in (config.strategy, config.batch_size)
-    if count == 1 and not options.max_restarts and not (unsure and machine.num_gpus):
-        plan = make_plan(config, cluster, read_data)
-        plan = run_dir.reserve_run_dir(plan)
-        startup.end("plan")
-        return run_here(plan, single_process(), startup)
-    prepare_environment(count)
-    command: Command | Callable[[Path], int]
-    begun: Ranks = ()
-    if can_fork(machine):
-        plan, command = _plan_before_forks(config, cluster, startup)
-    else:
-        command = [str(script), PLANNED]
-        # The processes import torch during planning, unless there are more processes than GPUs.
-        with starting(command, count if count <= machine.num_gpus else 0) as begun:
-            plan = make_plan(config, cluster, read_data)
-            plan = run_dir.reserve_run_dir(plan)
-    code = spawn(plan, command, options.max_restarts, begun)
-    # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
-    while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
-        plan = _plan_smaller(plan, config, cluster)
-        code = spawn(plan, command, options.max_restarts)
-    return code
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
@@ -125,6 +75,39 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
         mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
     return this_machine(machine, count, count)
+
+
+def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -> int:
+    """Plan the run, write plan.json and run the plan, in this process or in new processes. Return
+    the run's exit code."""
+    startup = Startup()
+    machine = cluster.machine
+    count = cluster.num_processes
+    if count == 1 and machine.num_gpus > 1:
+        print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
+    unsure = AUTO in (request.strategy, request.batch_size)
+    if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
+        plan = make_plan(request, cluster, read_data)
+        plan = run_dir.reserve_run_dir(plan)
+        startup.end("plan")
+        return run_here(plan, single_process(), startup)
+    prepare_environment(count)
+    command: Command | Callable[[Path], int]
+    begun: Ranks = ()
+    if can_fork(machine):
+        plan, command = _plan_before_forks(request, cluster, startup)
+    else:
+        command = [str(script), PLANNED]
+        # The processes import torch during planning, unless there are more processes than GPUs.
+        with starting(command, count if count <= machine.num_gpus else 0) as begun:
+            plan = make_plan(request, cluster, read_data)
+            plan = run_dir.reserve_run_dir(plan)
+    code = spawn(plan, command, max_restarts, begun)
+    # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
+    while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
+        plan = _plan_smaller(plan, request, cluster)
+        code = spawn(plan, command, max_restarts)
+    return code
 
 
 def _plan_before_forks(

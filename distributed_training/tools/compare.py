@@ -26,7 +26,6 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from distributed_training.models import find_model
 from distributed_training.planner.checks import unbuilt_extensions
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.idle import droppable_keys
@@ -250,7 +249,7 @@ def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int
     with contextlib.suppress(UserError):
         config = build(texts(values))
         strategy = load_strategy(config)
-        model = find_model(choose_model(config, machine, num_processes, strategy, []).model)
+        _, model = choose_model(config, machine, num_processes, strategy, [])
         candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
         mesh = fill_mesh(candidate, num_processes)
         return droppable_keys(config, dataclasses.replace(candidate, mesh=mesh))

@@ -15,7 +15,6 @@ from distributed_training.data.cache import token_cache, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
 from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import find_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.planner.model import choose_model
 from distributed_training.settings.config import Request, RunConfig, with_values
@@ -44,8 +43,7 @@ def run(
     Return the exit code."""
     notes = list[str]()
     config = configure(arguments.overrides)
-    config = choose_model(config, detect_machine(), 1, named_strategy(config), notes)
-    spec = find_model(config.model)
+    config, spec = choose_model(config, detect_machine(), 1, named_strategy(config), notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
     tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])

@@ -44,7 +44,7 @@ def options_of(
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
-        base = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
+        base, _ = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
     requested = plan.requested.to_user_words()
     decided: dict[str, Any] = {
         name: requested[name]

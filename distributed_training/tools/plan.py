@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.models import find_model
+from distributed_training.models import ModelSpec
 from distributed_training.planner.checks import check_memory
-from distributed_training.planner.choose import lay_out
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
@@ -95,16 +95,16 @@ def run(
         cluster = _cluster(arguments)
     requested = build(None)
     strategy = named_strategy(requested)
-    config = choose_model(requested, cluster.machine, cluster.num_processes, strategy, [])
-    find_model(config.model)  # raises a specific error for an unknown model
+    machine = cluster.machine
+    config, model = choose_model(requested, machine, cluster.num_processes, strategy, [])
     only = typed_values(arguments.overrides).get("strategy", AUTO)
-    config = _choose_batch(arguments, config, cluster)
+    config = _choose_batch(arguments, config, model, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
     choices = _rank(arguments, build, cluster, config, only)
     if not choices:
         # Planning a single strategy raises an error that is more specific than "no strategy".
-        lay_out(build("dp" if only == AUTO else only), cluster)
+        draft_plan(build("dp" if only == AUTO else only), cluster)
         what = f"no strategy can train {config.model} with this CONFIG"
         raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
     if arguments.json:
@@ -192,7 +192,9 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
     arguments.overrides[:] = texts(typed_values(arguments.overrides) | values)
 
 
-def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
+def _choose_batch(
+    arguments: argparse.Namespace, config: Request, model: ModelSpec, cluster: Cluster
+) -> Request:
     """Choose the batch size if it is "auto", or on GPUs if the user did not set it. If no layout
     fits, choose the batch size for training with activation checkpointing."""
     is_open = config.batch_size == AUTO
@@ -203,8 +205,9 @@ def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Clust
     modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
     for mode in modes:
         opened = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
+        request = config.model_copy(update=opened)
         try:
-            chosen, _ = choose_spread(config.model_copy(update=opened), cluster, None, [])
+            chosen, _ = choose_spread(request, cluster, None, model, [])
         except UserError:
             if mode == modes[-1] and config.batch_size == AUTO:
                 raise

@@ -24,6 +24,7 @@ import checkout
 from tabulate import tabulate
 
 from distributed_training import cli
+from distributed_training.models import find_model
 from distributed_training.planner.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
@@ -176,7 +177,7 @@ def speeds(
             config = with_values(build(None), model=model)
             if open_batch:  # Choose the smallest batch that keeps a GPU busy.
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
-                config, _ = choose_spread(config, cluster, None, [])
+                config, _ = choose_spread(config, cluster, None, find_model(model), [])
             values = {"model": model, "batch_size": config.batch_size}
 
             def build_model(strategy: str, values: dict[str, Any] = values) -> Request:

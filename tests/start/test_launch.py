@@ -297,12 +297,6 @@ def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkey
     ):
         monkeypatch.setattr(launch, "detect_machine", lambda on=on: on)
         config = build_config({**values, "strategy": strategy, "num_samples": 4})
-        words = {
-            "num_gpus": num_gpus,
-            "dry_run": False,
-            "max_restarts": 0,
-            "cluster": None,
-            "gpu": None,
-        }
-        assert launch.start(config, SCRIPT, SimpleNamespace(**words)) == 0
+        cluster = launch.requested_cluster(config, num_gpus)
+        assert launch.start(config, cluster, SCRIPT, max_restarts=0) == 0
     assert begun == [1, 2]

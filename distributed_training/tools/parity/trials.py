@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distributed_training.models import find_model
 from distributed_training.planner.layouts import OPEN
 from distributed_training.planner.model import choose_model
 from distributed_training.settings.config import AUTO
@@ -56,8 +55,8 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
     for run in runs:
         if run.config is not None:
             strategy = named_strategy(run.config)
-            chosen = choose_model(run.config, machine, run.num_processes, strategy, [])
-            models.append((find_model(chosen.model).size.num_layers, chosen.model))
+            config, model = choose_model(run.config, machine, run.num_processes, strategy, [])
+            models.append((model.size.num_layers, config.model))
     for run in runs:
         run.values |= ALWAYS
         if run.config is not None and run.config.model == AUTO:

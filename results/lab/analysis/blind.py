@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.planner.choose import lay_out
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import Prediction, parse_cluster, predict
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -38,7 +38,7 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     }  # fmt: skip
     config = build_config(values)
     cluster = parse_cluster(row["cluster"])
-    prediction = predict(lay_out(config, cluster), cluster.rates)
+    prediction = predict(draft_plan(config, cluster), cluster.rates)
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import lay_out
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import Place
@@ -68,7 +67,7 @@ def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
     for mode in MODES:
         for size in BATCH_SIZES:
             built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
-            if predict(lay_out(built, cluster), cluster.rates).room_on_gpu == "yes":
+            if predict(draft_plan(built, cluster), cluster.rates).room_on_gpu == "yes":
                 fitting.append((size, mode))
                 break
     enough = [pair for pair in fitting if pair[0] >= 4]
