@@ -185,7 +185,11 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
     number = 0
     try:
         with pyarrow.memory_map(str(path)) as file:
-            if path.suffix == ".arrow":  # the format of the datasets library
+            if path.suffix == ".arrow" and file.read(6) == b"ARROW1":
+                table = pyarrow.ipc.open_file(file)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            elif path.suffix == ".arrow":  # a stream, as the datasets library writes it
+                file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = pyarrow.parquet.ParquetFile(file)

@@ -84,13 +84,19 @@ def _by_convention(folder: Path, what: str) -> Splits:
             data = DatasetCard.load(card).data
             configs = MetadataConfigs.from_dataset_card_data(data)
             if configs:
-                name = configs.get_default_config_name() or next(iter(configs))
+                name = configs.get_default_config_name()
+                if name is None:
+                    what = f"{what} has several configurations: {', '.join(configs)}"
+                    fix = f"set dataset to the files of one of them, or mark one in {CARD} with "
+                    raise UserError(what, "none of them is the default", f"{fix}default: true")
                 chosen = configs[name]
                 base = (base / chosen.get("data_dir", "")).resolve()
                 if chosen.get("data_files"):
                     patterns = sanitize_patterns(chosen["data_files"])
         patterns = patterns or get_data_patterns(str(base))
         files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
+    except UserError:
+        raise
     except Exception as error:  # errors of datasets, of YAML, or of a file system
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"{what} cannot be divided into splits", why) from None

@@ -67,4 +67,5 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
     """Cut `blocks` of whole lines into one text per line, without blank lines."""
     for block in blocks:
-        yield from (Piece(line) for line in block.splitlines() if line.strip())
+        # `splitlines` would also end lines at form feeds and similar characters.
+        yield from (Piece(line) for line in block.split("\n") if line.strip())

@@ -191,6 +191,16 @@ def write_arrow(path, batch, count=1, **options):
             file.write_batch(batch)
 
 
+def test_arrow_tables_are_read_from_files_and_from_streams(tmp_path):
+    batch = pyarrow.record_batch({"text": ["one", "two"]})
+    write_arrow(tmp_path / "a.arrow", batch, 2)
+    with pyarrow.ipc.new_file(str(tmp_path / "b.arrow"), batch.schema) as file:
+        for _ in range(2):
+            file.write_batch(batch)
+    for name in ("a.arrow", "b.arrow"):
+        assert [row["text"] for _, row in read_records(tmp_path / name)] == ["one", "two"] * 2
+
+
 def test_rows_that_share_one_stored_text_are_counted(tmp_path):
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["hello " * 2000]))

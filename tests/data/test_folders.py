@@ -64,6 +64,18 @@ def test_a_card_tells_the_splits_of_a_cloned_dataset(tmp_path):
         read_corpus(str(tmp_path))
 
 
+def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
+    card = "---\nconfigs:\n"
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.jsonl", name)
+        card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
+    (tmp_path / "README.md").write_text(f"{card}---\n")
+    with refused("has several configurations: one, two", "default: true"):
+        read_corpus(str(tmp_path))
+    (tmp_path / "README.md").write_text(f"{card}  default: true\n---\n")
+    assert splits_of(tmp_path) == {"train": ["two"]}
+
+
 def test_a_dataset_as_save_to_disk_writes_it(tmp_path):
     splits = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "all")
