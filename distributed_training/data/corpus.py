@@ -19,6 +19,7 @@ from distributed_training.data.files import (  # fmt: skip
     RECORDS,
     TEXTS,
     bomb,
+    column_names,
     encoding_of,
     most_unpacked,
     open_file,
@@ -212,7 +213,7 @@ def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> 
         fix = f"use {' and '.join(TEXTS)} files, or {', '.join(RECORDS)} files, but not both"
         raise UserError(f"{what} cannot be read", f"found {', '.join(suffixes)}", fix)
     for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
-        shape = Shape(record, where, columns)
+        shape = Shape(record, where, columns, column_names(files[0]))
         return Source(form=shape.form, files=files, shape=shape)
     raise UserError(f"{what} contains no text", fix="use files with at least one record")
 

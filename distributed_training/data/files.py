@@ -112,6 +112,15 @@ def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[
         yield from readers.get(suffix_of(path), table)(path)
 
 
+def column_names(path: Path) -> list[str]:
+    """Return the names of all columns of a Parquet file. Return [] for any other file."""
+    if suffix_of(path) != ".parquet":
+        return []
+    import pyarrow.parquet
+
+    return list(pyarrow.parquet.read_schema(path).names)
+
+
 def has_added_nulls(path: Path) -> bool:
     """Return whether a file is a Parquet or Arrow table. In such a table, nested records have nulls
     for members that only other records have."""

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 
 from distributed_training.data.chats import prepare
@@ -78,6 +79,13 @@ def conversation_of(record, columns=(), **options):
                 USER, ANSWER,
             ],
         ),
+        (
+            {"prompt": "2+2=", "response": "4", "history": [["1", "2"]], "system": "s"},
+            [
+                {"role": "system", "content": "s"}, {"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"}, USER, ANSWER,
+            ],
+        ),
         ({"messages": [USER, {"role": "bot", "content": "4"}]}, [USER, ANSWER]),
         ({"messages": [USER, {"role": "model", "content": "4"}]}, [USER, ANSWER]),
         (
@@ -105,6 +113,14 @@ def test_what_is_not_trained_on():
         )
     pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
     assert conversation_of(pair)[1] == [0, 1, 2, 3]
+    record = {"messages": [{"role": "system", "content": "s"}, USER, ANSWER]}
+    assert [conversation_of({**record, "system": system})[2] for system in ("s", "t")] == [
+        {},
+        {
+            "records have a system column that is not read, because their messages begin with "
+            "another system message": 1
+        },
+    ]
     null = {"role": "assistant", "content": None}
     messages = [USER, null, USER, {**null, "tool_calls": [CALL]}]
     assert conversation_of({"messages": messages})[1:] == (
@@ -145,11 +161,29 @@ def test_form_of_a_record():
     shapes = [Shape(record, "here", {}) for record in (*forms, {**CHAT, "prompt": ""})]
     shapes.append(Shape(copied, "here", {"text": "text"}))
     shapes.append(Shape({**copied, "completion": None, "messages": None}, "here", {}))
+    shapes.append(Shape({**record, "history": []}, "here", {}))  # needs a chat template
     forms_found = [(shape.form, shape.has_copy) for shape in shapes]
     assert forms_found == [
         ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
-        ("messages", False), ("text", False), ("text", False),
+        ("messages", False), ("text", False), ("text", False), ("messages", False),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"text": "a", "system": "", "id": 7}, ["system", "id"]),
+        ({"messages": [], "tools": [], "history": [], "prompt": ""}, ["history", "prompt"]),
+        ({"prompt": "2+2=", "input": "", "completion": "4", "label": False}, ["input", "label"]),
+        ({"instruction": "2+2=", "input": "", "output": "4", "history": []}, []),
+        ({"prompt": [USER], "completion": [ANSWER], "history": []}, ["history"]),
+        ({"q": "2+2=", "prompt": "other", "completion": "4", "text": "4"}, ["prompt"]),
+    ],
+)
+def test_columns_that_are_not_read_are_known(record, unread):
+    columns = {"prompt": "q"} if "q" in record else {}
+    assert Shape(record, "here", columns).unread == unread
+    assert Shape(record, "here", columns, [*record, "image"]).unread == [*unread, "image"]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +207,7 @@ def test_form_of_a_record():
         ({"instruction": "a", "output": "b", "history": 5}, ['no "history" list']),
         ({"instruction": "a", "output": "b", "history": [[1, "c"]]}, ["[1, 'c'] in history"]),
         ({"messages": 7}, ['no "messages" list']),
+        ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ['no "chat_template_kwargs" object']),
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
     ],
 )
@@ -203,3 +238,40 @@ def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
     assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 1
     assert counts.notes[prepare.QUOTED] == count
     assert counts.notes[prepare.COPIED] == 1
+    assert counts.notes[prepare.LEFT_OUT] == 1  # the function's name is not in the text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_values_that_a_template_does_not_write_are_notes(suffix, tmp_path):
+    """Calls, tools and documents vanish silently in transformers if a template does not write
+    them, and columns that no template knows are not read at all (Megatron-Bridge#4072)."""
+    texts = ["a? b", "a? get_time b", "Long document: a? b"]
+
+    def align(batch):
+        return [[Rendered(text, [(0, 1)])] for (text, _) in zip(texts, batch, strict=True)]
+
+    call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
+    answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
+    document = {"title": "Long", "text": "document"}
+    rows = [
+        {"messages": [USER, answer], "tools": None, "documents": None, "label": 0},
+        {"messages": [USER, answer], "tools": [call], "documents": None, "label": 0},
+        {"messages": [USER, ANSWER], "tools": None, "documents": [document], "label": 0},
+    ]
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = SimpleNamespace(
+        align=align, talks=bool, is_templated=True, special_pattern=re.compile("(?!)")
+    )
+    counts = prepare.Counts()
+    source = read_corpus(str(file))["train"]
+    assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 3
+    assert counts.notes[prepare.LEFT_OUT] == 1
+    assert counts.notes[f"{prepare.UNREAD} 'label'"] == 3
+    texts[2] = "a? b"
+    counts = prepare.Counts()
+    list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
+    assert counts.notes[prepare.LEFT_OUT] == 2

@@ -1,9 +1,13 @@
 """Test that any failure of a template gives a one-line error, and that the rendering process is
 reused."""
 
+import datetime
+
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from distributed_training.data.chats import render
+from distributed_training.data.chats.align import own_spans
 from distributed_training.data.chats.render import Conversation, Renderer
 from tests.support import refused
 
@@ -44,6 +48,30 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
     (((text, spans, *_),),) = renderer.align([good])
     assert text[slice(*spans[0])] == "4<|e|>"
     assert renderer.ask(SAID[:1]).endswith("2+2=<|a|>")
+
+
+def test_dates_and_bytes_of_tables_are_rendered_as_transformers_does():
+    """WildChat's messages have time stamps, which JSON lacks."""
+    template = "{% for m in messages %}{{ m.role ~ m.time ~ m.content }}{% endfor %}"
+    messages = [
+        {**SAID[0], "time": datetime.datetime(2024, 5, 1, 12, tzinfo=datetime.UTC)},
+        {**SAID[1], "time": b"\xff"},
+    ]
+    dated = Renderer([template] * 2, {}, [])
+    try:
+        ((sample,),) = dated.align([("a.parquet row 1", Conversation(messages))])
+    finally:
+        dated.close()
+    (texts, _) = render_jinja_template(conversations=[messages], chat_template=template)
+    assert [sample.text] == texts
+
+
+def test_our_template_counts_reasoning_and_refuses_documents():
+    answer = {**SAID[1], "reasoning_content": "hm"}
+    (sample,) = own_spans(Conversation([SAID[0], answer]), "|", "here")
+    assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4|", 1)
+    with refused("here has tools or documents"):
+        own_spans(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
 
 
 def test_a_template_that_fails_for_parts_is_given_their_text():

@@ -163,13 +163,16 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
         assistant: 4<|endoftext|>user: And 3 + 3?
         assistant: 6<|endoftext|>
 
-    Return [] if no answer is in the loss. Raises UserError if there are tools or tool calls."""
-    if conversation.tools or any(message.get("tool_calls") for message in conversation.messages):
-        what = f"{where} has tool calls, but the tokenizer has no chat template"
+    Return [] if no answer is in the loss. Raises UserError if there are tools, tool calls or
+    documents."""
+    calls = any(message.get("tool_calls") for message in conversation.messages)
+    if calls or conversation.tools or conversation.documents:
+        what = f"{where} has tools or documents, but the tokenizer has no chat template"
         fix = "use the tokenizer of a model that was trained for chats, or remove such rows"
-        raise UserError(what, "the built-in template does not support tools", fix)
+        raise UserError(what, "the built-in template does not support them", fix)
     text = ""
     spans = []
+    removed = 0
     for index, message in enumerate(joined(conversation.messages)):
         if message["role"] == ASSISTANT:
             text += f"{ASSISTANT}:"
@@ -177,9 +180,10 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
             text += f" {message['content']}{eos}"
             if index not in conversation.skip:
                 spans.append((start, len(text)))
+                removed += _lost_thoughts(message, text[start:])
         else:
             text += f"{message['role']}: {message['content']}\n"
-    return [Rendered(text, spans)] if spans else []
+    return [Rendered(text, spans, removed)] if spans else []
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:

@@ -1,13 +1,16 @@
 """Convert records to pieces of text to tokenize, and count the records that are left out."""
 
+import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed_training.data import pieces
+from distributed_training.data.chats.records import name_some
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.files import has_added_nulls
@@ -25,6 +28,11 @@ COPIED = (
     'records have a "text" beside their answer, which is not read; to read it instead, add '
     "--columns text=text"
 )
+LEFT_OUT = (
+    "records have tool calls, tools or documents that are not in the text, because the chat "
+    "template does not write them"
+)
+UNREAD = "records are read without these columns:"
 NO_ANSWER = "no answer to train on"
 _BATCH_SIZE = 64  # conversations per request to the renderer
 
@@ -81,6 +89,8 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
     for where, record in source.read_records():
         counts.records += 1
         counts.notes[COPIED] += shape.has_copy
+        if shape.unread:
+            counts.notes[f"{UNREAD} {name_some(shape.unread)}"] += 1
         if talks:
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
@@ -122,18 +132,30 @@ def _rendered(
         text = "\n".join(content for content in contents if isinstance(content, str))
         if tokenizer.special_pattern.search(text):
             counts.notes[SPECIAL] += 1
-        quoted = _quoted_arguments(conversation)
-        counts.notes[QUOTED] += any(text in sample.text for text in quoted for sample in samples)
+        calls = (message.get("tool_calls") or [] for message in conversation.messages)
+        called = _functions(itertools.chain(*calls))
+        arguments = (function.get("arguments") for function in called)
+        quoted = [json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)]
+        functions = called + _functions(conversation.tools or [])
+        words = [str(function.get("name") or "") for function in functions]
+        words += map(_longest_word, conversation.documents or [])
+        if samples:
+            rendered = "\n".join(sample.text for sample in samples)
+            counts.notes[QUOTED] += any(argument in rendered for argument in quoted)
+            counts.notes[LEFT_OUT] += any(word not in rendered for word in words)
         for sample in samples:
             counts.notes[THOUGHTS] += sample.thoughts_removed
             counts.notes[UNENDED] += sample.unended
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
 
 
-def _quoted_arguments(conversation: Conversation) -> list[str]:
-    """Return the JSON form, in quotes, of all tool-call arguments that are strings, as in OpenAI's
-    format."""
-    calls = (call for message in conversation.messages for call in message.get("tool_calls") or [])
-    functions = (call.get("function", call) for call in calls if isinstance(call, dict))
-    arguments = (function.get("arguments") for function in functions if isinstance(function, dict))
-    return [json.dumps(text, ensure_ascii=False) for text in arguments if isinstance(text, str)]
+def _functions(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the functions in a list of tools or tool calls."""
+    functions = (item.get("function", item) for item in items if isinstance(item, dict))
+    return [function for function in functions if isinstance(function, dict)]
+
+
+def _longest_word(document: Any) -> str:
+    """Return the longest word in the values of a document."""
+    values = document.values() if isinstance(document, dict) else [document]
+    return max(re.findall(r"\w+", " ".join(map(str, values))), key=len, default="")

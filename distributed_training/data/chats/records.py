@@ -39,11 +39,17 @@ _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys, besides content, of values that the model generates in an answer
 _OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
+_TWO_SYSTEMS = (
+    "records have a system column that is not read, because their messages begin with another "
+    "system message"
+)
+# Columns that only a chat template can render
+_CONTEXT = ("system", "history", "tools", "documents")
 Notes = Counter[str]  # number of records or messages for the text of each note
 
 
-def _name_some(columns: Iterable[str]) -> str:
-    """Return the names of a record's first 20 columns, for an error message."""
+def name_some(columns: Iterable[str]) -> str:
+    """Return the first 20 names of columns, for a message."""
     names = [shown(name) for name in columns]
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more or "no columns"
@@ -52,16 +58,19 @@ def _name_some(columns: Iterable[str]) -> str:
 class Shape:
     """Shape of the records of a dataset, recognized from the first record.
 
-    `columns` maps column names that this module knows to the names in the dataset. Raises UserError
-    if the record lacks one of these columns or has no known column."""
+    `columns` maps column names that this module knows to the names in the dataset. `names` are the
+    names of all columns, if `record` has only some of them. Raises UserError if the record lacks
+    one of `columns` or has no known column."""
 
-    def __init__(self, record: Any, where: str, columns: Mapping[str, str]) -> None:
+    def __init__(
+        self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()
+    ) -> None:
         self.columns = columns
         keys = self._renamed(record) if isinstance(record, dict) else {}
         missing = [name for name in columns.values() if name not in record]
         if missing:
             what = f"columns names {shown(missing[0])}, which {where} does not have"
-            raise UserError(what, f"it has {_name_some(record)}", "name one of these")
+            raise UserError(what, f"it has {name_some(record)}", "name one of these")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
@@ -75,7 +84,7 @@ class Shape:
         elif pair and (MESSAGES not in keys or pair[1] == "completion"):
             self.form, self.names = PROMPT, pair
             is_chat = isinstance(keys[pair[0]], list) or isinstance(keys[pair[1]], list)
-            if is_chat or pair[0] == "instruction":
+            if is_chat or pair[0] == "instruction" or keys.keys() & {*_CONTEXT}:
                 self.form = MESSAGES
         elif chat:
             self.form, self.names = MESSAGES, (chat,)
@@ -84,9 +93,20 @@ class Shape:
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
             raise UserError(
                 f'{where} has no "{column}" string',
-                f"it has {_name_some(keys)}",
+                f"it has {name_some(keys)}",
                 f"{fix}prompt=...,completion=...",
             )
+        read = {*self.names}
+        if self.form != TEXT:
+            read |= {*_CONTEXT, "chat_template_kwargs"}
+        if len(self.names) == 1 or isinstance(keys[self.names[0]], list):
+            read.discard("history")
+        elif self.names[0] == "instruction":
+            read.add("input")
+        if self.has_copy:  # The copy has a separate note.
+            read.add(TEXT)
+        read_names = {columns.get(name, name) for name in read}
+        self.unread = [name for name in names or record if name not in read_names]
 
     def _renamed(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
@@ -123,57 +143,55 @@ class Shape:
             if raw_messages is None:
                 raw_messages = []
             messages = self._messages(raw_messages, where, notes)
-        elif self.names[0] == "instruction":
-            messages = self._instruction(keys, where)
         else:
             question, answer = (keys.get(name) for name in self.names)
-            if not isinstance(question, list):
-                question = self._check(question, self.names[0], where)
-                question = [{"role": "user", "content": question}]
-            if not isinstance(answer, list):
-                self._check(answer or "", self.names[1], where)
-                answer = [{"role": ASSISTANT, "content": answer}] if answer else []
-            messages = self._messages(question, where, notes)
-            skip = list(range(len(messages)))
-            messages += self._messages(answer, where, notes)
+            if isinstance(question, list):
+                messages = self._messages(question, where, notes)
+                skip = list(range(len(messages)))
+            else:
+                messages = self._question(keys, where)
+            if isinstance(answer, list):
+                messages += self._messages(answer, where, notes)
+            elif answer:
+                answer = self._check(answer, self.names[1], where)
+                messages.append({"role": ASSISTANT, "content": answer})
         system = keys.get("system")
-        if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
-            messages = [{"role": "system", "content": system}, *messages]
-            skip = [0, *(index + 1 for index in skip)]
+        if isinstance(system, str) and system:
+            if not messages or messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system}, *messages]
+                skip = [0, *(index + 1 for index in skip)]
+            elif messages[0]["content"] != system:
+                notes[_TWO_SYSTEMS] += 1
         for index, message in enumerate(messages):
             is_trained = _is_trained(message, f"{where}: message {index + 1}")
             if is_trained is False:
                 skip.append(index)
             elif is_trained and message["role"] != ASSISTANT:
                 notes[_NOT_ANSWERS] += 1
-        values = _parsed(keys.get("chat_template_kwargs")) or {}
-        tools, documents = (
-            self._check(_parsed(keys.get(name)) or None, name, where, list, optional=True)
-            for name in ("tools", "documents")
+        tools, documents, values = (
+            self._check(_parsed(keys.get(name)) or None, name, where, cls, optional=True)
+            for name, cls in (("tools", list), ("documents", list), ("chat_template_kwargs", dict))
         )
-        return Conversation(messages, tools, documents, values, skip)
+        return Conversation(messages, tools, documents, values or {}, skip)
 
-    def _instruction(self, keys: Mapping[str, Any], where: str) -> list[Message]:
-        """Return the messages of a record in the Alpaca format: an instruction with an optional
-        input, the answer, and optional earlier pairs of question and answer."""
+    def _question(self, keys: Mapping[str, Any], where: str) -> list[Message]:
+        """Return the messages before the answer of a record with a pair of texts: optional earlier
+        pairs of question and answer, then the question. In the Alpaca format, the question is an
+        instruction with an optional input."""
         history = _parsed(keys.get("history")) or None
-        turns = list(self._check(history, "history", where, list, optional=True) or [])
-        for turn in turns:
+        messages = list[Message]()
+        for turn in self._check(history, "history", where, list, optional=True) or []:
             texts = turn if isinstance(turn, list | tuple) else ()
             if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
                 what = f"{where}: {shown(turn)} in history is not a pair of texts"
                 raise UserError(what, fix='write [["question", "answer"], ...]')
-        instruction = self._check(keys.get("instruction"), "instruction", where)
-        if context := keys.get("input"):
-            instruction = f"{instruction}\n{self._check(context, 'input', where)}"
-        turns.append((instruction, keys.get(self.names[1])))
-        messages = list[Message]()
-        for question, answer in turns:
-            messages.append({"role": "user", "content": question or ""})
-            if answer:
-                answer = self._check(answer, self.names[1], where)
-                messages.append({"role": ASSISTANT, "content": answer})
-        return messages
+            messages.append({"role": "user", "content": texts[0] or ""})
+            if texts[1]:
+                messages.append({"role": ASSISTANT, "content": texts[1]})
+        question = self._check(keys.get(self.names[0]), self.names[0], where)
+        if self.names[0] == "instruction" and (context := keys.get("input")):
+            question = f"{question}\n{self._check(context, 'input', where)}"
+        return [*messages, {"role": "user", "content": question}]
 
     def _messages(self, raw_messages: Any, where: str, notes: Notes) -> list[Message]:
         self._check(raw_messages, self.names[0], where, list)
@@ -197,9 +215,9 @@ class Shape:
         self, value: Any, name: str, where: str, cls: type = str, *, optional: bool = False
     ) -> Any:
         if not isinstance(value, cls) and not (optional and value is None):
-            type_name = "string" if cls is str else "list"
+            type_names: dict[type, str] = {str: "string", list: "list", dict: "object"}
             fix = f"write {_EXAMPLES[self.form]}"
-            raise UserError(f'{where} has no "{name}" {type_name}', fix=fix)
+            raise UserError(f'{where} has no "{name}" {type_names[cls]}', fix=fix)
         return value
 
 

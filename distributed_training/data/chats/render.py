@@ -96,7 +96,11 @@ class Renderer:
     def _ask(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
         process = self.start()
         assert process.stdout is not None
-        self._send(process, json.dumps({"question": question, "batch": batch}))
+        request = {"question": question, "batch": batch}
+        # Tables may have values that JSON lacks, such as dates. As in transformers, a template sees
+        # the name of their type.
+        line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
+        self._send(process, line)
         for _ in batch:
             line = process.stdout.readline()
             if not line.endswith("\n"):
