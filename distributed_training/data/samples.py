@@ -354,6 +354,20 @@ class Sampler:
         """Return whether the batch of `step` is full, which means that no sample is EMPTY."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
+    def most_documents(self, samples: Samples, num_steps: int) -> int:
+        """Return the largest number of documents in a micro-batch of packed `samples`, over all
+        replicas and all epochs that `num_steps` steps begin. Padding counts as one document per
+        sample."""
+        assert samples.firsts is not None
+        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is that of EMPTY
+        most = 0
+        for epoch in range(math.ceil(num_steps / self.steps_per_epoch)):
+            order = _order(self.seed, epoch, self.num_samples)
+            num_micro_batches = self.steps_per_epoch * self.num_microbatches * self.num_replicas
+            micro_batches = _fill(order, (num_micro_batches, self.micro_batch_size))
+            most = max(most, int(counts[micro_batches].sum(axis=1).max()))
+        return most
+
     def eval_indices(self, num_samples: int) -> np.ndarray:
         """Return the sample indices of this replica's micro-batches for one pass over `num_samples`
         samples in order.

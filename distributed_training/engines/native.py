@@ -168,8 +168,8 @@ class NativeEngine(base.Engine):
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
-        if packing := self.plan.packing:  # one document per sample
-            ends = torch.full_like(ids[:, :1], shape[1]).repeat(1, packing.max_documents)
+        if self.plan.packing:  # one document per sample
+            ends = torch.full_like(ids[:, :1], shape[1])
             documents = [torch.arange(shape[1], device=ids.device).repeat(shape[0], 1), ends]
         module.train()
         module(ids, ids, *documents).backward()

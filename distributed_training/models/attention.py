@@ -43,20 +43,33 @@ def describe_documents(
     dtype: torch.dtype,
     head_size: int,
     dropout: float,
+    max_documents: int | None = None,
 ) -> Documents:
     """Return the documents of a micro-batch from two arrays of `Samples.batch`. These are positions
     [B, T] and the ends [B, E] of the documents in each sample, padded with T.
 
     On a GPU in bf16 without dropout, attention uses a kernel that reads the ends, if it supports
     the head size. Otherwise, this function builds a mask of B T^2 numbers in the `dtype` of the
-    queries. All blocks share the mask."""
+    queries. All blocks share the mask. If the micro-batch has at most `max_documents` documents,
+    the result has only this many ends, because the kernel is slow if many documents are empty."""
     batch, seq_len = positions.shape
     fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
     if positions.is_cuda and dtype is torch.bfloat16 and fits and not dropout:
         rows = torch.arange(batch, device=ends.device)[:, None] * seq_len
         flat = (ends + rows).flatten().to(torch.int32)
+        if max_documents is not None:
+            flat = drop_empty(flat, max_documents)
         return Documents(positions, F.pad(flat, (1, 0)))
     return mask_documents(positions, dtype)
+
+
+def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
+    """Return ends of documents without those of empty documents, [num_kept]. `ends` ascends, and an
+    empty document ends where the previous one does. If fewer documents remain, the last end fills
+    the result. More documents than `num_kept` are an error, which a GPU reports as an assert."""
+    is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
+    index = is_new.cumsum(0) - 1
+    return ends[-1].repeat(num_kept).scatter(0, index, ends)
 
 
 def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> Documents:

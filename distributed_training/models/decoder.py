@@ -163,6 +163,8 @@ class Decoder(nn.Module):
         self.is_first = self.is_last = True
         # Dtype of the residual stream; None means the dtype of the parameters
         self.compute_dtype: torch.dtype | None = None
+        # Most documents in a micro-batch of training; None if the number is unknown
+        self.max_documents: int | None = None
         # Function that initializes parameters on the device "meta" (see fill_parameters)
         self.fill: Callable[..., None] | None = None
         # Adapters of all blocks whose training continues (peft.py); {} starts with new adapters
@@ -219,6 +221,7 @@ class Decoder(nn.Module):
             dtype=self.compute_dtype or torch.float32,
             head_size=self.size.attention_width // self.size.num_heads,
             dropout=self.dropout,
+            max_documents=self.max_documents if self.training else None,
         )
 
     def enter(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:

@@ -25,7 +25,8 @@ PLAN_FILE = "plan.json"
 class Packing:
     """Statistics of records that are packed into blocks."""
 
-    max_documents: int  # most documents in a training block, plus one for padding
+    # Most documents in a micro-batch of the run; padding counts as one document per sample
+    max_documents: int
     mean_length: float  # mean length of the document that a token belongs to, in tokens
 
 

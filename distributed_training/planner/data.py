@@ -19,7 +19,7 @@ from distributed_training.data.corpus import (
     is_hub_name,
     read_corpus,
 )
-from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
+from distributed_training.data.samples import AUTO_SAMPLES, Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model, weights
 from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
@@ -167,11 +167,6 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     num_parts = len(train.starts)
     if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
         notes.append(f"the dataset has {num_parts} training samples, fewer than {AUTO_SAMPLES}")
-    packing = None
-    if train.firsts is not None:
-        lengths = train.lengths.astype(float)
-        mean_length = float(lengths @ lengths / lengths.sum())
-        packing = Packing(max_documents=train.max_documents, mean_length=mean_length)
     if not data.packs and config.pack == AUTO:
         whose = f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
         notes.append(f"records are padded, because {whose} cannot keep packed records apart")
@@ -202,6 +197,15 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     decided = {"warmup_steps": warmup_steps, "pack": data.packs}
     if config.num_samples == AUTO:
         decided["num_samples"] = num_parts
+    packing = None
+    if train.firsts is not None:
+        batch = draft.batch.model_dump()
+        sampler = Sampler(num_samples=len(train), **batch, replica=0, seed=config.seed)
+        lengths = train.lengths.astype(float)
+        packing = Packing(
+            max_documents=sampler.most_documents(train, num_steps),
+            mean_length=float(lengths @ lengths / lengths.sum()),
+        )
     return Fit(decided=decided, packing=packing, num_steps=num_steps)
 
 

@@ -93,6 +93,8 @@ def build_model(
     if config.lora_rank and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype
+    if plan.packing:
+        model.max_documents = plan.packing.max_documents
     if plan.weights_dir is not None:
         source = plan.model.weights_source(plan.weights_dir)
     elif drawn is not None:

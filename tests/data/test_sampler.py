@@ -1,10 +1,13 @@
 import math
+from dataclasses import replace
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.data.samples import EMPTY, IGNORE_INDEX, Sampler, Samples
+from distributed_training.models.attention import drop_empty
 
 counts = dict.fromkeys(("micro_batch_size", "num_microbatches", "num_replicas"), st.integers(1, 4))
 shapes = st.fixed_dictionaries(
@@ -95,3 +98,24 @@ def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
     assert {micro.shape for replica in calls for micro in replica} == {(shape["micro_batch_size"],)}
     seen = np.concatenate([micro for replica in calls for micro in replica])
     assert sorted(seen[seen != EMPTY]) == list(range(count))
+
+
+@given(shapes, st.integers(1, 3))
+@settings(deadline=None)
+def test_the_ends_of_all_documents_fit(shape, num_epochs):
+    samples = replace(padded_samples(8 * shape["num_samples"]), seq_len=20).packed()
+    replicas = samplers({**shape, "num_samples": len(samples)})
+    num_steps = num_epochs * replicas[0].steps_per_epoch
+    most = replicas[0].most_documents(samples, num_steps)
+    counts = []
+    for step in range(num_steps):
+        for sampler in replicas:
+            for *_, ends in sampler.step_batch(samples, step).micro_batches:
+                flat = (ends + np.arange(len(ends))[:, None] * samples.seq_len).ravel()
+                kept = drop_empty(torch.tensor(flat), most).numpy()
+                assert len(kept) == most
+                np.testing.assert_array_equal(np.unique(kept), np.unique(flat))
+                assert (np.diff(kept) >= 0).all()
+                counts.append(len(np.unique(flat)))
+    # A block that its records fill has no padding, which `most` counts nevertheless.
+    assert most - shape["micro_batch_size"] <= max(counts) <= most

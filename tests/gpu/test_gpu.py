@@ -85,7 +85,7 @@ def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
     found = []
     for dropout in (0.0, 0.1):  # with dropout, attention uses a mask
         documents = describe_documents(
-            positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout
+            positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout, max_documents=5
         )
         assert (documents.mask is None) == (dropout == 0)
         own = [tensor.clone().requires_grad_() for tensor in tensors]

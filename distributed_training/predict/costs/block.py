@@ -86,7 +86,7 @@ def _attention(at: Timing) -> Cost:
     seconds = 2 * seen * at.tokens * length * at.size.attention_width / at.tp / rate
     if packing is not None and not masked:
         tiles = math.ceil(at.config.max_length / fitted.tile) * packing.max_documents
-        heads = at.tokens / at.config.max_length * at.size.num_heads / at.tp
+        heads = at.size.num_heads / at.tp
         seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
     return seconds * ARITHMETIC
 
