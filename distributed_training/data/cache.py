@@ -24,7 +24,13 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from distributed_training.data.chats.prepare import SPECIAL, Counts, check_records, read_pieces
+from distributed_training.data.chats.prepare import (
+    SPECIAL,
+    UNKNOWN,
+    Counts,
+    check_records,
+    read_pieces,
+)
 from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
@@ -221,10 +227,11 @@ def _tokenize_split(
     Meanwhile, threads tokenize the next batches."""
     yield {"starts": np.zeros(1)}
     length = 0
+    unknown_id = tokenizer.unknown_id
     is_special = np.zeros(tokenizer.num_tokens, bool)
-    is_special[tokenizer.special_ids] = True
+    is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
     at_ends = sum(map(len, tokenizer.ends))
-    num_special = 0  # special tokens in the pieces of the current text
+    num_special = num_unknown = 0  # special and unknown tokens in the pieces of the current text
     with ThreadPoolExecutor(_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
         work = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
@@ -235,12 +242,13 @@ def _tokenize_split(
             rows = []
             masks = []
             for piece, (row, mask) in zip(batch, future.result(), strict=True):
-                if piece.eos:
-                    if piece.begins:
-                        num_special = 0
-                    num_special += int(is_special[row].sum())
-                    if piece.ends:
-                        counts.notes[SPECIAL] += num_special > at_ends
+                if piece.begins:
+                    num_special = num_unknown = 0
+                num_special += int(is_special[row].sum())
+                num_unknown += int((row == unknown_id).sum())
+                if piece.ends:
+                    counts.notes[SPECIAL] += piece.eos and num_special > at_ends
+                    counts.notes[UNKNOWN] += num_unknown > 0
                 if mask is None:
                     mask = np.ones(len(row), bool)
                 if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:

@@ -27,13 +27,15 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
             sizes[i] = len(token.encode()) if i in added else len(token)
     else:
         first = list(tokenizer.encode("a", add_special_tokens=False))
-        alone = len(_decode(tokenizer, first).encode())
+        alone = _decoded_size(tokenizer, first)
         for token, i in vocabulary.items():
-            decoded = len(_decode(tokenizer, [*first, i]).encode()) - alone
+            decoded = _decoded_size(tokenizer, [*first, i]) - alone
             sizes[i] = 1 if _BYTE.fullmatch(token) else max(0, decoded)
     sizes[special_ids[special_ids < num_tokens]] = 0
     return sizes
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _decoded_size(tokenizer: Any, ids: list[int]) -> int:
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    # Canine has a token for each code point, also for surrogates.
+    return len(tokenizer.decode(ids, **options).encode(errors="surrogatepass"))

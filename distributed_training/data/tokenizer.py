@@ -303,6 +303,13 @@ class Tokenizer:
         ids = {i for i, token in added.items() if token.special} | set(self._loaded.all_special_ids)
         return np.array(sorted(ids))
 
+    @property
+    def unknown_id(self) -> int:
+        """Id of the token that replaces unknown characters. Return -1 if there is no such token, or
+        if it is the end-of-text token, as in byte-level BPE, which knows all characters."""
+        token = None if self._is_gpt2 else self._loaded.unk_token_id
+        return -1 if token is None or token == self.eos_id else int(token)
+
     @cached_property
     def special_tokens(self) -> list[str]:
         """All special tokens, as they appear in a text."""

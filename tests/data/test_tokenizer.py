@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
+from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN
 from distributed_training.data.corpus import read_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
+from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
 from distributed_training.settings.request import build_config
 from tests.data.test_samples import jsonl, prepare
@@ -284,6 +287,27 @@ def test_texts_without_a_token_are_counted(tmp_path):
     assert counts["left_out"] == {"fewer than two tokens": 2}
     ids = [row.tolist() for row, _ in read_samples(folder, config, 2)]
     assert ids == [[1, 2, 0], [1, 0]]
+
+
+def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
+    vocabulary = {"|": 0, "a": 1, "?": 2}
+    Builder(models.WordLevel(vocabulary, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|", "unk_token": "?"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "rows").mkdir()
+    corpus = jsonl(tmp_path / "rows", [{"text": text} for text in ["a", "zz", "a|a", "a"]])
+    config = build_config({"dataset": "made", "pack": False})
+    folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
+    assert summarize(folder, config)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
+
+
+def test_a_token_for_half_a_character_has_a_size():
+    """Canine has a token for each code point, also for surrogates, which UTF-8 lacks."""
+    canine = SimpleNamespace(
+        get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2}, encode=lambda text, **_: [0],
+        decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),
+    )  # fmt: skip
+    assert count_bytes(canine, np.array([2]), 3).tolist() == [1, 3, 0]
 
 
 def test_a_pipe_for_settings_is_refused_at_once(tmp_path):

@@ -18,6 +18,7 @@ from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
 SPECIAL = "records have special tokens in their text, which are read as special tokens"
+UNKNOWN = "texts have characters that the tokenizer does not know, so their letters are lost"
 THOUGHTS = "answers lose their reasoning, because the chat template removes it"
 UNENDED = "answers end without a special token, so the model does not learn to stop after them"
 QUOTED = (
