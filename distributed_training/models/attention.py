@@ -60,7 +60,7 @@ def describe_documents(
         if max_documents is not None:
             flat = drop_empty(flat, max_documents)
         return Documents(positions, F.pad(flat, (1, 0)))
-    return mask_documents(positions, dtype)
+    return Documents(positions, mask=mask_documents(positions, dtype))
 
 
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
@@ -72,15 +72,15 @@ def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
     return ends[-1].repeat(num_kept).scatter(0, index, ends)
 
 
-def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> Documents:
-    """Return documents with a mask in `dtype`. The mask is built from each token's position in its
+def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask of documents in `dtype`, [B, 1, T, T], from each token's position in its
     document, int64 [B, T]."""
     indices = torch.arange(positions.shape[1], device=positions.device)
     starts = indices - positions
     same_document = starts[:, :, None] == starts[:, None, :]
     visible = same_document & (indices[:, None] >= indices)
     mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
-    return Documents(positions, mask=mask.masked_fill_(~visible, -torch.inf)[:, None])
+    return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def attend(

@@ -200,16 +200,26 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Return the output [B, T, D] of this stage's blocks for token ids [B, T] or hidden states
         [B, T, D]."""
-        options: dict[str, Any] = {} if past is None else {"past": past}
-        if self.is_first:
-            start = past.length if past else 0
-            x = self.enter(x, start if positions is None else positions)
+        documents = None
         if positions is not None and ends is not None:
-            options["documents"] = self.describe(positions, ends)
-        for block in self.blocks.values():
-            x = block(x, **options)
+            documents = self.describe(positions, ends)
+        start = past.length if past is not None else 0
+        x = self.run(x, start if positions is None else positions, documents, past)
         if past is not None:
             past.length += x.shape[1]
+        return x
+
+    def run(
+        self, x: torch.Tensor, positions: Positions, documents: Documents | None, past: Past | None
+    ) -> torch.Tensor:
+        """Run this stage's embedding and blocks. See `hidden`."""
+        options: dict[str, Any] = {} if past is None else {"past": past}
+        if documents is not None:
+            options["documents"] = documents
+        if self.is_first:
+            x = self.enter(x, positions)
+        for block in self.blocks.values():
+            x = block(x, **options)
         return x
 
     @property

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +19,6 @@ from pydantic import TypeAdapter
 
 from distributed_training.models import ModelSize
 from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
-from distributed_training.models.hub.names import file_name as file_name
-from distributed_training.models.hub.names import module_names as module_names
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -48,7 +47,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         return {}
     text = json.dumps(read_config(folder), sort_keys=True)
     size = TypeAdapter(ModelSize).validate_json(_measured_size(text, str(folder / CONFIG_FILE)))
-    tied = is_tied(folder, size.tied, size.config["embedding"]) if size.tied else False
+    tied = is_tied(folder, size.tied, size.config["embedding"])
     return {folder.name: replace(size, tied=tied)}
 
 
@@ -61,13 +60,11 @@ def _measured_size(text: str, file: str) -> str:
         try:
             _check_model_type(document)
             return TypeAdapter(ModelSize).dump_json(_measure(document)).decode()
-        except UserError:
-            raise
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
         except Exception as error:  # transformers may raise any exception for a wrong value
-            why = f"{type(error).__name__}: {shown(' '.join(str(error).split())[:300])[1:-1]}"
+            why = f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
             raise UserError(f"transformers cannot build a model from {file}", why) from None
 
     releases = " ".join(map(version, ("torch", "transformers")))
@@ -79,11 +76,10 @@ class UnsupportedError(Exception):
     model's type."""
 
 
-def _refuse(reasons: dict[str, object]) -> None:
-    """Raise UnsupportedError with the first reason whose value is true."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise UnsupportedError(reason)
+def _refuse_if(applies: object, reason: str) -> None:
+    """Raise UnsupportedError with the `reason` if it applies."""
+    if applies:
+        raise UnsupportedError(reason)
 
 
 def _check_model_type(document: dict[str, Any]) -> None:
@@ -94,45 +90,32 @@ def _check_model_type(document: dict[str, Any]) -> None:
     part = max(filter(_OTHER_PARTS.match, document), default=None)
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    _refuse(
-        {
-            "has code of its own, which is never run": document.get("auto_map"),
-            "has quantized weights. Use the folder of the model without quantization": (
-                document.get("quantization_config")
-            ),
-            f"has a {part}. Use the text model alone": part,
-            "is an encoder-decoder": document.get("is_encoder_decoder"),
-            "is not a decoder that transformers knows": not is_causal or is_masked,
-        }
-    )
+    remedy = "Use the folder of the model without quantization"
+    _refuse_if(document.get("auto_map"), "has code of its own, which is never run")
+    _refuse_if(document.get("quantization_config"), f"has quantized weights. {remedy}")
+    _refuse_if(part, f"has a {part}. Use the text model alone")
+    _refuse_if(document.get("is_encoder_decoder"), "is an encoder-decoder")
+    _refuse_if(not is_causal or is_masked, "is not a decoder that transformers knows")
 
 
 def _measure(document: dict[str, Any]) -> ModelSize:
     """Return a model's size, measured by building its first blocks and tracing one of them. Raises
     UnsupportedError if the model is not a dense decoder or its blocks differ in shape."""
-    from transformers import CONFIG_MAPPING
-
     from distributed_training.models.hub import model
     from distributed_training.models.hub.attention import receives_documents
     from distributed_training.models.hub.trace import trace
 
-    config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
+    config = model.make_config(document)
     num_layers, num_positions = config.num_hidden_layers, model.read_num_positions(config)
     types = set(getattr(config, "layer_types", None) or ())
     unknown_types = ", ".join(sorted(types - _LAYER_TYPES))
-    has_window = getattr(config, "sliding_window", None)
-    _refuse(
-        {
-            "has no attention heads": not getattr(config, "num_attention_heads", 0),
-            f"has layers of type {unknown_types}": unknown_types,
-            "has sliding-window layers but no sliding_window": (
-                "sliding_attention" in types and not has_window
-            ),
-            f"has {num_layers} layers": num_layers < 1,
-            f"has {num_positions} positions": num_positions < 1,
-        }
-    )
-    net = model.build_net(document, 0.0, min(num_layers, _FIRST_BLOCKS))
+    no_window = "sliding_attention" in types and not getattr(config, "sliding_window", None)
+    _refuse_if(not getattr(config, "num_attention_heads", 0), "has no attention heads")
+    _refuse_if(unknown_types, f"has layers of type {unknown_types}")
+    _refuse_if(no_window, "has sliding-window layers but no sliding_window")
+    _refuse_if(num_layers < 1, f"has {num_layers} layers")
+    _refuse_if(num_positions < 1, f"has {num_positions} positions")
+    net = model.build_net(model.make_config(document, max_layers=_FIRST_BLOCKS))
     path, inner, blocks = model.find_blocks(net)
     embedding, head = net.get_input_embeddings().weight, net.get_output_embeddings()
     shapes = [{name: p.shape for name, p in block.named_parameters()} for block in blocks]
@@ -141,30 +124,20 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         for name, module in blocks[0].named_modules()
         if type(module).__name__ in model.LINEARS
     }
-    other_matrices = [
-        name
-        for name, shape in shapes[0].items()
-        if name.rpartition(".")[0] not in matrices and _is_matrix(shape, config)
-    ]
-    saved_buffers = net.state_dict().keys() & dict(net.named_buffers()).keys()
-    _refuse(
-        {
-            "is a mixture of experts": any(
-                _MIXTURE.search(type(module).__name__) for module in net.modules()
-            ),
-            f"saves {min(saved_buffers, default='')}, which is not a parameter": saved_buffers,
-            f"has a matrix that is not of a linear layer, {max(other_matrices, default='')}": (
-                other_matrices
-            ),
-            "has blocks of different shapes": any(shape != shapes[0] for shape in shapes),
-            "has no linear layers or no output layer": head is None or not matrices,
-        }
-    )
+    others = {name: s for name, s in shapes[0].items() if name.rpartition(".")[0] not in matrices}
+    other_matrix = max((name for name in others if _is_matrix(others[name], config)), default="")
+    is_mixture = any(_MIXTURE.search(type(module).__name__) for module in net.modules())
+    saved_buffer = min(net.state_dict().keys() & dict(net.named_buffers()).keys(), default="")
+    differ = any(shape != shapes[0] for shape in shapes)
+    _refuse_if(is_mixture, "is a mixture of experts")
+    _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
+    _refuse_if(other_matrix, f"has a matrix that is not of a linear layer, {other_matrix}")
+    _refuse_if(differ, "has blocks of different shapes")
+    _refuse_if(head is None or not matrices, "has no linear layers or no output layer")
     all_parameters = sum(p.numel() for p in net.parameters())
-    in_blocks = sum(p.numel() for p in blocks.parameters())
-    in_tables = len(head.weight) * embedding.shape[1] * (1 if head.weight is embedding else 2)
-    block_parameters = sum(p.numel() for p in blocks[0].parameters())
+    block_parameters = sum(shape.numel() for shape in shapes[0].values())
     in_matrices = sum(rows * columns for rows, columns in matrices.values())
+    in_tables = len({embedding, head.weight}) * len(head.weight) * embedding.shape[1]
     return ModelSize(
         vocab_size=len(head.weight),
         num_positions=num_positions,
@@ -177,7 +150,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         block_parameters_split=in_matrices,
         block_norm_parameters=block_parameters - in_matrices,
         block_tensors=len(shapes[0]),
-        final_norm_parameters=all_parameters - in_blocks - in_tables,
+        final_norm_parameters=all_parameters - len(blocks) * block_parameters - in_tables,
         tied=head.weight is embedding,
         traced=trace(document),
         splits=False,
@@ -211,6 +184,46 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
     if ours.startswith("blocks."):
         return {f"{size.config['blocks']}.{ours.removeprefix('blocks.')}": tensor}
     return {ours.removeprefix("net."): tensor}
+
+
+def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
+    """Map tensor names in a file to names in the model, except for tensors that transformers
+    ignores. Raises UserError for a tensor that transformers would convert while loading."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    net = _outline(json.dumps(size.config["document"]))
+    mapping: list[Any] = get_model_conversion_mapping(net)
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    conversions = [item for item in mapping if not isinstance(item, WeightRenaming)]
+    module_names = {}
+    for name in names:
+        new_name, converted = rename_source_key(name, renamings, conversions)
+        if converted is not None:
+            what = f"{name} is stored in a format that transformers converts while loading"
+            raise UserError(what, fix="save the model again with a current transformers")
+        if not any(re.search(key, new_name) for key in net._keys_to_ignore_on_load_unexpected):
+            module_names[name] = new_name
+    return module_names
+
+
+def file_name(name: str, size: ModelSize) -> str:
+    """Return the name that a tensor of the model has in a file."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    net = _outline(json.dumps(size.config["document"]))
+    (stored_name,) = revert_weight_conversion(net, {name: torch.empty(0)})
+    return stored_name
+
+
+@functools.cache
+def _outline(text: str) -> Any:
+    """Return the model whose config is the JSON `text`, with only its first block and without
+    weights."""
+    from distributed_training.models.hub.model import build_net, make_config
+
+    return build_net(make_config(json.loads(text), max_layers=1))
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:

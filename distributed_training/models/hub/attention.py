@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from distributed_training.models.attention import Documents, attend, mask_documents
-from distributed_training.settings.errors import UserError
+from distributed_training.models.hub import UnsupportedError
 
 NAME = "distributed_training"
 # Tensors that models pass to attention but that do not affect the result
@@ -32,11 +32,10 @@ def attention(
 
     A token attends to the last `sliding_window` tokens, including itself. Either T is S, or T is 1
     and q belongs to the last of the S tokens. The model's own eager function handles soft caps and
-    additional tensors, such as attention sinks. Raises UserError if there is a mask or attention is
-    not causal."""
+    additional tensors, such as attention sinks. Raises UnsupportedError if there is a mask or
+    attention is not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        what = f"attention of {type(module).__name__} is not causal"
-        raise UserError(what, "only causal attention with an optional sliding window is supported")
+        raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]
     extra: dict[str, Any] = {"softcap": softcap} if softcap else {}
     for name, value in options.items():
@@ -44,45 +43,27 @@ def attention(
             extra[name] = value
     window = sliding_window if sliding_window and sliding_window < length else None
     mask = None if documents is None else documents.mask
-    if (window or extra) and mask is None and length > 1:
+    if length > 1 and (window or extra):
         # The kernel that reads document ends supports neither windows nor caps.
-        whole = torch.arange(length, device=q.device)[None]
-        documents = mask_documents(whole if documents is None else documents.positions, q.dtype)
-        mask = documents.mask
-    if window and documents is not None and mask is not None:
-        indices = torch.arange(length, device=q.device)
-        mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
-        documents = documents._replace(mask=mask)
+        documents = documents or Documents(torch.arange(length, device=q.device)[None])
+        mask = mask_documents(documents.positions, q.dtype) if mask is None else mask
+        if window:
+            indices = torch.arange(length, device=q.device)
+            mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
+        documents = Documents(documents.positions, mask=mask)
     if extra:
         eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)[0], None
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
-def register() -> str:
-    """Register `attention` with transformers, which then builds no masks. Return the registered
-    name."""
-    from transformers import AttentionInterface  # slow, and freezes the Hub's settings
-
-    AttentionInterface.register(NAME, attention)
-    return NAME
-
-
-class _ReachedError(Exception):
-    """Stand-in for documents that is raised when attention reads its mask."""
-
-    @property
-    def mask(self) -> None:
-        raise self
-
-
 def receives_documents(inner: Any) -> bool:
-    """Return whether the blocks of a model on "meta" pass documents on to `attention`."""
+    """Return whether the blocks of a model on "meta" pass documents on to `attention`. The
+    parameters of the model then need no gradients."""
     if inner.config._attn_implementation != NAME:
         return False
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    try:
-        inner(input_ids=ids, use_cache=False, documents=_ReachedError())
-    except _ReachedError:
-        return True
-    return False
+    mask = torch.zeros(1, 1, 2, 2, device="meta", requires_grad=True)
+    inner.requires_grad_(False)
+    output = inner(input_ids=ids, use_cache=False, documents=Documents(ids, mask=mask))
+    return bool(output.last_hidden_state.requires_grad)

@@ -15,52 +15,45 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Box, Decoder, Linear, Past, Source
+from distributed_training.models.attention import Documents
+from distributed_training.models.decoder import Box, Decoder, Linear, Past, Positions, Source, limit
 from distributed_training.models.hub import UnsupportedError
-from distributed_training.models.hub.attention import register
+from distributed_training.models.hub.attention import NAME, attention
 
 # Classes that compute x W^T plus an optional bias
 LINEARS = {"Linear", "FalconLinear"}
 
 
-def make_config(document: dict[str, Any], dropout: float, num_layers: int | None) -> Any:
+def make_config(document: dict[str, Any], dropout: float = 0.0, max_layers: int = 2**31) -> Any:
     """Build the transformers config with all dropout rates set to `dropout`, but without layer
-    dropout. With `num_layers`, keep only the first blocks."""
+    dropout. Keep at most the first `max_layers` blocks."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
     for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
+        if "drop" in key and type(value) in (float, int):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
-        if num_layers and isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(config, key, value[:num_layers])
-    if num_layers:
-        config.num_hidden_layers = num_layers
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, key, value[:max_layers])
+    config.num_hidden_layers = min(config.num_hidden_layers, max_layers)
     return config
 
 
-def build_net(
-    document: dict[str, Any],
-    dropout: float,
-    num_layers: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Any:
+def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Build the transformers model with parameters on the device "meta" and buffers on the CPU. The
-    model calls this package's attention if its class accepts a replacement. With `num_layers`,
-    build only the first blocks."""
-    from transformers import AutoModelForCausalLM, logging
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    model calls this package's attention if its class accepts a replacement."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, logging
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         return tensor.to("meta") if is_parameter else torch.empty_like(tensor, device="cpu")
 
     logging.set_verbosity_error()
-    config = make_config(document, dropout, num_layers)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attention = register() if model_class._supports_attention_backend else None
+    AttentionInterface.register(NAME, attention)  # transformers then builds no masks
+    name = NAME if model_class._supports_attention_backend else None
     with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        net = model_class._from_config(config, dtype=dtype, attn_implementation=name)
     net._apply(place)  # for example, torch.normal draws on the CPU
     for module in net.modules():
         if module._buffers:
@@ -94,11 +87,11 @@ class HubDecoder(Decoder):
 
     inner: Any  # the module of `net` whose forward runs the blocks
     head: Any  # the output layer
-    norm_out: Any  # the norm after the blocks; an identity if there is none
+    cast_dtype: torch.dtype | None  # value of `compute_dtype`, which each module also has
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
-        net = build_net(size.config["document"], dropout)
+        net = build_net(make_config(size.config["document"], dropout))
         path, inner, layers = find_blocks(net)
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(layers)})
         self.net = net
@@ -107,64 +100,50 @@ class HubDecoder(Decoder):
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
         norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
-        # Plain references, because these modules already have names in `net`
+        # Plain references, because these modules already have names in `net`. A model without a
+        # norm after the blocks has an identity.
         vars(self).update(
             inner=inner, token_embedding=net.get_input_embeddings(), head=head,
             norm_out=norms[-1] if norms else nn.Identity(),
         )  # fmt: skip
         if size.tied:
             head._parameters.pop("weight")
-        self.forward_arguments = set(inspect.signature(inner.forward).parameters)
-        for module in (*net.modules(), *self.blocks.modules()):
+        for module in self.modules():
             if type(module).__name__ in LINEARS and module is not head:
                 module.__class__ = Linear
-                module.adapter = None
+                module.adapter = None  # type: ignore[assignment]
             elif type(module) is nn.Embedding:
                 module.register_forward_hook(_cast_output)
-            elif names := tuple(module._parameters):
+            elif names := tuple(name for name, _ in module.named_parameters(recurse=False)):
                 module.__class__ = _cast_class(type(module), names)  # type: ignore[arg-type]
         self.compute_dtype = None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """Dtype in which all modules read their parameters. None keeps the stored dtype."""
-        return self._compute_dtype
+        return self.cast_dtype
 
     @compute_dtype.setter
     def compute_dtype(self, dtype: torch.dtype | None) -> None:
         # Each module holds the dtype, so that the modules' classes do not refer to this model.
         # torch.compile caches these classes, and everything that they refer to, until the process
         # ends.
-        self._compute_dtype = dtype
-        for child in self.children():
-            for module in child.modules():
-                module.compute_dtype = dtype  # type: ignore[assignment]
+        for module in self.modules():
+            module.cast_dtype = dtype  # type: ignore[assignment]
 
-    def stage(self, blocks: range) -> Decoder:
-        """Return the model itself, because it cannot be split into stages."""
-        assert len(blocks) == self.size.num_layers
-        return self
-
-    def hidden(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        ends: torch.Tensor | None = None,
-        past: Past | None = None,
+    def run(
+        self, x: torch.Tensor, positions: Positions, documents: Documents | None, past: Past | None
     ) -> torch.Tensor:
         """Run the whole model except its output layer on token ids [B, T]. Return the output of the
         last norm, [B, T, D]."""
         import transformers
 
         options: dict[str, Any] = {"use_cache": past is not None}
-        if positions is not None and ends is not None:
-            options["documents"] = self.describe(positions, ends)
-            if "position_ids" in self.forward_arguments:
-                options["position_ids"] = positions
+        if documents is not None:
+            options |= {"documents": documents, "position_ids": positions}
         if past is not None:
             past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
             options["past_key_values"] = past.cache
-            past.length += x.shape[1]
         hidden_states: torch.Tensor = self.inner(input_ids=x, **options).last_hidden_state
         return hidden_states
 
@@ -180,10 +159,9 @@ class HubDecoder(Decoder):
             # columns of zeros keep the rows aligned.
             weight = torch.cat([weight, F.pad(scale * bias.to(x.dtype)[:, None], (0, 7))], 1)
             x = torch.cat([x, torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)], -1)
-        options = {"cap": head["cap"]} if head["cap"] else {}
         if targets is None:
-            return self.project(x, weight, self.size.vocab_size, **options)
-        return self.loss(x, weight, targets, self.size.vocab_size, **options)
+            return self.project(x, weight, self.size.vocab_size, cap=head["cap"])
+        return self.loss(x, weight, targets, self.size.vocab_size, cap=head["cap"])
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -201,11 +179,10 @@ class HubDecoder(Decoder):
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
             blank: Any = copy.copy(module)
-            blank.compute_dtype = None  # Initial values written to a cast copy would be lost.
-            blank._parameters = {
-                key: value if value is None else nn.Parameter(torch.empty(value.shape))
-                for key, value in module._parameters.items()
-            }
+            blank.cast_dtype = None  # Initial values written to a cast copy would be lost.
+            blank._parameters = dict(module._parameters)
+            for key, value in module.named_parameters(recurse=False):
+                blank._parameters[key] = nn.Parameter(torch.empty(value.shape))
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed * 100_003 + indices[name])
                 self.net._init_weights(blank)
@@ -229,22 +206,21 @@ class HubDecoder(Decoder):
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
     """Cast the embeddings of tokens, because casting the whole table would take longer."""
-    return x.to(module.compute_dtype or x.dtype)
+    return x.to(module.cast_dtype or x.dtype)
 
 
 @functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
 def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
-    """Return a subclass of `cls` that reads the parameters `names` in its `compute_dtype`."""
+    """Return a subclass of `cls` that reads the parameters `names` in its `cast_dtype`."""
 
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:
-            value: Any = self._parameters[name]
-            dtype = self.compute_dtype
-            return value if value is None or dtype is None else value.to(dtype)
+            value: torch.Tensor = self._parameters[name]
+            return value.to(self.cast_dtype or value.dtype)
 
         return property(read)
 
-    members = {"__module__": cls.__module__, "compute_dtype": None, **{n: cast(n) for n in names}}
+    members = {"__module__": cls.__module__, "cast_dtype": None, **{n: cast(n) for n in names}}
     return type(cls.__name__, (cls,), members)
 
 
@@ -264,9 +240,8 @@ def read_head(net: Any) -> dict[str, float]:
     y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
     y = y.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
-    if torch.allclose(y, scale * z, rtol=1e-6):
-        return {"scale": scale, "cap": 0.0}
-    cap = float(y[-1])
-    if torch.allclose(y, cap * torch.tanh(scale * z / cap), rtol=1e-4):
-        return {"scale": scale, "cap": cap}
-    raise UnsupportedError("changes its logits by a function other than a factor and a tanh cap")
+    cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
+    if not torch.allclose(y, limit(scale * z, cap), rtol=1e-4):
+        what = "changes its logits by a function other than a factor and a tanh cap"
+        raise UnsupportedError(what)
+    return {"scale": scale, "cap": cap}
