@@ -231,12 +231,10 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
     """Return the fingerprint of a folder's weights, as LoRA training computes it."""
-    import torch
 
     from distributed_training.models.decoder import Fingerprint
 
-    with torch.device("meta"):
-        samples = Fingerprint(spec.build(dropout=0.0, seed=0))
+    samples = Fingerprint(spec.outline())
     read = samples.watching(spec.weights_source(folder))
     for name in samples.shapes:
         read(name, ())
@@ -245,7 +243,6 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
     """Return the model of `spec` with the weights of a Hugging Face folder."""
-    with torch.device("meta"):
-        model = spec.build(dropout=0.0, seed=0)
+    model = spec.outline()
     fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))
     return model

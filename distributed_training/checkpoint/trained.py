@@ -37,8 +37,7 @@ class Saved(Mapping[str, torch.Tensor]):
         fits = len(blocks) == plan.model.size.num_layers
         if fits and not plan.config.lora_rank:  # peft.of_state compares the shapes of adapters.
             try:
-                with torch.device("meta"):
-                    outline = plan.model.build(dropout=0.0, seed=0)
+                outline = plan.model.outline()
                 shapes = {name: part.shape for name, part in outline.named_parameters()}
             except UserError:  # such as an error of a model family in the user's code
                 raise
@@ -74,8 +73,7 @@ class Trained:
         computation use this dtype. A quantized base then stays quantized and keeps its compute
         dtype. If `dtype` is None, the model computes in fp32. If fp32 weights would take more than
         a quarter of the available RAM, each weight keeps the dtype of its file."""
-        with torch.device("meta"):
-            model = self.spec.build(dropout=0.0, seed=0)
+        model = self.spec.outline()
         weights, fingerprint = self._watched(model)
         rounded_to = self.adapters.rounded_to() if self.adapters else None
         model.compute_dtype = rounded_to if rounded_to and dtype else dtype or torch.float32
@@ -101,8 +99,7 @@ class Trained:
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
-        with torch.device("meta"):
-            outline = self.spec.build(dropout=0.0, seed=0)
+        outline = self.spec.outline()
         weights, fingerprint = self._watched(outline)
         if self.adapters:
             weights = self.adapters.merged(weights, self.spec.size)
@@ -128,8 +125,7 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
-        with torch.device("meta"):
-            outline = spec.build(dropout=0.0, seed=config.seed)
+        outline = spec.outline(seed=config.seed)
         hashed = plan.machine.num_gpus > 0
         base = outline.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.of_state(dict(state), spec, config, base_fingerprint, plan.run_dir)

@@ -233,8 +233,15 @@ class ModelSpec:
 
     def build(self, *, dropout: float, seed: int) -> Decoder:
         """Build the model in fp32 on torch's default device. For each device type, the random
-        weights depend only on `seed`. On the device "meta", the model has no weights."""
+        weights depend only on `seed`."""
         return self.code.build(self.size, dropout=dropout, seed=seed)
+
+    def outline(self, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
+        """Build the model without weights, on the device "meta"."""
+        import torch
+
+        with torch.device("meta"):
+            return self.build(dropout=dropout, seed=seed)
 
     def weights_source(self, folder: Path) -> Source:
         """Return a source of the Hugging Face weights in `folder`. Each parameter keeps its stored
@@ -242,8 +249,7 @@ class ModelSpec:
         if the files do not fit this model."""
         import torch
 
-        with torch.device("meta"):
-            parameters = dict(self.build(dropout=0.0, seed=0).named_parameters())
+        parameters = dict(self.outline().named_parameters())
         pieces = self._match(parameters, folder)
 
         def read(our_name: str, box: Box) -> torch.Tensor:
@@ -338,8 +344,7 @@ class ModelSpec:
         import torch
 
         dtype = dtype or torch.float32
-        with torch.device("meta"):
-            outline = self.build(dropout=0.0, seed=0)
+        outline = self.outline()
         meta = {name: value.to(dtype) for name, value in outline.named_parameters()}
         header = {
             name: rows for our_name in meta for name, rows in self._stored(our_name, meta[our_name])
@@ -393,10 +398,7 @@ class ModelSpec:
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         read_generation_config(folder)  # An export keeps the values, so check them.
-        import torch
-
-        with torch.device("meta"):
-            self._match(dict(self.build(dropout=0.0, seed=0).named_parameters()), folder)
+        self._match(dict(self.outline().named_parameters()), folder)
 
 
 def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +15,8 @@ from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import FoundOrders
-from distributed_training.planner import layouts
-from distributed_training.planner.deepspeed_sections import fill_sizes
 from distributed_training.planner.idle import check_settings
-from distributed_training.planner.layouts import Candidate
+from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
@@ -30,6 +29,12 @@ from distributed_training.settings.strategies import strategy_options
 
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
+# Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
+SIZES = {
+    "reduce_bucket_size": lambda d: d * d,
+    "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
+    "stage3_param_persistence_threshold": lambda d: 10 * d,
+}
 
 
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
@@ -43,12 +48,11 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     processes_here = cluster.processes_a_node
     given = candidate.config
     model = candidate.model
-    document = fill_sizes(candidate.strategy.document, model.size.hidden_size)
+    hidden_size = model.size.hidden_size
+    mesh, layout, batch = divide(candidate, num_processes)
+    document = _fill_sizes(candidate.strategy.document, hidden_size)
     strategy = replace(candidate.strategy, document=document)
-    mesh = dict(candidate.mesh)
-    if mesh == strategy.mesh:
-        mesh = layouts.fill_mesh(candidate, num_processes)
-    resolved: layouts.Settings = {"precision": _choose_precision(given.precision, machine)}
+    resolved: Settings = {"precision": _choose_precision(given.precision, machine)}
     if given.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
     if given.base_dtype == AUTO:
@@ -61,12 +65,10 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     _check_loss_chunks(candidate)
     options = strategy_options(strategy.name)(**given.engine_options)
     check_settings(given, candidate, options, notes)
-    options.check(config.precision, model.size.hidden_size)
-    layout = layouts.build_layout(candidate)
-    batch = layouts.cut_batch(candidate)
+    options.check(config.precision, hidden_size)
     decided = {name: getattr(config, name) for name in KEYS}
     decided |= _choose_switches(candidate, machine, notes)
-    decided |= batch.model_dump(include=set(layouts.OPEN_BATCH))
+    decided |= batch.model_dump(include=set(OPEN_BATCH))
     if given.loss_chunk_tokens == AUTO:
         chunk = _choose_loss_chunk(candidate, machine, batch.micro_batch_size)
         decided["loss_chunk_tokens"] = chunk
@@ -118,6 +120,14 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
         raise UserError(what, why, fix)
     return replace(draft, orders=_time_orders(draft, cluster)) if draft.schedule.timed else draft
+
+
+def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return the JSON with each ZeRO size that is "auto" replaced by the value that the Hugging
+    Face Trainer uses."""
+    zero = document.get("zero_optimization", {})
+    sizes = {name: size(hidden_size) for name, size in SIZES.items() if zero.get(name) == AUTO}
+    return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
 
 
 def _choose_precision(precision: str, machine: Machine) -> str:

@@ -112,12 +112,6 @@ DEFAULTS: dict[str, Any] = {
     "bf16_optimizer_states": False,
     "leaf_module": {},
 }
-# Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
-SIZES = {
-    "reduce_bucket_size": lambda d: d * d,
-    "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
-    "stage3_param_persistence_threshold": lambda d: 10 * d,
-}
 _ASK = """
 import json, os, sys
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -131,16 +125,6 @@ except Exception as error:
     print(json.dumps([".".join(map(str, first["loc"])), first["msg"]]), file=answer)
 """
 ASK_LIMIT_S = 120
-
-
-def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the JSON with each ZeRO size that is "auto" replaced by the value that the Hugging
-    Face Trainer uses."""
-    zero = document.get("zero_optimization")
-    if not isinstance(zero, dict):
-        return dict(document)
-    sizes = {name: size(hidden_size) for name, size in SIZES.items() if zero.get(name) == "auto"}
-    return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:

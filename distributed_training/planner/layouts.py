@@ -61,6 +61,17 @@ class Candidate:
         return find_schedule(self.schedule_name, self.mesh)
 
 
+def divide(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
+    """Return the mesh, the layout of the model and the batch of one step. If the candidate has its
+    strategy's mesh, an axis of size -1 gets the remaining processes. Raises UserError if the mesh
+    does not fit the processes, or cannot divide the model or the batch."""
+    mesh = dict(candidate.mesh)
+    if mesh == candidate.strategy.mesh:
+        mesh = fill_mesh(candidate, world_size)
+        candidate = replace(candidate, mesh=mesh)
+    return mesh, build_layout(candidate), cut_batch(candidate)
+
+
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     """Return the strategy's mesh with its actual size for an axis of size -1. Raises UserError if
     the mesh does not fit the number of processes or the model."""

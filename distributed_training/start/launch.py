@@ -87,8 +87,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (request.strategy, request.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
-        plan = make_plan(request, cluster, read_data)
-        plan = run_dir.reserve_run_dir(plan)
+        plan = plan_run(request, cluster)
         startup.end("plan")
         return run_here(plan, single_process(), startup)
     prepare_environment(count)
@@ -100,14 +99,19 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
         command = [str(script), PLANNED]
         # The processes import torch during planning, unless there are more processes than GPUs.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
-            plan = make_plan(request, cluster, read_data)
-            plan = run_dir.reserve_run_dir(plan)
+            plan = plan_run(request, cluster)
     code = spawn(plan, command, max_restarts, begun)
     # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         plan = _plan_smaller(plan, request, cluster)
         code = spawn(plan, command, max_restarts)
     return code
+
+
+def plan_run(request: Request, cluster: Cluster) -> Plan:
+    """Return the plan of a run, which is written into the run's folder."""
+    plan = make_plan(request, cluster, read_data)
+    return run_dir.reserve_run_dir(plan)
 
 
 def _plan_before_forks(
@@ -133,8 +137,7 @@ def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
     need."""
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
     cluster = replace(cluster, below_bytes=estimate_memory(failed).needed_bytes)
-    plan = make_plan(config, cluster, read_data)
-    plan = run_dir.reserve_run_dir(plan)
+    plan = plan_run(config, cluster)
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)
     return plan

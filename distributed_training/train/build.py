@@ -88,8 +88,7 @@ def build_model(
     blocks), and trained weights in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
-    with torch.device("meta"):
-        model = plan.model.build(dropout=config.dropout, seed=config.seed)
+    model = plan.model.outline(dropout=config.dropout, seed=config.seed)
     if config.lora_rank and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype

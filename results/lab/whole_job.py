@@ -69,8 +69,7 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
     Return the size in GB."""
     spec = find_model(name)
     folder.mkdir(parents=True)
-    with torch.device("meta"):
-        model = spec.build(dropout=0.0, seed=0)
+    model = spec.outline()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight_map: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from distributed_training.models import find_model
 from distributed_training.plan.layout import Batch, Layout
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.layouts import Candidate, build_layout, cut_batch, fill_mesh
+from distributed_training.planner.layouts import Candidate, divide
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.settings.config import RunConfig
@@ -52,8 +52,7 @@ def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
     """Return the layout for CONFIG values `config` and --set arguments `words`. Raises UserError as
     a plan would."""
     asked = candidate(*words, **config)
-    filled = dataclasses.replace(asked, mesh=fill_mesh(asked, world_size))
-    return LaidOut(filled.mesh, build_layout(filled), cut_batch(filled))
+    return LaidOut(*divide(asked, world_size))
 
 
 def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
