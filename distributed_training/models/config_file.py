@@ -97,6 +97,10 @@ def _read_with_transformers(text: str, folder: Path) -> str:
 
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            # A model completes its rotary parameters again when it is built. Only then do keys
+            # beside `rope_scaling` count.
+            if getattr(config, "rope_parameters", None):
+                config.standardize_rope_params()
             return json.dumps(config.to_dict())
         except Exception as error:  # transformers may raise any exception for a wrong value
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -105,7 +109,7 @@ def _read_with_transformers(text: str, folder: Path) -> str:
                 why = "its auto_map names code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    return cached_json(f"{version('transformers')} {text}", read, dict[str, Any])
+    return cached_json(f"2 {version('transformers')} {text}", read, dict[str, Any])
 
 
 def cached_json(question: str, find_answer: Callable[[], str], kind: Any) -> str:

@@ -115,6 +115,10 @@ SPELLINGS = {
     "rope-llama3-without-original": {
         "rope_scaling": {k: v for k, v in LLAMA3.items() if not k.startswith("original")},
     },
+    "rope-llama3-original-apart": {
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if not k.startswith("original")},
+    },
     "rope-dynamic": {"rope_scaling": {"type": "dynamic", "factor": 8.0}},
     "swish": {"hidden_act": "swish"},
     "sliding-window-of-another-family": {"sliding_window": 4, "use_sliding_window": True},
