@@ -46,7 +46,7 @@ MODES = ("none", "selective", "full")
 
 def recipes() -> str:
     """Return a table of the `batch_size` and `activation_checkpointing` with which `plan` predicts
-    that each Qwen3 model fits on each GPU size."""
+    that each Qwen3 model fits on each GPU size. Omit rows in which nothing fits."""
     rows = []
     for trains, settings in TRAINED.items():
         for label in QWEN3:
@@ -54,7 +54,8 @@ def recipes() -> str:
                 continue
             config = {**RECIPE, "model": f"Qwen3-{label}", **settings}
             cells = [_what_fits(config, size) for size in GPU_SIZES.values()]
-            rows.append([config["model"], trains, *cells])
+            if set(cells) != {NONE}:
+                rows.append([config["model"], trains, *cells])
     return markdown_table(rows, ["model", "trains", *GPU_SIZES])
 
 
