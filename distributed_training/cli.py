@@ -158,7 +158,7 @@ def configure(arguments: argparse.Namespace, program: Program, overrides: Sequen
 
 
 def _load(module: str) -> Any:
-    """Import a module that only one command needs."""
+    """Import and return a module that only some commands need."""
     return importlib.import_module(f"distributed_training.{module}")
 
 

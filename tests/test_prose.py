@@ -1,5 +1,5 @@
-"""Test that tests/prose.py finds forbidden phrases, but nothing in code or in lines with a
-reason."""
+"""Test that tests/prose.py finds forbidden phrases, and that it ignores code and lines with a
+`prose: REASON` comment."""
 
 from pathlib import Path
 

@@ -185,8 +185,8 @@ def write_generation_config(
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write the model card README.md to `folder`, which is the hf/ or best/ folder of a run.
-    `repo_id` is the model's name on the Hub."""
+    """Write the model card README.md to `folder`, which contains an exported model, such as the
+    hf/, best/ or merged/ folder of a run. `repo_id` is the model's name on the Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
     published = r.config["weights"] == "pretrained"

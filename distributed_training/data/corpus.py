@@ -150,7 +150,8 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """Parse text such as "prompt=question,completion=answer" into {our name: the dataset's name}.
-    Raises UserError if the text has another form or contains an unknown name of ours."""
+    Raises UserError if the text has another form or if a name to the left of "=" is not in
+    COLUMNS."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     wrong = [ours for ours, theirs in names.items() if ours not in COLUMNS or not theirs]

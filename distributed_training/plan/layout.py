@@ -1,5 +1,5 @@
 """Define the stages of a pipeline, the division of a batch into micro-batches, and names of meshes.
-No torch import."""
+This module does not import torch."""
 
 import itertools
 from collections.abc import Mapping

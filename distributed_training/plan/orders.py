@@ -1,4 +1,4 @@
-"""Define the order of operations on each rank of a pipeline. No torch import.
+"""Define the order of operations on each rank of a pipeline. This module does not import torch.
 
 The orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), with two
 exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order of

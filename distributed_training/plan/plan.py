@@ -1,6 +1,6 @@
 """Define the plan of a run: every decision about it, as plain data in <run>/plan.json.
 planner/make_plan.py makes it once. A dry run prints it, every process reads it, and the record
-repeats it. No torch import."""
+repeats it. This module does not import torch."""
 
 import json
 from dataclasses import dataclass, field
@@ -88,9 +88,10 @@ class Draft:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """Return the numbers of parts into which (samples of a micro-batch, tokens of each sample)
-        are divided over tp between split layers. Samples are contiguous in memory, so whole samples
-        need no copy after they are gathered."""
+        """Return (number of parts of the samples, number of parts of the tokens). Between sharded
+        layers, sequence parallelism splits each micro-batch over tp: by sample if tp divides the
+        number of samples, otherwise by token. Samples are contiguous in memory, so whole samples
+        need no copy after they are gathered. Return (1, 1) without sequence parallelism."""
         if not self.config.sequence_parallel:
             return 1, 1
         tp = self.mesh["tp"]
@@ -166,7 +167,8 @@ def _as_today(text: bytes) -> dict[str, Any]:
 
 
 def load_plan(run_dir: Path) -> Plan:
-    """Return the plan that the launching process wrote. Raises UserError if the file is damaged."""
+    """Return the plan that the launching process wrote. Raises UserError if the file cannot be read
+    or is not a plan that this version supports."""
     file = run_dir / PLAN_FILE
     try:
         document = _as_today(read_small(file))

@@ -1,4 +1,5 @@
-"""Build ZB-V's order for given durations, as its authors do (arXiv 2401.10241). No torch import.
+"""Build ZB-V's order for given durations, as its authors do (arXiv 2401.10241). This module does
+not import torch.
 
 Forward passes and gradients of inputs follow a pattern, and gradients of weights fill the time in
 which a process would otherwise wait. The orders match those of zbv.py in

@@ -112,7 +112,7 @@ def check_settings(
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
-    """Return the keys without an effect that a comparison may omit, because these keys do not
-    change the work."""
+    """Return the keys that have no effect and are not part of the work. A comparison may omit these
+    keys."""
     idle = idle_settings(request, candidate)
     return {key for key, _ in idle if not KEYS[key].work}

@@ -1,7 +1,7 @@
 """Define the costs of a mechanism, and the values from which they are computed: sizes of tensors,
-and durations of elementary operations. No torch import. For all-reduce, all-gather and
-reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes` converts this
-size to the number of bytes that a process sends."""
+and durations of elementary operations. This module does not import torch. For all-reduce,
+all-gather and reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes`
+converts this size to the number of bytes that a process sends."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 """Estimate the peak memory of one process by component. The estimate adds up the mechanisms of
-predict/costs at three points of a step. No torch import."""
+predict/costs at three points of a step. This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Predict the memory and time of a plan on a cluster. No torch import."""
+"""Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
 import math
 import re

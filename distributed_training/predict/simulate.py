@@ -1,4 +1,5 @@
-"""Simulate the time that a pipeline takes to run given orders of operations. No torch import."""
+"""Simulate the time that a pipeline takes to run given orders of operations. This module does not
+import torch."""
 
 import itertools
 import math

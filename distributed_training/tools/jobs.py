@@ -1,4 +1,4 @@
-"""Build commands and SLURM jobs that run a planned layout. No torch import."""
+"""Build commands and SLURM jobs that run a planned layout. This module does not import torch."""
 
 import argparse
 import contextlib

@@ -1,6 +1,6 @@
 """Rank every layout of every strategy by predicted step time, without training.
 
-No torch import.
+This module does not import torch.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Format the table of `plan` and the sentences below it. No torch import."""
+"""Format the table of `plan` and the sentences below it. This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
 

@@ -219,9 +219,9 @@ class Trainer:
         """Sum the pending losses over the ranks, and write, print and track the results. All ranks
         must call this method.
 
-        Raises NonFiniteError on all ranks for the first step that is not finite and may not be
-        skipped. Every evaluation and save flushes first, so that no bad step is evaluated or
-        saved."""
+        Raises NonFiniteError on all ranks at the first step whose loss or gradients are not finite,
+        unless `on_nonfinite` allows the step to be skipped. Every evaluation and save flushes
+        first, so that no bad step is evaluated or saved."""
         self._flushed_at = time.monotonic()
         config = self.plan.config
         pending = self._pending

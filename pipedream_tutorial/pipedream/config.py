@@ -1,4 +1,4 @@
-"""Read a script's CONFIG and apply `--set key=value` to it. No torch import.
+"""Read a script's CONFIG and apply `--set key=value` to it. This module does not import torch.
 
 A script defines CONFIG, a plain dict with a comment after each key that explains the key. It also
 defines one Rule per key for the accepted values. The same rules check typed values and values that

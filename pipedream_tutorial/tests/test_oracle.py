@@ -100,8 +100,9 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
-    """Twice as many stages of the same layers give the same result. DualPipeV runs some W after the
-    W of later microbatches, so it sums in another order."""
+    """Splitting the same layers into twice as many stages gives bit-identical results. DualPipeV is
+    an exception up to rounding: it runs some W operations after the W operations of later
+    microbatches, and therefore sums gradients in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

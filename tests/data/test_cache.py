@@ -75,7 +75,7 @@ print(before, peak(), len(data.train.tokens))
 
 
 def test_a_long_text_takes_little_memory(tmp_path):
-    """Texts are streamed. Before, tokenizing 10 MB took 1 GiB."""
+    """Texts are streamed. Without streaming, tokenizing 10 MB of text took 1 GiB of RAM."""
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]

@@ -1,5 +1,5 @@
-"""Compare the shipped tokenizer, and a model's tokenizer with a chat template, with
-transformers."""
+"""Compare two tokenizers with their transformers equivalents: the shipped tokenizer, and a model's
+tokenizer that has a chat template."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Estimate the cost of the model's blocks. No torch import. The formulas for element-wise
-operations and attention follow the code in models/, with fitted constants."""
+"""Estimate the cost of the model's blocks. This module does not import torch. The formulas for
+element-wise operations and attention follow the code in models/, with fitted constants."""
 
 import math
 

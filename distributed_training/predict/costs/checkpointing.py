@@ -1,5 +1,5 @@
 """Estimate the cost of activation checkpointing. A block keeps fewer activations, and the backward
-pass recomputes the others. No torch import."""
+pass recomputes the others. This module does not import torch."""
 
 from collections.abc import Sequence
 

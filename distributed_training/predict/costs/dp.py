@@ -1,5 +1,5 @@
 """Estimate the cost of whole replicas whose gradients are averaged by PyTorch's DDP or by a
-strategy's own engine. No torch import."""
+strategy's own engine. This module does not import torch."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
 """Estimate the cost of PyTorch's FSDP: state sharded over dp_shard, and replicas of shards over
-dp_replicate. No torch import."""
+dp_replicate. This module does not import torch."""
 
 from collections import Counter
 

@@ -1,4 +1,5 @@
-"""Estimate the cost of LoRA adapters, and of quantizing the frozen weights. No torch import."""
+"""Estimate the cost of LoRA adapters, and of quantizing the frozen weights. This module does not
+import torch."""
 
 import numpy as np
 

@@ -1,4 +1,5 @@
-"""Estimate the cost of the output layer and the loss, whole or in chunks. No torch import."""
+"""Estimate the cost of the output layer and the loss, whole or in chunks. This module does not
+import torch."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""Estimate the cost of tensor parallelism, which splits every layer over tp. No torch import."""
+"""Estimate the cost of tensor parallelism, which splits every layer over tp. This module does not
+import torch."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
 """Estimate the cost of DeepSpeed's ZeRO. The ZeRO stage determines which state is sharded. State
-may be offloaded to the CPU or to NVMe. No torch import."""
+may be offloaded to the CPU or to NVMe. This module does not import torch."""
 
 from collections import Counter
 

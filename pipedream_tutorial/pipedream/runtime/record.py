@@ -1,7 +1,7 @@
 """Predict measured runs with the simulator, and write the record and the table of both.
 
 The simulator uses the durations of one measured run. The unit of time is a nanosecond, and times
-are exact fractions. No torch import.
+are exact fractions. This module does not import torch.
 """
 
 import json

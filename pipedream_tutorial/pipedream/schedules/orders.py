@@ -1,5 +1,5 @@
 """Define the schedules, each as a function from (ranks p, microbatches m) to an order per rank, and
-the table of all schedules. No torch import.
+the table of all schedules. This module does not import torch.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names

@@ -37,11 +37,11 @@ def explain(
 
     - `formula`: the idle share by the schedule's formula.
     - `unequal_operations`: additional idle time because some operations take longer than others,
-      from an exact simulation with each stage's median times and instant messages.
+      from an exact simulation with each stage's median times, in which messages take no time.
     - `messages`: additional idle time between operations, from messages and waiting.
     - `gaps`: idle time within operations.
 
-    `orders` has one order per rank, and `stage_ranks` the rank of each stage."""
+    `orders` has one order per rank, and `stage_ranks` has the rank of each stage."""
     schedule = pipeline["schedule"]
     between = idle["between_operations"]
     formula = pipeline["ideal_bubble"] or 0.0
