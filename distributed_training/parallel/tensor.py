@@ -150,8 +150,8 @@ def _split_loss(
     vocab_size: int,
     chunked: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """Return the summed cross entropy (decoder.summed_cross_entropy) with sharded output rows.
-    Compute it in chunks if `chunked` is set."""
+    """Return the loss of `decoder.summed_cross_entropy`, with output rows that are sharded over
+    the processes. Compute the loss in chunks if `chunked` is set."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -163,9 +163,11 @@ def _split_loss(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of N targets. This process has the logits [N, P / R] of the tokens from
-    `first` on, and the result is the same on every process. Two fp32 all-reduces over `group`
-    compute, for each target, the largest logit, the sum of exponentials and the target's logit."""
+    """Summed cross entropy of N targets, which is the same on every process.
+
+    This process has the logits [N, P / R] of the token ids from `first` on. Two fp32 all-reduces
+    over `group` compute the largest logit, the sum of exponentials and the target's logit for each
+    target."""
 
     @staticmethod
     def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]

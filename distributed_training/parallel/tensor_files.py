@@ -204,8 +204,8 @@ class _Stored:
     name: str
 
     def read(self, *box: slice) -> torch.Tensor:
-        """Return the part, or a box of it. The file is opened each time, because the pages of a
-        mapped file would stay in this process's memory."""
+        """Return the whole part or a box of it. This method opens the file each time, because the
+        pages of a mapped file would stay in this process's memory."""
         with safe_open(self.file, "pt") as opened:
             return opened.get_slice(self.name)[box or slice(None)]
 
@@ -240,8 +240,11 @@ class TensorFiles:
                     self.stored.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
-        """Return the values of a part, [size], on the CPU. Only the required bytes are read. Raises
-        ValueError if the tensor is missing, incomplete or of another shape."""
+        """Return the values of a part, [size], on the CPU.
+
+        If the files store exactly this part, or store the tensor only as boxes, only the required
+        bytes are read. Otherwise, the rows that contain the part are read in full. Raises
+        ValueError if the tensor is missing, is incomplete or has another shape."""
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size
@@ -271,8 +274,8 @@ class TensorFiles:
         return self.read(part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape)))
 
     def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of the part's tensor. If the files store ranges, the box must consist of
-        whole rows."""
+        """Return a box of the part's tensor. The box must consist of whole rows if the files store
+        ranges of the flattened tensor."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
         for stored_part in self.stored.get(part.name, []):
