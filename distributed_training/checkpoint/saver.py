@@ -41,7 +41,7 @@ from distributed_training.parallel.tensor_files import (
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import list_checkpoints, name_of, remove_unfinished
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
@@ -222,8 +222,8 @@ def load_checkpoint(
             seed_dropout(plan, topology, meta.step)
     except Exception as error:  # each library raises different errors
         what = f"Checkpoint {folder} cannot be loaded"
-        first_line = str(error).partition("\n")[0]
-        raise UserError(what, f"{type(error).__name__}: {first_line}", resume.USE_OLDER) from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(what, why, resume.USE_OLDER) from error
     return meta.step
 
 

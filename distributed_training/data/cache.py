@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, print_error
 from distributed_training.settings.files import open_regular, plural, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
@@ -66,7 +65,7 @@ def tokenize(
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:
         size = f"{num_bytes / 1e9:.1f} GB"
-        print(f"reading {config.dataset} ({size}) for its checksum", file=sys.stderr)
+        print_error(f"reading {config.dataset} ({size}) for its checksum")
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_whole(folder):  # A complete cache may be read-only, so do not lock it.
@@ -162,7 +161,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
     if num_bytes > _LONG:
         size = f"{num_bytes / 1e6:.0f} MB"
-        print(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens", file=sys.stderr)
+        print_error(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
     by_line = config.pack is False
     # Parse everything first, so that errors appear before tokenizing, which takes much longer.
     counts = {split: Counts() for split in corpus}

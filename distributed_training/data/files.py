@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import json_mistake, parse_json
 from distributed_training.settings.machine import available_ram_bytes
 
@@ -225,7 +225,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
     except UserError:
         raise
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
 
 

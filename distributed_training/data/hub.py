@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 
 TIMEOUT_S = 3.0
 WIKITEXT_ID = "Salesforce/wikitext"
@@ -157,5 +157,5 @@ def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "
             paths = [fetch(name) for name in filenames]
         return Path(paths[0]).parent
     except Exception as error:  # errors of the library's HTTP client
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise OSError(f"{repo_id}: {type(error).__name__}: {reason[:200]}") from None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import load_json, open_regular, parse_as, shown
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _open_bin(file: Path) -> dict[str, Stored]:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         fix = f"if you trust it, convert it. Run: {convert_command(file.parent)}"
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, first_line
 from distributed_training.settings.files import shown
 
 PATIENCE_S = 24 * 3600.0  # timeout of `gather_in`
@@ -107,7 +107,7 @@ def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
     try:
         attempt()
     except RuntimeError as error:
-        failure = str(error).partition("\n")[0]
+        failure = first_line(error)
     failures = [message for message in gather(failure) if message]
     if failures:
         logger.warning("%s: %s", consequence, failures[0])

@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 import statistics
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from tabulate import tabulate
 from distributed_training.records.display import WIDTH, fill, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
-from distributed_training.settings.errors import UserError, printable
+from distributed_training.settings.errors import UserError, print_error, printable
 from distributed_training.settings.files import given_path, plural, require_writable
 
 MAX_TABLES = 3
@@ -243,11 +242,11 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 if not path.is_dir():
                     raise
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
-                    print(f"note: {error}", file=sys.stderr)
+                    print_error(f"note: {error}")
                 continue
             records_here[file] = record.model_copy(update={"run_dir": str(run_dir)})
         if not records_here:
-            print(f"note: {path} is left out, because it has no {RECORD_FILE}.", file=sys.stderr)
+            print_error(f"note: {path} is left out, because it has no {RECORD_FILE}.")
         records |= records_here
     return list(records.values())
 

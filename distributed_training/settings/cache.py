@@ -34,7 +34,7 @@ def use_private_caches() -> None:
     or may write to it."""
     from importlib.metadata import version
 
-    from distributed_training.settings.errors import UserError
+    from distributed_training.settings.errors import UserError, print_error
     from distributed_training.settings.launchers import is_first
 
     # Without a home folder, libraries would create a folder named ~ in the current folder
@@ -48,7 +48,7 @@ def use_private_caches() -> None:
         os.environ[CACHE] = str(root)  # so that child processes do not repeat the note
         if is_first(os.environ):
             note = f"note: caches are in {root}, because this user has no writable home folder"
-            print(f"{note}. To use another folder, set {CACHE}.", file=sys.stderr)
+            print_error(f"{note}. To use another folder, set {CACHE}.")
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # also contains Triton's folder

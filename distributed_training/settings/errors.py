@@ -63,6 +63,16 @@ class RunError(UserError):
     exit_code = 1
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
+def print_error(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
     """Call `act` and return the exit code. Print a UserError or a refused file access without a
     traceback. `trains`: whether `act` trains, for the message that Ctrl-C prints."""
@@ -75,15 +85,15 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         return 128 + signal.SIGPIPE
     except UserError as error:
         if is_first(os.environ):  # every rank detects the same mistake, and one rank prints it
-            print(error.printed, file=sys.stderr, flush=True)
+            print_error(error.printed)
         return error.exit_code
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
         prefix = f"{printable(str(error.filename))}: " if error.filename else ""
-        print(f"error: {prefix}{error.strerror}", file=sys.stderr, flush=True)
+        print_error(f"error: {prefix}{error.strerror}")
         return UserError.exit_code
     except KeyboardInterrupt:
         # Once training has begun, Ctrl-C saves a checkpoint instead.
-        print("interrupted before training began" if trains else "interrupted", file=sys.stderr)
+        print_error("interrupted before training began" if trains else "interrupted")
         return 128 + signal.SIGINT

@@ -27,7 +27,7 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Cluster, this_machine
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError, exit_code
+from distributed_training.settings.errors import UserError, exit_code, print_error
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
@@ -60,7 +60,7 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     process = current_process()
     unread = describe_unread(os.environ, precision)
     if unread and (process is None or process.rank == 0):
-        print(f"note: {unread}", file=sys.stderr, flush=True)
+        print_error(f"note: {unread}")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
         raise UserError(what, fix="give the number to the launcher only")
@@ -261,7 +261,7 @@ def spawn(
     # The processes wrote no record in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not ended.signum:
-            print(f"failed: {reason}, before training began", file=sys.stderr)
+            print_error(f"failed: {reason}, before training began")
         return code
     # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
     # failed before its end was noticed here.
@@ -272,13 +272,13 @@ def spawn(
     mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
     state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
-        print(f"{state.status}: {state.error}", file=sys.stderr)
+        print_error(f"{state.status}: {state.error}")
         return 1
     if state.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
         what = reason or "a process ended with an error"
-        print(f"note: {what}, after the run had finished", file=sys.stderr)
+        print_error(f"note: {what}, after the run had finished")
         return 0
     return code

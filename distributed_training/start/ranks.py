@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, print_error
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import find_nodes, find_source, find_uncounted
 from distributed_training.settings.machine import threads_per_process
@@ -226,9 +226,7 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                     moved = cpu_s
                 elif time.monotonic() - moved_at > (STOPPED_S if stopped else STILL_S):
                     still = numbered("rank", [ranks.index(process) for process in alive])
-                    print(
-                        f"note: {still}: did not end with the others", file=sys.stderr, flush=True
-                    )
+                    print_error(f"note: {still}: did not end with the others")
                     break
         finally:
             _end(ranks, told=bool(signals))

@@ -31,7 +31,7 @@ from distributed_training.planner.make_plan import make_plan, share_batch
 from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import code, versions
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line, print_error
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
@@ -72,11 +72,11 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
             what = f"{label} lost rank 0 at {host}:{port}"
-            why = str(error).partition("\n")[0]
+            why = first_line(error)
             raise UserError(what, why, "see the output of the first node") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
-            print(error.printed, file=sys.stderr, flush=True)
+            print_error(error.printed)
         raise
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
     ranks = [json.loads(text) for text in store.multi_get(keys)]

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, print_error
 from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
@@ -181,7 +180,7 @@ def _is_renewed(run_dir: Path) -> bool:
         return False
     whose = f"which process {current.pid} on {shown(current.hostname)} started"
     text = f"watching {shown(str(run_dir))}, {whose}, for {RENEWED_S:.0f} s: is it still running?"
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    print_error(f"note: {text}")
     before = None
     end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:

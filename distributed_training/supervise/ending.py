@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import sys
 import time
 import traceback
 from datetime import timedelta
@@ -20,7 +19,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.records.display import gib, pasteable, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, first_line, print_error
 from distributed_training.supervise import claims, commands
 
 # Phrases in errors of gloo and NCCL after the process at the other end of a connection has exited
@@ -48,24 +47,23 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
         fix = "free some space, then continue with --resume auto"
         error = RunError(what, disk_error, fix)
-    first_line = str(error).strip().partition("\n")[0]
     if not plan.run_dir.is_dir():
         error = claims.removed(plan.run_dir)
-        first_line = str(error)
+    summary = first_line(error)
     status = "failed"
     lost_connection = isinstance(error, RuntimeError) and any(
         sign in str(error) for sign in SIGNS_OF_LOSS
     )
     is_on_all_ranks = isinstance(error, (UserError, KeyboardInterrupt))
-    reason = f"{rank}: {type(error).__name__}: {first_line}"
+    reason = f"{rank}: {type(error).__name__}: {summary}"
     if lost_connection:
-        reason = message = f"{rank} {records.LOST}: {first_line}"
+        reason = message = f"{rank} {records.LOST}: {summary}"
     elif isinstance(error, UserError):
         reason = str(error)
         message = error.printed
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
-        message = explain_out_of_memory(plan, topology, first_line)
+        message = explain_out_of_memory(plan, topology, summary)
     # Ctrl-C outside the training loop. The loop handles the signal itself.
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
@@ -92,7 +90,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
             # All ranks notice a removed folder, so only rank 0 prints the error.
             is_repeated = not plan.run_dir.is_dir() and topology.rank > 0
             if (is_first or not is_on_all_ranks) and not is_repeated:
-                print(message.rstrip(), file=sys.stderr, flush=True)
+                print_error(message.rstrip())
         if status == "failed" and not (lost_connection or is_on_all_ranks):
             get_error_handler().record_exception(error)  # torchrun prints this error last
         # Give the rank that failed first time to print, and launchers time to notice that rank.

@@ -33,7 +33,7 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, print_error
 from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
@@ -113,7 +113,7 @@ def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
-    print(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.", file=sys.stderr)
+    print_error(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     trained = trained_by(plan, state, meta.base_fingerprint)

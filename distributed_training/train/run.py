@@ -1,7 +1,6 @@
 """Execute a training run on one rank, from loading the data to the finished record."""
 
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, print_error
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import Startup
 from distributed_training.supervise.watch import THE_END, Watch
@@ -117,7 +116,7 @@ def push(run_dir: Path, name: str) -> int:
     try:
         print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
     except UserError as error:  # The run is finished, even if its model cannot be uploaded.
-        print(error.printed, file=sys.stderr, flush=True)
+        print_error(error.printed)
         return 1
     return 0
 
