@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.data.files import COMPRESSED, RECORDS, TEXTS, suffix_of
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import nearest
 
 KINDS = (*TEXTS, *RECORDS)
@@ -98,7 +98,7 @@ def _by_convention(folder: Path, what: str) -> Splits:
     except UserError:
         raise
     except Exception as error:  # errors of datasets, of YAML, or of a file system
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        why = describe(error)
         raise UserError(f"{what} cannot be divided into splits", why) from None
     splits: Splits = {}
     for split, names in files_by_split.items():
@@ -119,7 +119,7 @@ def _saved(folder: Path, what: str) -> Splits:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # errors of datasets and pyarrow
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        why = describe(error)
         raise UserError(f"{what} cannot be read", why) from None
     saved_splits = saved if isinstance(saved, dict) else {"train": saved}
     splits = {

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.errors import UserError, describe, first_line
 
 TIMEOUT_S = 3.0
 WIKITEXT_ID = "Salesforce/wikitext"
@@ -70,10 +70,9 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
         error = unanswered or error
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)
         what = f"{key}={dataset!r} is neither a path nor an available dataset of the Hub"
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         command = f'python -c "import datasets; datasets.load_dataset({arguments})"'
         fix = f"if it exists, {_DOWNLOAD}: {command}"
-        raise UserError(what, why, fix) from None
+        raise UserError(what, describe(error), fix) from None
     finally:
         if unanswered:  # The run may upload its model to the Hub when it ends.
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline

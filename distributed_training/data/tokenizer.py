@@ -92,17 +92,12 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._is_gpt2 = _is_gpt2(folder)
+        self.is_gpt2 = _is_gpt2(folder)  # loads without transformers
         self._known: Facts | None = None
 
     def recall(self, known: dict[str, Any]) -> None:
         """Use facts that were stored in the token cache instead of loading the tokenizer."""
         self._known = Facts(**known)
-
-    @property
-    def loads_fast(self) -> bool:
-        """True if the tokenizer loads without transformers."""
-        return self._is_gpt2
 
     @property
     def facts(self) -> Facts:
@@ -126,7 +121,7 @@ class Tokenizer:
         """SHA-256 of everything that determines the ids of a text. Tokenizers with equal
         fingerprints produce equal ids."""
         digest = hashlib.sha256()
-        if not self._is_gpt2:
+        if not self.is_gpt2:
             digest.update(importlib.metadata.version("transformers").encode())
             config = self.folder / "config.json"
             if config.is_file():  # transformers chooses the class by this file.
@@ -143,7 +138,7 @@ class Tokenizer:
     def _files(self) -> list[str]:
         """Names of the tokenizer's files, relative to its folder. Raises UserError if a file is a
         pipe or a device."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return list(TOKENIZER_FILES)
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
         files = {path.relative_to(self.folder).as_posix(): path for path in paths}
@@ -178,7 +173,7 @@ class Tokenizer:
                 raise self._unreadable(f"{name} is larger than {MAX_BYTES // 10**6} MB")
             if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED:
                 raise self._unreadable(f"{name} adds more than {MAX_ADDED:,} tokens")
-        if self._is_gpt2:
+        if self.is_gpt2:
             return self._load_gpt2()
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
@@ -237,7 +232,7 @@ class Tokenizer:
         """Object of the library `tokenizers` that computes the ids, or None if Python code computes
         the ids. Raises UserError if the tokenizer can make a text more than MAX_GROWTH times as
         long."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return self._loaded
         from transformers import PreTrainedTokenizerFast as Fast
 
@@ -267,7 +262,7 @@ class Tokenizer:
         loaded = self._loaded
         vocabulary: dict[str, int] = loaded.get_vocab()
         names = {}
-        if self._is_gpt2:
+        if self.is_gpt2:
             eos = END_OF_TEXT
             eos_id: Any = vocabulary[END_OF_TEXT]
         else:
@@ -284,7 +279,7 @@ class Tokenizer:
                 fix = 'set "eos_token" in its tokenizer_config.json'
                 raise UserError(what, f"its eos_token is {eos!r}", fix)
         return Facts(
-            kind="GPT2Tokenizer" if self._is_gpt2 else type(loaded).__name__,
+            kind="GPT2Tokenizer" if self.is_gpt2 else type(loaded).__name__,
             num_tokens=max(vocabulary.values()) + 1,
             eos_id=eos_id,
             has_template=self._templates is not None,
@@ -297,7 +292,7 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> np.ndarray:
         """Ids of all special tokens."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return np.array([self.eos_id])
         added = self._loaded.added_tokens_decoder
         ids = {i for i, token in added.items() if token.special} | set(self._loaded.all_special_ids)
@@ -307,13 +302,13 @@ class Tokenizer:
     def unknown_id(self) -> int:
         """Id of the token that replaces unknown characters. Return -1 if there is no such token, or
         if it is the end-of-text token, as in byte-level BPE, which knows all characters."""
-        token = None if self._is_gpt2 else self._loaded.unk_token_id
+        token = None if self.is_gpt2 else self._loaded.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
     @cached_property
     def special_tokens(self) -> list[str]:
         """All special tokens, as they appear in a text."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return [END_OF_TEXT]
         return [
             str(token) for token in self._loaded.convert_ids_to_tokens(self.special_ids.tolist())
@@ -336,7 +331,7 @@ class Tokenizer:
 
         Texts may be cut if the tokenizer uses byte-level BPE, and words end before a space and
         before a line feed that follows a letter. No added token may contain or strip spaces."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return True
         if self._library is None:
             return False
@@ -501,7 +496,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of `ids`. Special tokens are omitted unless `special` is set."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             kept = [i for i in ids if special or i != self.eos_id]
             return str(self._loaded.decode(kept, skip_special_tokens=False))
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
@@ -514,7 +509,7 @@ class Tokenizer:
         """(template without tools, template with tools) of the tokenizer. None if the tokenizer has
         no chat template of its own. Raises UserError if there are several templates but no
         default."""
-        if self._is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
+        if self.is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template
         try:
@@ -578,7 +573,7 @@ class Tokenizer:
     def generation_tokens(self) -> dict[str, int]:
         """Ids of the bos and pad tokens, keyed by their names in generation_config.json. If the
         tokenizer has no pad token, end-of-text is used for padding."""
-        if self._is_gpt2:
+        if self.is_gpt2:
             return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
         tokens = {"pad_token_id": self.eos_id}
         for name in ("bos_token_id", "pad_token_id"):
@@ -606,7 +601,7 @@ class Tokenizer:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can open it. If
         `chat` is set and the tokenizer has no chat template of its own, include ours."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self._is_gpt2:
+        if self.is_gpt2:
             shutil.copyfile(SETTINGS, folder / SETTINGS.name)
         for name in self._files:
             (folder / name).parent.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from distributed_training.settings.cache import cache_folder
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_json, shown
 
 CONFIG_FILE = "config.json"
@@ -103,8 +103,7 @@ def _read_with_transformers(text: str, folder: Path) -> str:
                 config.standardize_rope_params()
             return json.dumps(config.to_dict())
         except Exception as error:  # transformers may raise any exception for a wrong value
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
+            why = describe(error)
             if json.loads(text).get("auto_map"):  # transformers would advise running that code.
                 why = "its auto_map names code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None

@@ -294,9 +294,38 @@ class Decoder(nn.Module):
         }
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
-        """Return a source of random weights that depend only on `seed`. See the module's function
-        `random_source`."""
-        return random_source(self, seed, device, hashed=hashed)
+        """Return a source of random weights that depend only on `seed` and `hashed`.
+
+        Matrices are normally distributed with a standard deviation of 0.02, or less if their
+        results are added to the residuals (Radford et al. 2019). Biases are 0, norms are 1, and
+        vocabulary padding is 0. With `hashed`, `hashed_normal` draws matrices on `device`, and each
+        rank computes only its shard. Otherwise, torch's generator draws whole matrices on the
+        CPU."""
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        indices = {name: index for index, name in enumerate(shapes)}
+        roles = self.find_roles()
+        padded = self.vocabulary_parameters()
+
+        def draw(name: str, box: Box) -> torch.Tensor:
+            shape = shapes[name]
+            if len(shape) < 2:
+                values = torch.empty(shape, device=device)[box]
+                return values.fill_(0.0 if name.endswith("bias") else 1.0)
+            adds_to_residuals = roles.get(name.removesuffix(".weight")) == "row"
+            deviation = 0.02 / math.sqrt(2 * self.size.num_layers) if adds_to_residuals else 0.02
+            key = seed * 100_003 + indices[name]
+            if hashed:
+                values = hashed_normal(shape, box, key, device).mul_(deviation)
+            else:
+                values = torch.empty(shape, device="cpu")
+                values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
+                values = values[box]
+            if name in padded:
+                first = box[0].start if box else 0
+                values[max(0, self.size.vocab_size - first) :].zero_()
+            return values
+
+        return draw
 
     def vocabulary_parameters(self) -> list[str]:
         """Return the names of parameters that have `padded_vocab_size` rows, one per token."""
@@ -464,40 +493,6 @@ def fill_parameters(
     if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bool) -> Source:
-    """Return a source of random weights that depend only on `seed` and `hashed`.
-
-    Matrices are normally distributed with a standard deviation of 0.02, or less if their results
-    are added to the residuals (Radford et al. 2019). Biases are 0, norms are 1, and vocabulary
-    padding is 0. With `hashed`, `hashed_normal` draws matrices on `device`, and each rank computes
-    only its shard. Otherwise, torch's generator draws whole matrices on the CPU."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    indices = {name: index for index, name in enumerate(shapes)}
-    roles = model.find_roles()
-    padded = model.vocabulary_parameters()
-
-    def draw(name: str, box: Box) -> torch.Tensor:
-        shape = shapes[name]
-        if len(shape) < 2:
-            values = torch.empty(shape, device=device)[box]
-            return values.fill_(0.0 if name.endswith("bias") else 1.0)
-        adds_to_residuals = roles.get(name.removesuffix(".weight")) == "row"
-        deviation = 0.02 / math.sqrt(2 * model.size.num_layers) if adds_to_residuals else 0.02
-        key = seed * 100_003 + indices[name]
-        if hashed:
-            values = hashed_normal(shape, box, key, device).mul_(deviation)
-        else:
-            values = torch.empty(shape, device="cpu")
-            values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
-            values = values[box]
-        if name in padded:
-            first = box[0].start if box else 0
-            values[max(0, model.size.vocab_size - first) :].zero_()
-        return values
-
-    return draw
 
 
 def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:

@@ -68,7 +68,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
-    if opened.loads_fast:  # slower tokenizers are checked when they tokenize
+    if opened.is_gpt2:  # slower tokenizers are checked when they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train the "

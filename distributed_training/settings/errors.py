@@ -56,6 +56,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def describe(error: BaseException) -> str:
+    """Return an exception's type and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 class RunError(UserError):
     """Error that ends a run after it has begun. The message is printed like a UserError's, and the
     exit code is 1."""

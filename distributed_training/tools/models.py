@@ -33,7 +33,7 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
-from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.errors import UserError, describe, print_error
 from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
@@ -301,9 +301,8 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
             model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
         )
     except Exception as error:  # lm-eval, its tasks or their datasets may raise anything
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         fix = "each task downloads its dataset once. To list the tasks, run: lm_eval ls tasks"
-        raise UserError(f"lm-eval cannot evaluate {names}", why, fix) from None
+        raise UserError(f"lm-eval cannot evaluate {names}", describe(error), fix) from None
     print(make_table(results))
     return 0
 

@@ -139,7 +139,7 @@ def run(
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
         print(textwrap.fill(text, WIDTH))
     print()
-    for choice in [choice for _, choice in picks]:
+    for _, choice in picks:
         options = options_of(choice.plan, arguments, configure)
         print(f"  {launch_command(choice.plan, os.path.relpath(script), options)}")
     if job_file is not None:
@@ -160,21 +160,19 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     """Return the cluster given by --cluster, or this machine."""
     gpu = arguments.gpu
     if arguments.cluster is not None:
-        cluster = parse_cluster(arguments.cluster, gpu)
-    else:
-        machine = detect_machine()
-        if gpu is not None and machine.num_gpus == 0:
-            fix = f"to give the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
-            raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
-        count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
-        cluster = this_machine(machine, count, count, gpu)
-    return cluster
+        return parse_cluster(arguments.cluster, gpu)
+    machine = detect_machine()
+    if gpu is not None and machine.num_gpus == 0:
+        fix = f"to give the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
+        raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
+    count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
+    return this_machine(machine, count, count, gpu)
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """Return an error that names the layout that needs the least memory, and says how much memory
     this layout needs. Raises UserError if only the RAM is too small."""
-    if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
+    if fit_on_gpu := [choice for choice in choices if choice.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from distributed_training.data.chats.align import AlignmentError, Rendered, align, joined
 from distributed_training.data.pieces import Message, Span
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import ROOT
 
 CPU_S = 2.0  # CPU time limit for one text
@@ -197,7 +197,7 @@ def answering(
         except MemoryError as error:
             return str(error) or f"it needs more than {MEMORY_BYTES / 2**20:.0f} MiB of memory"
         except Exception as error:  # A template can raise any error.
-            return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            return describe(error)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from pydantic import TypeAdapter
 from distributed_training.models import ModelSize
 from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
 from distributed_training.models.weights import is_tied
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import shown
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ def _measured_size(text: str, file: str) -> str:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
         except Exception as error:  # transformers may raise any exception for a wrong value
-            why = f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
-            raise UserError(f"transformers cannot build a model from {file}", why) from None
+            what = f"transformers cannot build a model from {file}"
+            raise UserError(what, describe(error)) from None
 
     releases = " ".join(map(version, ("torch", "transformers")))
     return cached_json(f"{_VERSION} {releases} {text}", measure, ModelSize)

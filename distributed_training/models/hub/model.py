@@ -175,7 +175,7 @@ class HubDecoder(Decoder):
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # All threads share torch's global generator.
 
-        def draw(name: str, box: Box) -> torch.Tensor:
+        def draw(name: str, box: Box) -> Any:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
             blank: Any = copy.copy(module)
@@ -186,12 +186,11 @@ class HubDecoder(Decoder):
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed * 100_003 + indices[name])
                 self.net._init_weights(blank)
-            values: torch.Tensor = blank._parameters[last].detach()
-            return values[box]
+            return blank._parameters[last].detach()[box]
 
         return draw
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "HubDecoder":
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply `fn`, but move buffers, such as rotary frequencies, without changing their
         dtype."""
         buffers = {id(buffer) for buffer in self.buffers()}
@@ -200,8 +199,7 @@ class HubDecoder(Decoder):
             moved: torch.Tensor = fn(tensor)
             return tensor.to(moved.device) if id(tensor) in buffers else moved
 
-        super()._apply(move, recurse)
-        return self
+        return super()._apply(move, recurse)
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:

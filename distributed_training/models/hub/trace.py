@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import functorch.compile as functorch
+import functorch.compile as aot
 import torch
 from torch._inductor.decomposition import select_decomp_table
 
@@ -39,8 +39,7 @@ def trace(document: dict[str, Any]) -> Traced:
         longest = min(LONGEST, model.read_num_positions(net.config))
         shorter = longest // 2
         for length in (shorter, longest):
-            for mode in ("eager", "compiled"):
-                fused = mode == "compiled"
+            for mode, fused in (("eager", False), ("compiled", True)):
                 forward, backward = _graphs(net, length, fused=fused)
                 costs[f"kept_{mode}"].append(_kept_bytes(forward) / length)
                 costs[f"forward_{mode}"].append(_traffic(forward, fused=fused) / length)
@@ -78,8 +77,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     _, inner, (block, *_) = model.find_blocks(net)
     parameters = dict(block.named_parameters())
     tensors = parameters | dict(block.named_buffers())
-    joint = functorch.min_cut_rematerialization_partition
-    cut = joint if fused else functorch.default_partition
+    cut = aot.min_cut_rematerialization_partition if fused else aot.default_partition
     table = select_decomp_table() if fused else None  # the operations that Inductor sees
     graphs: list[Any] = []
 
@@ -94,9 +92,8 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     def trace_block(_block: Any, args: Any, options: Any) -> None:
         hook.remove()
         x, *others = args
-        options_of_aot = {"decompositions": table, "partition_fn": keep}
-        compiled = functorch.aot_function(run, fw_compiler=functorch.nop, **options_of_aot)
-        compiled(x.detach().requires_grad_(), others, options, tensors)
+        traced = aot.aot_function(run, aot.nop, partition_fn=keep, decompositions=table)
+        traced(x.detach().requires_grad_(), others, options, tensors)
 
     hook = block.register_forward_pre_hook(trace_block, with_kwargs=True)
     with contextlib.suppress(_TracedError):
