@@ -174,14 +174,20 @@ def write_generation_config(
     """Write generation_config.json with our end tokens, so that other programs stop generation at
     the same tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
+    document["eos_token_id"] = find_ends(tokenizer, chat, base)
     # If this key stayed, transformers could generate the file again from config.json, without our
     # end tokens.
     document.pop("_from_model_config", None)
-    ends = document.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     document |= tokenizer.generation_tokens
-    document["eos_token_id"] = list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
     (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def find_ends(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
+    """Return the ids of the tokens that stop generation: our end tokens, then the end tokens in the
+    generation config of the model in `base`."""
+    ends = None if base is None else read_generation_config(base).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:

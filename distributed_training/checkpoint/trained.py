@@ -67,6 +67,7 @@ class Trained:
     spec: ModelSpec
     weights: Source  # weights of the whole model or, with `adapters`, of the base model
     adapters: peft.Adapters | None = None
+    base: Path | None = None  # folder of the base weights; None if they were random
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
@@ -121,7 +122,7 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return Trained(spec=spec, weights=lambda name, box: state[name][box])
+        return Trained(spec=spec, weights=lambda name, box: state[name][box], base=plan.weights_dir)
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
@@ -129,11 +130,11 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
         hashed = plan.machine.num_gpus > 0
         base = outline.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.of_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
-    return Trained(spec=spec, weights=base, adapters=adapters)
+    return Trained(spec=spec, weights=base, adapters=adapters, base=plan.weights_dir)
 
 
 def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
     """Return the weights in `folder`. If `base` is another folder, `folder` contains adapters for
     the model in `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
-    return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters)
+    return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters, base=base)

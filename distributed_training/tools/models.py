@@ -155,7 +155,7 @@ def generate(arguments: argparse.Namespace) -> int:
             logits, tokenizer.ask(dialog) if chat else tokenizer.begin(text),
             num_tokens=arguments.num_tokens, context=model.size.num_positions, seed=arguments.seed,
             past=Past(), top_k=arguments.top_k, temperature=arguments.temperature,
-            eos_ids=tokenizer.ends_of(chat=chat),
+            eos_ids=export.find_ends(tokenizer, chat, trained.base),
         )  # fmt: skip
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")

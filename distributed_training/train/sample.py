@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import continuation
+from distributed_training.checkpoint.export import continuation, find_ends
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import from_rank_0
@@ -30,7 +30,7 @@ def generate_sample(
                 prompt_ids = tokenizer.ask([{"role": "user", "content": config.generate}])
             else:
                 prompt_ids = tokenizer.begin(config.generate)
-            encoded = prompt_ids, tokenizer.ends_of(chat=data.is_chat)
+            encoded = prompt_ids, find_ends(tokenizer, data.is_chat, plan.weights_dir)
         except UserError as error:  # Some chat templates require a system message.
             display.note(f"no sample is generated: {error}")
     encoded = from_rank_0(encoded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import assert_ok, only_record, train
+from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data import test_tokenizer
 from tests.data.test_tokenizer import SAID
 
@@ -48,3 +48,27 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     assert model.generation_config.top_k == 5
     assert not model.generation_config._from_model_config
+
+
+def test_generate_stops_where_transformers_stops(folder, tmp_path):
+    """Llama 3's generation_config.json has end tokens that neither its tokenizer nor its template
+    names."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 400}
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, initializer_range=1.0))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    question = tokenizer.apply_chat_template(
+        SAID[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    ids = model.generate(**question, **options)[0, question["input_ids"].shape[1] :].tolist()
+    position = max(index for index, token in enumerate(ids) if token not in ids[:index])
+    model.generation_config.eos_token_id = [399, ids[position]]
+    model.save_pretrained(tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    arguments = ["--prompt", SAID[0]["content"], "--temperature", 0, "--num_tokens", 12]
+    result = heavy_pool().script(["generate", tmp_path, *arguments])
+    assert_ok(result)
+    answer = tokenizer.decode(ids[:position], skip_special_tokens=True)
+    assert (position > 2, result.stdout) == (True, f"assistant:{answer}\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data import pieces
+from distributed_training.data.chats.align import joined
 from distributed_training.data.chats.records import name_some
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
@@ -30,8 +31,8 @@ COPIED = (
     "--columns text=text"
 )
 LEFT_OUT = (
-    "records have tool calls, tools or documents that are not in the text, because the chat "
-    "template does not write them"
+    "records have messages, tool calls, tools or documents that are not in the text, because the "
+    "chat template does not write them"
 )
 UNREAD = "records are read without these columns:"
 NO_ANSWER = "no answer to train on"
@@ -129,9 +130,8 @@ def _rendered(
     for (_, conversation), samples in zip(batch, tokenizer.align(batch), strict=True):
         if not samples:
             counts.left_out[NO_ANSWER] += 1
-        contents = (message.get("content") for message in conversation.messages)
-        text = "\n".join(content for content in contents if isinstance(content, str))
-        if tokenizer.special_pattern.search(text):
+        contents = [message["content"] for message in joined(conversation.messages)]
+        if tokenizer.special_pattern.search("\n".join(contents)):
             counts.notes[SPECIAL] += 1
         calls = (message.get("tool_calls") or [] for message in conversation.messages)
         called = _functions(itertools.chain(*calls))
@@ -140,6 +140,8 @@ def _rendered(
         functions = called + _functions(conversation.tools or [])
         words = [str(function.get("name") or "") for function in functions]
         words += map(_longest_word, conversation.documents or [])
+        # Reasoning that a template removes has a note of its own.
+        words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
         if samples:
             rendered = "\n".join(sample.text for sample in samples)
             counts.notes[QUOTED] += any(argument in rendered for argument in quoted)
@@ -157,6 +159,6 @@ def _functions(items: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _longest_word(document: Any) -> str:
-    """Return the longest word in the values of a document."""
+    """Return the longest word in a text or in the values of a document."""
     values = document.values() if isinstance(document, dict) else [document]
     return max(re.findall(r"\w+", " ".join(map(str, values))), key=len, default="")
