@@ -29,7 +29,7 @@ from distributed_training.settings.errors import RunError, UserError, print_erro
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import find_nodes, find_source, find_uncounted
 from distributed_training.settings.machine import threads_per_process
-from distributed_training.supervise.process import LAUNCHER, Process, handling, numbered
+from distributed_training.supervise.process import LAUNCHER, STOPS, Process, handling, numbered
 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
@@ -45,11 +45,6 @@ STOPPED_S = 30.0
 STILL_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
 POLL_S = 0.05
 MOST_PROCESSES = 100_000
-STOPS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
-    signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
-    signal.SIGXCPU,  # the kernel and Grid Engine send this at a limit of CPU time
-)  # fmt: skip
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
 Body = Callable[[], int]  # function that a fork runs, which returns the exit code

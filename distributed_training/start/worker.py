@@ -1,6 +1,5 @@
 """Run one process's part of a run: connect, train and record, or fail with one message."""
 
-import functools
 import importlib
 import logging
 import os
@@ -20,7 +19,7 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.ending import end_failed
-from distributed_training.supervise.process import Process, Startup, handling
+from distributed_training.supervise.process import STOPS, Process, Startup, handling
 from distributed_training.supervise.watch import THE_END, Watch
 from distributed_training.train.build import build_topology
 from distributed_training.train.run import push, train
@@ -47,11 +46,15 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         if plan.strategy.steps_on_host:  # by default torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(plan.run_dir, plan.config, store)
-        # During training, Ctrl-C saves a checkpoint. Before and after training, this handler ends
-        # the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into another
-        # error, such as an unreadable checkpoint.
-        leave = functools.partial(end_failed, plan, topology, KeyboardInterrupt(), store)
-        with handling({signal.SIGINT: lambda *_: leave()}):
+
+        # During training, these signals save a checkpoint. Before and after training, this handler
+        # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
+        # another error, such as an unreadable checkpoint.
+        def leave(signum: int, _frame: object) -> None:
+            interrupt = KeyboardInterrupt(signal.Signals(signum).name)
+            end_failed(plan, topology, interrupt, store)
+
+        with handling(dict.fromkeys(STOPS, leave)):
             try:
                 code = train(plan, topology, watch, ask, startup)
             except BaseException as error:  # other ranks may wait in a collective forever

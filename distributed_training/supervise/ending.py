@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import time
 import traceback
 from datetime import timedelta
@@ -51,6 +52,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         error = claims.removed(plan.run_dir)
     summary = first_line(error)
     status = "failed"
+    code = getattr(error, "exit_code", 1)
     lost_connection = isinstance(error, RuntimeError) and any(
         sign in str(error) for sign in SIGNS_OF_LOSS
     )
@@ -64,10 +66,12 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         message = explain_out_of_memory(plan, topology, summary)
-    # Ctrl-C outside the training loop. The loop handles the signal itself.
+    # A signal outside the training loop, which handles signals itself
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
-        message = "Interrupted before the first step. Nothing was saved."
+        reason = f"{rank}: {summary}"
+        code = 128 + signal.Signals[summary]
+        message = "Interrupted. Nothing was saved."
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.to_continue(plan)
             message = f"Interrupted. {sentence}\n{pasteable(command)}"
@@ -99,7 +103,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
     finally:
-        os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
+        os._exit(code)
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:

@@ -13,6 +13,12 @@ from typing import Any
 
 # Environment variable through which ranks learn the process id of their launcher
 LAUNCHER = "RANKS_LAUNCHER"
+# Signals that stop a run
+STOPS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
+    signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
+    signal.SIGXCPU,  # the kernel and Grid Engine send this at a limit of CPU time
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +58,17 @@ class Startup:
 
 
 @contextlib.contextmanager
-def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
-    """Handle signals with `handlers` inside the `with` block. Ignored signals, such as SIGHUP under
-    nohup, stay ignored."""
+def handling(
+    handlers: Mapping[signal.Signals, Callable[..., None]],
+) -> Iterator[dict[signal.Signals, Any]]:
+    """Handle signals with `handlers` inside the `with` block, and yield the handlers before it.
+    Ignored signals, such as SIGHUP under nohup, stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:
             before[signum] = signal.signal(signum, handler)
     try:
-        yield
+        yield before
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -22,16 +22,12 @@ from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
-from distributed_training.supervise.process import Startup, handling
+from distributed_training.supervise.process import STOPS, Startup, handling
 from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
 from distributed_training.train.profiling import Profile, steps_to_trace
 from distributed_training.train.sample import generate_sample
 
 FLUSH_EVERY_S = 1.0
-# Signals that stop a run
-SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
-)  # fmt: skip
 PATIENCE_S = 10.0  # Signals within this time after the first one are ignored.
 
 
@@ -83,6 +79,7 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
+        self._handlers_before: dict[signal.Signals, Any] = {}
         self._first = 0  # first step of this process, which includes compilation
         # True if the save in progress is the last save of the run and should be reported
         self._says_saved = False
@@ -109,7 +106,7 @@ class Trainer:
             else:
                 self.display.note("no step is traced, because none remains after the warm-up")
         try:
-            with handling(dict.fromkeys(SIGNALS, self._receive)):
+            with handling(dict.fromkeys(STOPS, self._receive)) as self._handlers_before:
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
@@ -388,7 +385,8 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _receive(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal. End the process if another signal arrives after PATIENCE_S.
+        """Remember the first signal. If another signal arrives after PATIENCE_S, leave it to the
+        handler that was set before training.
 
         Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore only a later signal
         means that the user does not want to wait."""
@@ -400,7 +398,7 @@ class Trainer:
             when = "once the model is written" if at_end else "after this step"
             self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
         elif now - self._signalled_at > PATIENCE_S:
-            signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signum, self._handlers_before[signal.Signals(signum)])
             signal.raise_signal(signum)
 
     def write_record(self) -> None:

@@ -134,13 +134,13 @@ def with_full_disk(job: dict[str, Any]) -> None:
     run_script(*job["arguments"])
 
 
-def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
-    """Send Ctrl-C before training, inside library code that replaces KeyboardInterrupt with a
+def with_a_signal_in_a_library(job: dict[str, Any]) -> None:
+    """Send a signal before training, inside library code that replaces KeyboardInterrupt with a
     ValueError."""
 
     def build_engine(*_: Any) -> None:
         try:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(job["signum"])
         except KeyboardInterrupt:  # as a tensor's constructor does
             raise ValueError("could not determine the shape")  # noqa: B904
 

@@ -102,11 +102,12 @@ def kill_rank_1(log):
     worker.send_signal(signal.SIGKILL)
 
 
-def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_before_training_is_not_what_a_library_makes_of_it(signum, tmp_path):
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
-    said = run_case("fault_cases:with_ctrl_c_in_a_library", values, 1)
-    assert "exit codes [130]" in said
-    assert "Interrupted before the first step." in said
+    said = run_case("fault_cases:with_a_signal_in_a_library", values, 1, signum=int(signum))
+    assert f"exit codes [{128 + signum}]" in said
+    assert "Interrupted. Nothing was saved." in said
     assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
 

@@ -190,6 +190,7 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monke
         (signal.SIGUSR1, None, [5, 7]),
         (signal.SIGUSR2, 100, [7]),
         (signal.SIGXCPU, 100, [7]),
+        (signal.SIGQUIT, 100, [7]),
     ],
 )
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
@@ -229,15 +230,16 @@ def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, step
     assert saved[-1] == steps
 
 
-def test_a_signal_that_comes_later_ends_the_process(monkeypatch):
+def test_a_signal_that_comes_later_is_left_to_the_handler_before_training(monkeypatch):
     clock, raised, trainer = [1000.0], [], make_trainer()
+    trainer._handlers_before = {signal.SIGTERM: "end the run"}
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
     for seconds, expected in (
         (0.0, []),
         (loop.PATIENCE_S, []),
-        (0.1, [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]),
+        (0.1, [(signal.SIGTERM, "end the run"), signal.SIGTERM]),
     ):
         clock[0] += seconds
         trainer._receive(signal.SIGTERM, None)
