@@ -148,6 +148,29 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted before training began\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TORCH_DISTRIBUTED_DEBUG", "The value of TORCH_DISTRIBUTED_DEBUG must be OFF or INFO"),
+        ("TORCHINDUCTOR_COMPILE_THREADS", "invalid literal for int() with base 10: 'evil'"),
+        ("HOME", None),
+    ],
+)
+def test_a_variable_that_a_library_refuses_is_named(name, message, run, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise ValueError(f"\n{message or 'evil'}\nmore")
+
+    monkeypatch.setattr(launch, "start", refuse)
+    monkeypatch.setenv(name, "evil")
+    if message is None:
+        with pytest.raises(ValueError, match="evil"):
+            run()
+        return
+    assert run() == 2
+    said = f"{name} has a value that is not accepted. ValueError: {message} more. Unset {name}."
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
 def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
     kind, plan, process = run()
     assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1, here=1))

@@ -2,8 +2,10 @@
 not import torch. saver.py writes checkpoints and documents the files in them."""
 
 import contextlib
+import itertools
 import logging
 import os
+import shlex
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.folder import CHECKPOINTS, META_FILE, name_of, named_checkpoint
+from distributed_training.records.folder import (
+    META_FILE,
+    list_checkpoints,
+    name_of,
+    named_checkpoint,
+)
 from distributed_training.records.record import (
     FAULTS_FILE,
     LAST,
@@ -41,7 +48,6 @@ CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 5
 # Keys that earlier releases stored in the work of every run, and that now belong to one engine
 MOVED_KEYS = {"compression_rank", "compression_k"}
-USE_OLDER = "remove that folder to resume from the previous checkpoint, or set resume to None"
 MERGE_FOLDERS = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -71,6 +77,13 @@ class Meta(BaseModel, strict=True):
     hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 
 
+def use_older(checkpoint: Path) -> str:
+    """Return advice on how to resume from the checkpoint before a damaged one. A renamed folder is
+    not a checkpoint."""
+    path = shlex.quote(str(checkpoint))
+    return f"set resume to None. Or, for the previous checkpoint, run: mv {path} {path}.damaged"
+
+
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write a checkpoint's meta.json with a checksum of its values."""
     values = meta.model_dump(mode="json")
@@ -84,7 +97,9 @@ def read_meta(folder: Path) -> Meta:
         values = parse_json(read_small(folder / META_FILE).decode())
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
-        raise UserError(f"{folder} is not a checkpoint of this suite", fix=USE_OLDER) from None
+        raise UserError(
+            f"{folder} is not a checkpoint of this suite", fix=use_older(folder)
+        ) from None
     if isinstance(form, int) and form != FORMAT:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"Checkpoint {folder} was written by {age} release (format {form}, not {FORMAT})"
@@ -93,10 +108,10 @@ def read_meta(folder: Path) -> Meta:
     is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
     meta = None
     if is_intact:
-        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", USE_OLDER)
+        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", use_older(folder))
     if meta is None or folder.name != name_of(meta.step):
         why = f"{META_FILE} has changed since it was written, or the folder was renamed"
-        raise UserError(f"Checkpoint {folder} is damaged", why, USE_OLDER)
+        raise UserError(f"Checkpoint {folder} is damaged", why, use_older(folder))
     return meta
 
 
@@ -142,7 +157,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
     with ThreadPoolExecutor(8) as pool:
         for damage in filter(None, pool.map(find_damage, names)):
-            raise UserError(f"Checkpoint {folder} is damaged", damage, USE_OLDER)
+            raise UserError(f"Checkpoint {folder} is damaged", damage, use_older(folder))
     return names
 
 
@@ -221,10 +236,10 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
     candidates = dict[Path, Meta]()
     obstacle = ""
-    for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
+    run_dirs = [folder for folder in plan.output_dir.glob("*") if not folder.is_symlink()]
+    saved = itertools.chain.from_iterable(map(list_checkpoints, run_dirs))
+    for checkpoint in sorted(saved, reverse=True):
         run_dir = checkpoint.parents[1]
-        if run_dir.is_symlink():  # the link `latest`
-            continue
         why = "is damaged"
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)

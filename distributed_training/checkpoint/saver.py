@@ -39,7 +39,12 @@ from distributed_training.parallel.tensor_files import (
     write_parts,
 )
 from distributed_training.plan.plan import Plan
-from distributed_training.records.folder import list_checkpoints, name_of, remove_unfinished
+from distributed_training.records.folder import (
+    CHECKPOINTS,
+    list_checkpoints,
+    name_of,
+    remove_unfinished,
+)
 from distributed_training.records.record import RECORD_FILE
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import publish, remove_folder
@@ -81,7 +86,7 @@ class Saver:
         is written, and training must wait for `finish`. All ranks must call this method."""
         began = time.monotonic()
         self.step = step
-        writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
+        writing = self.plan.run_dir / CHECKPOINTS / f".writing-{step:08d}"
         if self._leads:
             remove_unfinished(self.plan.run_dir)
             # If a user has removed the run's folder, mkdir fails instead of creating it again.
@@ -223,7 +228,7 @@ def load_checkpoint(
     except Exception as error:  # each library raises different errors
         what = f"Checkpoint {folder} cannot be loaded"
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(what, why, resume.USE_OLDER) from error
+        raise UserError(what, why, resume.use_older(folder)) from error
     return meta.step
 
 

@@ -1,5 +1,7 @@
 """Find checkpoints in a run's folder. This module does not import torch."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,8 +17,11 @@ def name_of(step: int) -> str:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted((run_dir / CHECKPOINTS).glob("step-*"))
+    """Return the checkpoints, oldest first. Other files and folders, such as a user's copy of a
+    checkpoint, are left out."""
+    folders = (run_dir / CHECKPOINTS).glob("step-*")
+    is_step = re.compile(r"step-\d{8,}").fullmatch
+    return sorted(folder for folder in folders if is_step(folder.name) and os.path.isdir(folder))
 
 
 def remove_unfinished(run_dir: Path) -> None:
@@ -28,9 +33,10 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint in a run's folder, or `folder` itself if it is a checkpoint.
-    Return None if there is none."""
-    checkpoint = [folder, *list_checkpoints(folder)][-1]
-    return checkpoint if (checkpoint / META_FILE).is_file() else None
+    Return None if there is none. The checkpoint may be damaged."""
+    if checkpoints := list_checkpoints(folder):
+        return checkpoints[-1]
+    return folder if (folder / META_FILE).is_file() else None
 
 
 def named_checkpoint(resume: str) -> Path:

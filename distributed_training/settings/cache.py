@@ -114,6 +114,8 @@ def _unsafe(folder: Path) -> str:
 def _obstacle_to_creating(folder: Path) -> str:
     """Return the reason why `folder` cannot be created. Return "" if it exists or can be created.
     The test leaves no folder behind, because the folder may never be needed."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        return "it is not a folder"
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         for path in missing[-1:]:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from distributed_training.settings.launchers import is_first
 
-# A full or read-only disk, a file-size limit, and missing permissions
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+# A full or read-only disk, a file-size limit, missing permissions, and a file in a folder's place
+REFUSALS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+)  # fmt: skip
 
 
 class UserError(ValueError):
@@ -102,3 +104,24 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         # Once training has begun, Ctrl-C saves a checkpoint instead.
         print_error("interrupted before training began" if trains else "interrupted")
         return 128 + signal.SIGINT
+    except (ValueError, RuntimeError) as error:
+        refusal = refused_variable(error)
+        if refusal is None:
+            raise
+        if is_first(os.environ):
+            print_error(refusal.printed)
+        return refusal.exit_code
+
+
+def refused_variable(error: ValueError | RuntimeError) -> UserError | None:
+    """Return an error that names the environment variable of torch or Hugging Face that a library
+    refused. The message of `error` has its name or value. Return None if there is none."""
+    message = str(error)
+    for name, value in os.environ.items():
+        if name.startswith(("TORCH", "PYTORCH_JIT", "HF_")) and (
+            re.search(rf"\b{name}\b", message)
+            or (len(value) > 2 and value in message and not os.path.isabs(value))
+        ):
+            what = f"{name} has a value that is not accepted"
+            return UserError(what, describe(error), f"unset {name}")
+    return None

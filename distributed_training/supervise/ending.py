@@ -20,7 +20,13 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.records.display import gib, pasteable, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
-from distributed_training.settings.errors import RunError, UserError, first_line, print_error
+from distributed_training.settings.errors import (
+    RunError,
+    UserError,
+    first_line,
+    print_error,
+    refused_variable,
+)
 from distributed_training.supervise import claims, commands
 
 # Phrases in errors of gloo and NCCL after the process at the other end of a connection has exited
@@ -40,6 +46,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
+    if isinstance(error, ValueError) and not isinstance(error, UserError):
+        error = refused_variable(error) or error
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
     if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
         # One process per disk removes unfinished files. Other processes may still be writing files.

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +180,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
     """A pickle in place of a tensor file is refused, because loading a pickle can execute code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
-    with refused(str(folder), "cannot be loaded", "Remove that folder"):
+    with refused(str(folder), "cannot be loaded", f"mv {folder}"):
         load(folder)
 
 
@@ -246,7 +247,7 @@ def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
         read_meta(folder)
     for content, *said in (
         (b'{"format": 3, "step": 1}', str(folder), "by an earlier release", "weights=<run>/hf"),
-        (b"[]", f"{folder} is not a checkpoint of this suite", "Remove that folder"),
+        (b"[]", f"{folder} is not a checkpoint of this suite", f"mv {folder}"),
         (b"\xff\xfe\x00", "is not a checkpoint"),
     ):
         (folder / "meta.json").write_bytes(content)
@@ -268,7 +269,7 @@ def test_a_meta_of_values_that_no_run_writes_is_refused_though_its_checksum_is_r
     folder = save(tmp_path, 1)
     values = {**read_meta(folder).model_dump(), key: value}
     (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
-    with refused(f"Checkpoint {folder}: meta.json: {key}", "Remove that folder"):
+    with refused(f"Checkpoint {folder}: meta.json: {key}", f"mv {folder}"):
         read_meta(folder)
 
 
@@ -326,6 +327,22 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     # The next save deletes the skipped checkpoints, although their steps are later.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
+
+
+def test_files_of_the_user_beside_checkpoints_are_neither_read_nor_removed(tmp_path):
+    run_dir = make_run(tmp_path, "a", 1)
+    (newest,) = list_checkpoints(run_dir)
+    copy = shutil.copytree(newest, newest.with_name(f"{newest.name}.good"))
+    (newest.parent / "step-99999999").write_text("a note")
+    for wanted in ("auto", str(run_dir)):
+        assert find_resume(wanted, tmp_path) == newest
+    empty = newest.with_name("step-00000009")
+    empty.mkdir()
+    with refused(f"{empty} is not a checkpoint", f"mv {empty} {empty}.damaged"):
+        find_resume(str(run_dir), tmp_path)
+    assert find_resume("auto", tmp_path) == newest
+    save(run_dir, 15, keep=1)
+    assert copy.is_dir()
 
 
 def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):

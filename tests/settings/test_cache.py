@@ -95,6 +95,8 @@ def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(t
     )
     said = refused_or_variables(TORCHINDUCTOR_CACHE_DIR="/dev/null/cache", **{CACHE: tmp_path})
     assert "It cannot be created: Not a directory. Set TORCHINDUCTOR_CACHE_DIR to a folder" in said
+    said = refused_or_variables(TRITON_CACHE_DIR=os.devnull, **{CACHE: tmp_path})
+    assert "It is not a folder. Set TRITON_CACHE_DIR to a folder of your own." in said
     homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
     note, *variables = refused_or_variables(**homeless).splitlines()
     folder = tmp_path / f"distributed-training-{os.geteuid()}"
