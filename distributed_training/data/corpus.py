@@ -27,7 +27,7 @@ from distributed_training.data.files import (  # fmt: skip
     read_text,
     suffix_of,
 )
-from distributed_training.data.folders import ABOUT, CARD, find_splits
+from distributed_training.data.folders import ABOUT, CARD, KINDS, find_splits
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -35,7 +35,6 @@ from distributed_training.settings.files import shown
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
-_KINDS = (*TEXTS, *RECORDS)
 # A paragraph that begins with a capital letter and ends with a period or colon, without code or
 # grammar
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
@@ -199,7 +198,7 @@ def is_hub_name(dataset: str) -> bool:
     path."""
     path = Path(dataset)
     named = _HUB_NAME.fullmatch(dataset) is not None
-    return named and suffix_of(path) not in _KINDS and not path.exists()
+    return named and suffix_of(path) not in KINDS and not path.exists()
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:

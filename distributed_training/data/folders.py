@@ -98,8 +98,7 @@ def _by_convention(folder: Path, what: str) -> Splits:
     except UserError:
         raise
     except Exception as error:  # errors of datasets, of YAML, or of a file system
-        why = describe(error)
-        raise UserError(f"{what} cannot be divided into splits", why) from None
+        raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
     splits: Splits = {}
     for split, names in files_by_split.items():
         paths = sorted(Path(os.path.normpath(name)) for name in names)
@@ -119,8 +118,7 @@ def _saved(folder: Path, what: str) -> Splits:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # errors of datasets and pyarrow
-        why = describe(error)
-        raise UserError(f"{what} cannot be read", why) from None
+        raise UserError(f"{what} cannot be read", describe(error)) from None
     saved_splits = saved if isinstance(saved, dict) else {"train": saved}
     splits = {
         str(name): [Path(file["filename"]).resolve() for file in split.cache_files]

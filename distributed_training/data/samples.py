@@ -51,24 +51,22 @@ class Samples:
         """Return the samples `first` to `last` - 1 without copying tokens. Packed samples are not
         supported."""
         assert self.firsts is None
-        return replace(
-            self,
-            starts=self.starts[first:last],
-            lengths=self.lengths[first:last],
-            num_targets=self.num_targets[first:last],
-        )
+        return self._select(slice(first, last))
 
     def packed(self) -> "Samples":
         """Return samples with the parts packed into blocks. Each part stays whole and does not
         attend to other parts of its block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
+        most = int(np.diff(firsts).max()) + 1
+        return replace(self._select(order), firsts=firsts, max_documents=most)
+
+    def _select(self, parts: Any) -> "Samples":
+        """Return samples with some of the parts, given as an index of arrays."""
         return replace(
             self,
-            starts=self.starts[order],
-            lengths=self.lengths[order],
-            num_targets=self.num_targets[order],
-            firsts=firsts,
-            max_documents=int(np.diff(firsts).max()) + 1,
+            starts=self.starts[parts],
+            lengths=self.lengths[parts],
+            num_targets=self.num_targets[parts],
         )
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -248,15 +246,11 @@ def find_parts(
 ) -> Parts:
     """Return the parts that a split is cut into, including parts without a target in the loss."""
     packs = config.pack is not False if packs is None else packs
-    if packs and form == RUNNING:
-        return _find_blocks(split, config.max_length)
-    return _find_records(split, config.max_length, packs and form == TEXT)
-
-
-def _find_blocks(split: dict[str, np.ndarray], seq_len: int) -> Parts:
-    """Return the full blocks of running text. The tokens after the last full block are left out."""
-    starts = np.arange(0, max(0, len(split["ids"]) - seq_len), seq_len)
-    return starts, np.broadcast_to(np.int64(seq_len), len(starts))
+    seq_len = config.max_length
+    if packs and form == RUNNING:  # the tokens after the last full block are left out
+        starts = np.arange(0, max(0, len(split["ids"]) - seq_len), seq_len)
+        return starts, np.broadcast_to(np.int64(seq_len), len(starts))
+    return _find_records(split, seq_len, packs and form == TEXT)
 
 
 def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) -> Parts:

@@ -432,27 +432,22 @@ class Tokenizer:
             borders = self._read_offsets(piece.text, encoding.offsets)
         else:
             ids = np.array(self._encode([piece.text], special=special)[0], np.int32)
-        if borders is None:
-            edges = {
-                edge: self._count_before(piece.text, edge, ids=ids, special=special)
-                for span in piece.spans
-                for edge in span
-            }
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
-            if borders is not None:
-                firsts, lasts = borders
-                inside = np.flatnonzero((lasts > first) & (firsts < last))
-                for edge in (0, -1):
-                    if len(inside):
-                        start, end = int(firsts[inside[edge]]), int(lasts[inside[edge]])
-                        shared = piece.text[max(start, first) : min(end, last)]
-                        if not shared.strip() and piece.text[start:end].strip():
-                            inside = np.delete(inside, edge)
+            if borders is None:
+                begin = self._count_before(piece.text, first, ids=ids, special=special)
+                mask[begin : self._count_before(piece.text, last, ids=ids, special=special)] = True
+                continue
+            firsts, lasts = borders
+            inside = np.flatnonzero((lasts > first) & (firsts < last))
+            for edge in (0, -1):
                 if len(inside):
-                    mask[inside[0] : inside[-1] + 1] = True
-            else:
-                mask[edges[first] : edges[last]] = True
+                    start, end = int(firsts[inside[edge]]), int(lasts[inside[edge]])
+                    shared = piece.text[max(start, first) : min(end, last)]
+                    if not shared.strip() and piece.text[start:end].strip():
+                        inside = np.delete(inside, edge)
+            if len(inside):
+                mask[inside[0] : inside[-1] + 1] = True
         return ids, mask
 
     def _read_offsets(

@@ -145,13 +145,9 @@ def open_weights(folder: Path) -> dict[str, Stored]:
     for file in require_weights(folder):
         try:
             open_regular(file).close()
-        except OSError as error:
-            what = f"weights {folder}: {file.name} cannot be read"
-            raise UserError(what, error.strerror or str(error), "download it again") from None
-        if file.suffix == ".bin":
-            stored |= _open_bin(file)
-            continue
-        try:
+            if file.suffix == ".bin":
+                stored |= _open_bin(file)
+                continue
             # safe_open reads the header and checks it against the length of the file.
             with safe_open(file, "np") as header:
                 for name in header.keys():  # noqa: SIM118, it is not a dict
@@ -160,7 +156,8 @@ def open_weights(folder: Path) -> dict[str, Stored]:
                     stored[name] = Stored(tensor.get_dtype(), tensor.get_shape(), read_tensor)
         except (SafetensorError, OSError) as error:
             what = f"weights {folder}: {file.name} cannot be read"
-            raise UserError(what, str(error), "download it again") from None
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(what, why, "download it again") from None
     return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
 
 
