@@ -31,7 +31,7 @@ def test_what_was_not_measured_says_so():
     )
     silent = {column for column, text in row.items() if text == "not measured"}
     assert silent == {
-        "tokens/s", "ms per step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
+        "tokens/s", "ms per step", "MFU", "peak GPU memory", "GPU memory by rank", "disk per step",
         "training loss", "validation loss", "validation perplexity", "bits per byte",
     }  # fmt: skip
     row = one_row(finished=False, status="oom")
@@ -52,9 +52,9 @@ def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic()
     disk = {"read_bytes": 0, "write_bytes": 64 * 50_000_000, "num_steps": 64}
     row = one_row(memory__by_rank=ranks, disk=disk)
     assert row["GPU memory by rank"] == "2.0, 2.0 GiB"
-    assert row["disk a step"] == "0.0 GB read, 0.1 GB written"
+    assert row["disk per step"] == "0.0 GB read, 0.1 GB written"
     disk["write_bytes"] -= 64
-    assert one_row(disk=disk)["disk a step"] == "none"
+    assert one_row(disk=disk)["disk per step"] == "none"
 
 
 def test_every_published_record_fills_a_row():

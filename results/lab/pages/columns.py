@@ -68,7 +68,7 @@ _START: dict[str, Callable[..., str]] = {
     ),
     "trains": lambda r: f"LoRA {rank}" if (rank := r.config.get("lora_rank")) else "weights",
     "recomputes": lambda r: r.config["activation_checkpointing"],
-    "loss in chunks of": lambda r: str(r.config.get("loss_chunk_tokens") or "-"),
+    "loss chunk": lambda r: str(r.config.get("loss_chunk_tokens") or "-"),
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }
@@ -84,7 +84,7 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "ideal bubble": _of_pipelines(
         Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
     ),
-    "disk a step": _disk,
+    "disk per step": _disk,
     "ms predicted": tables.MS_PREDICTED,
     "GiB predicted": Number(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
 }

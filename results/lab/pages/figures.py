@@ -82,8 +82,8 @@ def tradeoff(records: Path) -> Figure:
         "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-62, -12), "pp pp4 zb-auto-m8": (8, -3),
         "pp pp4 zb-auto-m16": (-40, 9),
     }  # fmt: skip
-    figure, axes = _figure("If the state fits, dp is fastest; pipelines need least memory", 4.4)
-    axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
+    figure, axes = _figure("If the state fits, dp is fastest; pipelines need the least memory", 4.4)
+    axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
     best = _medium(records)
     for name, shift in chosen.items():
         record = best[name]
@@ -95,9 +95,11 @@ def tradeoff(records: Path) -> Figure:
         axes.annotate(label, point, fontsize=8.5, color=COLORS[_divides(record)], **offset)
     for kind, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=kind)
-    axes.legend(title="splits", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
+    axes.legend(title="split over GPUs", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
                 bbox_to_anchor=(0.47, 0))  # fmt: skip
-    axes.set(xlabel="GiB on the GPU that uses most", ylabel="tokens per second", xlim=(0, 100))
+    axes.set(
+        xlabel="GiB on the GPU that uses the most memory", ylabel="tokens per second", xlim=(0, 100)
+    )
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(400_000, 850_000)
     axes.grid(alpha=0.25)
@@ -107,7 +109,7 @@ def tradeoff(records: Path) -> Figure:
 def bubbles(records: Path) -> Figure:
     """Draw measured and ideal bubbles by the number of micro-batches and by schedule."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    figure.suptitle("Idle share of the pipeline: measured, and by the schedule's formula",
+    figure.suptitle("Idle share of the pipeline: measured and computed by formula",
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
     left, right = figure.subplots(1, 2, sharey=True)
     for name in ("gpipe", "1f1b", "interleaved"):
@@ -118,7 +120,7 @@ def bubbles(records: Path) -> Figure:
         left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
         left.plot(m, ideal, ":", color=SCHEDULES[name])
     left.plot([], [], ":", color="#555555", label="formula")
-    left.set_title("gpt2-xl's size, 4 stages, no CUDA graphs", fontsize=9, loc="left")
+    left.set_title("model the size of gpt2-xl, 4 stages, no CUDA graphs", fontsize=9, loc="left")
     left.set_xscale("log", base=2)
     left.set_xticks([4, 8, 16], ["4", "8", "16"])
     left.set_xlabel("micro-batches")
@@ -154,8 +156,8 @@ def memory(records: Path) -> Figure:
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
-    figure, axes = _figure("Memory of the GPU that uses most, GiB", 4.0)
-    axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
+    figure, axes = _figure("Peak memory in GiB on the GPU that uses the most", 4.0)
+    axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
     best = _medium(records)
     state = [
         sum(best[name].estimated_state_bytes[part] for part in ("parameters", "gradients",
@@ -165,7 +167,9 @@ def memory(records: Path) -> Figure:
     other = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
     labels = [name.replace("pp pp4", "pp4").replace("tp tp4", "tp4") for name in names]
     axes.barh(labels, state, color="#0072b2", label="state (formula)")
-    bars = axes.barh(labels, other, left=state, color="#e69f00", label="activations and others")
+    bars = axes.barh(
+        labels, other, left=state, color="#e69f00", label="activations and other memory"
+    )
     axes.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(state, other, strict=True)], padding=3)
     axes.invert_yaxis()
     axes.legend(frameon=False, loc="lower right")
@@ -176,7 +180,7 @@ def overlap(records: Path) -> Figure:
     """Draw the timeline of one GPU in one step, for several strategies."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
     about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
-    title = "Communication per step, and the exposed part of it"
+    title = "Communication in one step, and how much of it is exposed"
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
 
@@ -185,18 +189,18 @@ def from_scratch(records: Path) -> Figure:
     these two starts from the first run's weights, and the other from random weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
-        "the standard library's code, 9 MB": {"from random weights": first},
+        "code of Python's standard library, 9 MB": {"from random weights": first},
         "WikiText-2's validation text, 1.1 MB": {
-            "from the code's weights": tuned, "from random weights": random,
+            "from the weights trained on code": tuned, "from random weights": random,
         },
-    }, "gpt2 learns code, then English better than from random weights")  # fmt: skip
+    }, "After training on code, gpt2 learns English better than from random weights")  # fmt: skip
 
 
 def overlap_slow_link(records: Path) -> Figure:
     """Draw the timeline of one CPU process in one step of each strategy over a slow link."""
     record = _overlap(records / "cpu-overlap")
     about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
-    title = "Over a slow link: communication per step, and the exposed part of it"
+    title = "Over a slow link: communication in one step, and how much of it is exposed"
     return draw_timelines(record, list(record["shares"]), title, about)
 
 

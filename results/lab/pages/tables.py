@@ -102,8 +102,9 @@ def published_samples(name: str) -> str:
         began, ended = map(datetime.fromisoformat, (r.started_at, r.finished_at or r.started_at))
         minutes = (ended - began).total_seconds() / 60
         lines += [
-            f"- `{path.stem[2:]}`: perplexity {first:,.0f} before, {best['perplexity']:.1f} after "
-            f"{best['step']:,} steps; {minutes:.1f} minutes in all. Before and after it wrote:",
+            f"- `{path.stem[2:]}`: The perplexity was {first:,.0f} before training and "
+            f"{best['perplexity']:.1f} after {best['step']:,} steps. The "
+            f"run took {minutes:.1f} minutes. Before and after training, the model wrote:",
             f"  > {' '.join(str(r.sample_before).split())}",
             "",
             f"  > {' '.join(str((r.model_extra or {})['sample']).split())}",

@@ -35,7 +35,7 @@ def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str
         axes.axvline(run["timeline"]["step_us"] / 1000, color="#999999", linewidth=0.8)
         axes.tick_params(axis="x", length=3 if axes is panels[-1] else 0)
     panels[-1].set_xlim(0, max(run["timeline"]["step_us"] for run in runs) / 1000)
-    panels[-1].set_xlabel("milliseconds of one step")
+    panels[-1].set_xlabel("milliseconds from the start of the step")
     return figure
 
 
@@ -43,7 +43,7 @@ def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return label -> color and spans, from top to bottom."""
     kinds = {kind: (COMMUNICATES, spans) for kind, spans in timeline["by_kind"].items() if spans}
     ends = (COMPUTES, timeline["computing"]), (EXPOSED, timeline["exposed"])
-    return {"computes": ends[0], **kinds, "exposed": ends[1]}
+    return {"computation": ends[0], **kinds, "exposed": ends[1]}
 
 
 def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
@@ -71,4 +71,4 @@ def _shares_text(run: Mapping[str, Any]) -> str:
     times = run["ranks"][0]["traced_s"]
     shares = (100 * times[part] / times["step"] for part in ("communicating", "exposed"))
     communicating, exposed = shares
-    return f"communicates {communicating:.0f}% of the step, {exposed:.0f}% exposed"
+    return f"communication takes {communicating:.0f}% of the step (exposed: {exposed:.0f}%)"
