@@ -13,7 +13,7 @@ from distributed_training.planner.data import Fit, Sources, find_sources, fit_to
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate
 from distributed_training.planner.model import choose_model
-from distributed_training.planner.rank import choose_spread
+from distributed_training.planner.rank import choose_batch_size, choose_strategy
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
@@ -72,11 +72,13 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     strategy = named_strategy(request)
     machine = cluster.machine
     config, model = choose_model(request, machine, cluster.num_processes, strategy, notes)
-    if strategy is None or config.batch_size == AUTO:
-        config, strategy = choose_spread(config, cluster, strategy, model, notes)
+    if strategy is None:
+        config, strategy = choose_strategy(config, cluster, model, notes)
+    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    if config.batch_size == AUTO:
+        candidate = choose_batch_size(candidate, cluster, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
-    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
     return replace(lay_out(candidate, cluster, notes), requested=request)
 
 

@@ -252,55 +252,56 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     return [(", ".join(labels), choice) for labels, choice in labeled.values()]
 
 
-def choose_spread(
-    config: Request, cluster: Cluster, strategy: Strategy | None, model: ModelSpec, notes: list[str]
+def choose_strategy(
+    config: Request, cluster: Cluster, model: ModelSpec, notes: list[str]
 ) -> tuple[Request, Strategy]:
-    """Choose the strategy and the batch size by their predicted speed if they are "auto". Return
-    CONFIG with the choices, and the strategy. `strategy` is None if CONFIG leaves it open. `model`
-    is the model that CONFIG names. Raises UserError if no strategy fits."""
-    if strategy is None:
-        few = 8 if config.batch_size == AUTO else config.batch_size
-        build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
-        best = best_layout(build, cluster)
-        if best is None:
-            # lay_out raises a more specific error. If it succeeds, memory is insufficient.
-            plainest = "dp"
-            if config.deepspeed_config:
-                plainest = "zero2"
-            elif config.tp not in (None, 1) or config.pp not in (None, 1):
-                plainest = "3d"
-            request = build(plainest)
-            strategy = load_strategy(request)
-            mesh = strategy.mesh
-            lay_out(Candidate(config=request, strategy=strategy, model=model, mesh=mesh), cluster)
-            what = f"no strategy can train {config.model} here with batch_size={few}"
-            raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
-        settings = settings_of(best.plan)
-        chosen = f"the planner chose {best.plan.strategy.name} {show_settings(settings)}".rstrip()
-        why = "the first strategy that fits"
-        if best.step is not None:
-            why = f"predicted {best.step.seconds:.3g} s per step"
-        notes.append(f"{chosen} ({why})")
-        settings |= {"batch_size": config.batch_size}
-        config = best.plan.requested.model_copy(update=settings)
-        strategy = load_strategy(config)
-    if config.batch_size == AUTO:
-        # Choose the smallest power of two that fits and has NEAR_BEST of the best tokens/s.
+    """Choose the strategy and the axes of the mesh by their predicted speed. Return CONFIG with the
+    choice, and the strategy. `model` is the model that CONFIG names. Raises UserError if no
+    strategy fits."""
+    few = 8 if config.batch_size == AUTO else config.batch_size
+    build = functools.partial(as_chosen, config.model_copy(update={"batch_size": few}))
+    best = best_layout(build, cluster)
+    if best is None:
+        # lay_out raises a more specific error. If it succeeds, memory is insufficient.
+        plainest = "dp"
+        if config.deepspeed_config:
+            plainest = "zero2"
+        elif config.tp not in (None, 1) or config.pp not in (None, 1):
+            plainest = "3d"
+        request = build(plainest)
+        strategy = load_strategy(request)
         mesh = strategy.mesh
-        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
-        speeds: dict[int, float] = {}
-        for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
-            with contextlib.suppress(UserError):
-                sized = config.model_copy(update={"batch_size": size})
-                draft = lay_out(replace(candidate, config=sized), cluster)
-                prediction = predict(draft, cluster.rates)
-                is_below = prediction.memory.needed_bytes < cluster.below_bytes
-                if prediction.room == "yes" and is_below:
-                    speeds[size] = prediction.tokens_per_s or size
-        enough = NEAR_BEST * max(speeds.values(), default=0.0)
-        size = next((size for size, speed in speeds.items() if speed >= enough), 1)
-        notes.append(
-            f"batch_size is {size}, the smallest value that is predicted to keep a GPU busy"
-        )
-        config = config.model_copy(update={"batch_size": size})
-    return config, strategy
+        lay_out(Candidate(config=request, strategy=strategy, model=model, mesh=mesh), cluster)
+        what = f"no strategy can train {config.model} here with batch_size={few}"
+        raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
+    settings = settings_of(best.plan)
+    chosen = f"the planner chose {best.plan.strategy.name} {show_settings(settings)}".rstrip()
+    why = "the first strategy that fits"
+    if best.step is not None:
+        why = f"predicted {best.step.seconds:.3g} s per step"
+    notes.append(f"{chosen} ({why})")
+    settings |= {"batch_size": config.batch_size}
+    config = best.plan.requested.model_copy(update=settings)
+    return config, load_strategy(config)
+
+
+def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
+    """Return the candidate with the smallest power of two as its batch size that fits and has
+    NEAR_BEST of the best predicted tokens/s, or 1 if none fits."""
+    speeds: dict[int, float] = {}
+    for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
+        with contextlib.suppress(UserError):
+            draft = lay_out(_sized(candidate, size), cluster)
+            prediction = predict(draft, cluster.rates)
+            is_below = prediction.memory.needed_bytes < cluster.below_bytes
+            if prediction.room == "yes" and is_below:
+                speeds[size] = prediction.tokens_per_s or size
+    enough = NEAR_BEST * max(speeds.values(), default=0.0)
+    size = next((size for size, speed in speeds.items() if speed >= enough), 1)
+    notes.append(f"batch_size is {size}, the smallest value that is predicted to keep a GPU busy")
+    return _sized(candidate, size)
+
+
+def _sized(candidate: Candidate, batch_size: int) -> Candidate:
+    config = candidate.config.model_copy(update={"batch_size": batch_size})
+    return replace(candidate, config=config)

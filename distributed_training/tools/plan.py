@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.models import ModelSpec
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.model import choose_model
-from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
+from distributed_training.planner.rank import layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
     ROOMS,
     Cluster,
@@ -96,9 +95,9 @@ def run(
     requested = build(None)
     strategy = named_strategy(requested)
     machine = cluster.machine
-    config, model = choose_model(requested, machine, cluster.num_processes, strategy, [])
+    config, _ = choose_model(requested, machine, cluster.num_processes, strategy, [])
     only = typed_values(arguments.overrides).get("strategy", AUTO)
-    config = _choose_batch(arguments, config, model, cluster)
+    config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
     choices = _rank(arguments, build, cluster, config, only)
@@ -190,9 +189,7 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
     arguments.overrides[:] = texts(typed_values(arguments.overrides) | values)
 
 
-def _choose_batch(
-    arguments: argparse.Namespace, config: Request, model: ModelSpec, cluster: Cluster
-) -> Request:
+def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
     """Choose the batch size if it is "auto", or on GPUs if the user did not set it. If no layout
     fits, choose the batch size for training with activation checkpointing."""
     is_open = config.batch_size == AUTO
@@ -205,13 +202,13 @@ def _choose_batch(
         opened = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
         request = config.model_copy(update=opened)
         try:
-            chosen, _ = choose_spread(request, cluster, None, model, [])
+            batch_size = draft_plan(request, cluster).config.batch_size
         except UserError:
             if mode == modes[-1] and config.batch_size == AUTO:
                 raise
             continue
-        _override(arguments, batch_size=chosen.batch_size)
-        return config.model_copy(update={"batch_size": chosen.batch_size})
+        _override(arguments, batch_size=batch_size)
+        return config.model_copy(update={"batch_size": batch_size})
     return config
 
 

@@ -24,8 +24,8 @@ import checkout
 from tabulate import tabulate
 
 from distributed_training import cli
-from distributed_training.models import find_model
-from distributed_training.planner.rank import choose_spread, rank_layouts, with_progress
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.rank import rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
@@ -175,10 +175,10 @@ def speeds(
     for model in with_progress(models, "layouts of each model"):
         with contextlib.suppress(UserError):  # Skip models that do not fit.
             config = with_values(build(None), model=model)
+            values = {"model": model, "batch_size": config.batch_size}
             if open_batch:  # Choose the smallest batch that keeps a GPU busy.
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
-                config, _ = choose_spread(config, cluster, None, find_model(model), [])
-            values = {"model": model, "batch_size": config.batch_size}
+                values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
             def build_model(strategy: str, values: dict[str, Any] = values) -> Request:
                 return with_values(build(strategy), **values)
