@@ -75,7 +75,7 @@ def test_foreign_options_are_none_of_ours_and_their_advice_can_be_typed():
     for advice in table.values():
         named = re.findall(r"--(\w+)", advice)
         assert set(named) <= {*ours, "num_gpus"}
-        assert named or advice.startswith(("leave it out: ", "hide the GPUs", "type generate"))
+        assert named or advice.startswith(("leave it out, ", "hide the GPUs", "use generate"))
 
 
 def test_help_is_complete_grouped_and_narrow():
@@ -133,7 +133,7 @@ def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
     assert run("--num_gpus", "3", process=rank(0)) == 2
-    assert "--num_gpus 3 but the launcher started 2 processes" in capsys.readouterr().err
+    assert "--num_gpus is 3, but the launcher started 2 processes" in capsys.readouterr().err
     # On several machines, the option is the number of processes per machine.
     assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
     assert "= 8 replicas x" in capsys.readouterr().out
@@ -177,7 +177,10 @@ def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
     first = "planning the run, importing torch ...\n"
     assert capsys.readouterr().out == first
     assert run(machine=GPU_MACHINE)[1].num_processes == 1
-    assert capsys.readouterr().out == f"{first}using 1 of 4 GPUs; --num_gpus all uses all\n"
+    assert (
+        capsys.readouterr().out
+        == f"{first}using 1 of 4 GPUs. To use all GPUs, add --num_gpus all\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["output_dir", "out_dir"])

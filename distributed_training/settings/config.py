@@ -48,7 +48,7 @@ class RunConfig(Options):
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
     """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
     the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
-    a GPU, gpt2 on a GPU below 12 GiB, otherwise gpt2-medium."""
+    a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: Text = data(AUTO, aliases=("data", "train_file"))
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
@@ -60,29 +60,29 @@ class RunConfig(Options):
     """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
     columns by their names."""
     tokenizer: Text = data(AUTO)
-    """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer opens, or a model's name
-    on the Hub. auto: the model's own tokenizer."""
+    """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer can load, or a model's
+    name on the Hub. auto: the model's own tokenizer."""
     weights: Text = data(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face's format. auto: the
-    published weights. If they are not available, a model that you name is refused, and otherwise
-    the weights are random."""
+    published weights. If they are not available, the run is refused if you named the model;
+    otherwise, it starts from random weights."""
     num_samples: CountOrAll | Auto = data(AUTO)
     """Train on the first samples only. A sample is a block of running text or a record. -1: use
     all. auto: use at most 1000."""
     max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
-    """Tokens per sample, up to the number of positions of the model (1024 for GPT-2)."""
+    """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
     pack: bool | Auto = data(AUTO)
     """True: fill blocks of max_length tokens with running text, or with whole records that cannot
-    attend to each other. False: pad one line or record per sample. auto: True if the engine of the
-    strategy keeps records apart."""
+    attend to each other. False: each sample is one line or record, padded to max_length. auto:
+    True if the strategy's engine can keep packed records apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
     """Seed of the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
     batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
     """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
     grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",), work=False)
-    """Accumulation steps per optimizer step. They multiply batch_size."""
+    """Accumulation steps per optimizer step. Each processes batch_size sequences per GPU."""
     epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"))
     """Passes over the training samples."""
     max_steps: Count | Literal[-1] = learning(-1)
@@ -115,11 +115,11 @@ class RunConfig(Options):
     lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
     lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
-    """Matrices of the blocks that get adapters, such as qkv,mlp_in. None: all of them."""
+    """Matrices in each block that get adapters, such as qkv,mlp_in. None: all matrices."""
     strategy: Text = layout(AUTO)
-    """Parallelism strategy, a folder of `strategies/`. auto: the first choice of the planner."""
+    """Parallelism strategy, from a folder in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout(None)
-    """A DeepSpeed JSON to use in place of the strategy's own."""
+    """Path of a DeepSpeed JSON to use instead of the strategy's own."""
     dp_replicate: Axis = layout(None)
     """Number of replicas of the model. On every mesh axis, None uses the strategy's value and -1
     uses all remaining GPUs."""
@@ -128,7 +128,7 @@ class RunConfig(Options):
     tp: Axis = layout(None)
     """Number of GPUs that split every layer (tensor parallelism)."""
     pp: Axis = layout(None)
-    """Number of GPUs that the layers are partitioned over (pipeline parallelism)."""
+    """Number of GPUs over which the layers are partitioned (pipeline parallelism)."""
     sequence_parallel: bool = layout(True)
     """With tp: also shard norms, dropout and residuals along the sequence."""
     micro_batch_size: Count | Auto = layout(AUTO)
@@ -141,8 +141,8 @@ class RunConfig(Options):
     """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
     cost."""
     network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout(None)
-    """Network speed between nodes for predictions, in Gbit/s per GPU, as `links` measures it. None:
-    400."""
+    """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by `links`.
+    None: 400."""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything but matrix multiplications and attention."""
@@ -150,9 +150,9 @@ class RunConfig(Options):
     """With lora_rank: dtype of the frozen weights. nf4: 4 bits for the matrices of the blocks
     (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
-    """Compute the loss in chunks of this many tokens, so that only their logits are in memory. 0:
-    all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step by at most
-    1%."""
+    """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
+    memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step
+    by at most 1%."""
     offload_dir: Text | None = memory(None)
     """Folder for infinity's parameter and optimizer files. None: output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
@@ -162,7 +162,8 @@ class RunConfig(Options):
     """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
     (one process only). auto: True on GPUs of compute capability 7.0 or higher."""
     cuda_graphs: bool | Auto = speed(AUTO)
-    """Launch each training step as one CUDA graph. auto: whenever that is correct and fits."""
+    """Launch each training step as one CUDA graph. auto: if this gives correct results and fits in
+    memory."""
     async_tp: bool | Auto = speed(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
     on H100 and H200."""
@@ -172,40 +173,41 @@ class RunConfig(Options):
     """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
     25."""
     gradient_compression: Literal["none", "bf16"] = speed("none", work=True)
-    """With dp: send gradients in bf16. none sends fp32. For PowerSGD and top-k compression set
-    strategy to compressed."""
+    """With dp: bf16 sends gradients in bf16, and none sends them in fp32. For PowerSGD or top-k
+    compression, set strategy to compressed."""
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
     """Steps between evaluations. 0: evaluate at the end of each epoch only."""
     eval_samples: CountOrAll = watching(200)
-    """Evaluate on this many validation samples. -1: all. 50 if model is auto and there is no
-    GPU."""
+    """Evaluate on this many validation samples. -1: all. The default is 50 if model is auto and
+    there is no GPU."""
     stop_after: CountOrZero = watching(0, aliases=("early_stopping_patience",))
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = watching("The value of")
-    """Prompt of the text samples generated before and after training. None: generate no samples."""
+    """Prompt for the samples generated before and after training. None: generate no samples."""
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
         aliases=("report_to",))
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = watching(0)
-    """Number of steps that each rank traces. On a GPU a memory snapshot is also written. 0: no
+    """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
     trace."""
     verbose: bool = watching(False)
-    """Also show the messages that libraries print about themselves."""
+    """Also show informational messages from libraries."""
     output_dir: Text = keeping("runs", aliases=("out_dir",))
-    """Folder that gets a subfolder per run. In CONFIG it is relative to the script."""
+    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
     shared_disk: bool = keeping(True)
-    """True: all nodes see output_dir. False: each node keeps its own part of a checkpoint."""
+    """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
         aliases=("save_steps",))
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
-    0: never. Except with 0, Ctrl-C and SIGTERM always save."""
+    0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
         aliases=("save_total_limit",))
-    """Number of checkpoints to keep. Older ones are deleted."""
+    """Number of checkpoints to keep. Older checkpoints are deleted."""
     keep_best: bool = keeping(False)
     """Write best/ at each evaluation with the lowest validation loss so far."""
     resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",))
-    """Resume a run: auto for the newest unfinished run of the same work, or a run's folder."""
+    """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
+    data and training settings."""
     export: bool = keeping(True)
     """Write hf/ in Hugging Face's format at the end."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = keeping(AUTO)
@@ -214,8 +216,8 @@ class RunConfig(Options):
     push: Text | None = keeping(None, aliases=("hub_model_id",))
     """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
-    """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint,
-    once, and skip the batch."""
+    """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint
+    and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = trouble(None)
     """End the run after this many seconds without progress. 0: never. None: with several processes,
     600 s; for a step, 20 times the usual step time but at least 60 s."""

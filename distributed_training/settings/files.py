@@ -22,7 +22,7 @@ from distributed_training.settings.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 _WRONG = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
-    "extra_forbidden": "is not one of its keys", "missing": "is missing",
+    "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
 _WHOLE_BYTES = 10**9
@@ -137,7 +137,7 @@ def read_small(path: Path) -> bytes:
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(_SMALL_BYTES + 1)
     if len(data) > _SMALL_BYTES:
-        raise OSError(errno.EFBIG, f"it is longer than {_SMALL_BYTES // 10**6} MB", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than {_SMALL_BYTES // 10**6} MB", str(path))
     return data
 
 
@@ -151,7 +151,9 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair, {error.object[error.start]!a}") from None
+        raise ValueError(
+            f"it contains an unpaired surrogate, {error.object[error.start]!a}"
+        ) from None
     return value
 
 
@@ -176,7 +178,7 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
         fix = (
             f"did you mean {near}.json?"
             if near
-            else f"there are {', '.join(other_names) or 'none'}"
+            else f"the folder contains {', '.join(other_names) or 'no JSON file'}"
         )
         raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
@@ -199,7 +201,7 @@ def _json_fault(error: json.JSONDecodeError) -> str:
         return f"line {line} has a comment, which JSON does not allow: {comment}"
     if remaining.startswith(("}", "]")) and preceding.endswith(","):
         return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
-    return f"{json_mistake(error)}, in line {error.lineno} column {error.colno}"
+    return f"{json_mistake(error)}, at line {error.lineno}, column {error.colno}"
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
@@ -251,9 +253,7 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
         first = error.errors()[0]
     # Validators that compute with a value may raise these errors
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(
-            f"{source}: a value is of a type that is not accepted", str(error), fix
-        ) from None
+        raise UserError(f"{source}: a value has the wrong type", str(error), fix) from None
     name = ".".join(map(str, first["loc"])) or "it"
     if first["type"] in _WRONG:
         raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)

@@ -158,7 +158,7 @@ def by_key(
         key_name = key_names[name]
         if names.setdefault(key_name, name) != name:
             raise UserError(
-                f"{source} has {key_name} twice, as {names[key_name]} and {name}", fix="give one"
+                f"{source} has {key_name} twice, as {names[key_name]} and {name}", fix="keep one"
             )
         values[key_name] = value
     return values

@@ -93,7 +93,7 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
     if mixed_precision not in ("no", precision):
         settings.append(f"mixed_precision={mixed_precision}")
     unread = " and ".join(settings)
-    return unread and f"{unread} of accelerate launch have no effect, because CONFIG decides"
+    return unread and f"accelerate launch's {unread} will be ignored. CONFIG takes precedence"
 
 
 def find_source(environment: Mapping[str, str]) -> Source | None:

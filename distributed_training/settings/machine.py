@@ -265,7 +265,7 @@ def known_gpu(name: str) -> Gpu:
         try:
             document = json.loads(name)
         except json.JSONDecodeError as error:
-            raise UserError(f"--gpu {shown(name)} is not JSON", json_mistake(error)) from None
+            raise UserError(f"--gpu {shown(name)} is not valid JSON", json_mistake(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
     if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))
@@ -274,7 +274,7 @@ def known_gpu(name: str) -> Gpu:
     if gpu is not None:
         return gpu
     fix = f"{did_you_mean(text, GPUS)} To describe another GPU, use --gpu '{_EXAMPLE}'".lstrip()
-    raise UserError(f"GPU {shown(name)} is not known", f"the table has {', '.join(GPUS)}", fix)
+    raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:

@@ -44,7 +44,7 @@ def build_config(
     for name in [name for name, _ in texts if name not in keys]:
         for other in list_strategies():
             if name in read_keys(strategy_options(other)):
-                what = f"{name} is a key of strategy {other}, but strategy={strategy!r}"
+                what = f"{name} is a key of strategy {other}, but the strategy is {strategy}"
                 raise UserError(what, fix=f"leave out {name}, or set strategy to {other}")
     configured = by_key(config.items(), keys, "CONFIG")
     in_preset = by_key(from_preset.items(), keys, str(preset))
@@ -54,7 +54,8 @@ def build_config(
     decided = {}
     for name, value in by_key(strategy_defaults(strategy).items(), keys, source).items():
         if keys[name].work:
-            raise UserError(f"{source} have {name}", "it would change the work", "remove it")
+            why = "strategies would then train differently and could not be compared"
+            raise UserError(f"{source} contain {name}", why, f"remove {name} from its config.json")
         if name not in over and configured.get(name) in (None, AUTO):
             decided[name] = value
     values = {**configured, **over, **decided}

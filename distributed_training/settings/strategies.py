@@ -276,7 +276,8 @@ def load_strategy(config: RunConfig) -> Strategy:
     engine = f"{source}: engine={folder.engine!r}"
     present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_json != (present == "deepspeed"):
-        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=f"write {required!r}")
+        fix = f"replace the key {present!r} with {required!r}"
+        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
     setting = f"strategy={folder.name!r}"
     user_json = config.deepspeed_config
     if user_json is not None and folder.deepspeed is None:
@@ -285,7 +286,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     document = user_json or folder.deepspeed
     mesh = folder.mesh or {}
     may_be_set = traits.axes
-    why = f"it has the axes {', '.join(traits.axes)}"
+    why = f"this strategy has the axes {', '.join(traits.axes)}"
     if isinstance(document, str):
         relative = source.parent / document
         source = relative if relative.is_file() else files.given_path(document)
@@ -297,7 +298,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         stages = parsed.pipeline.stages
         if stages != 1 and stage > 1:
             what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
-            reason = "a pipeline needs its gradients whole until its last micro-batch"
+            reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
         may_be_set = ("pp",) if stages != 1 else ()
@@ -305,7 +306,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
             its = f"its axes are {', '.join(traits.axes)}"
-            fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
+            fix = f"leave out the axis, or use another engine: {', '.join(ENGINES)}"
             raise UserError(f"{engine} has no axis {axis!r}", its, fix)
     for axis in MESH_AXES:
         size = getattr(config, axis)
@@ -313,7 +314,7 @@ def load_strategy(config: RunConfig) -> Strategy:
             alternatives = "3d, whose mesh has all axes" + (
                 ", or to hybrid" if axis == "pp" else ""
             )
-            fix = f"set it to None, or strategy to {alternatives}"
+            fix = f"set {axis} to None, or set strategy to {alternatives}"
             raise UserError(f"{axis}={size} cannot be set with {setting}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
@@ -377,6 +378,6 @@ def _read_folder(path: Path) -> _Folder:
     what = f"{path} is not a strategy"
     folder = files.parse_as(_Folder, files.load_json(path, "strategy"), what, _FORM)
     if (folder.mesh is None) == (folder.deepspeed is None):
-        raise UserError(what, "it must have either mesh or deepspeed, and not both", _FORM)
+        raise UserError(what, "it must have either mesh or deepspeed, but not both", _FORM)
     folder._path = path
     return folder

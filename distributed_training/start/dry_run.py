@@ -45,12 +45,10 @@ def print_plan(
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
     else:
         what = (
-            f"the launcher does not say how many of the {process.world_size} processes are on "
+            f"the launcher does not set how many of the {process.world_size} processes run on "
             "this machine"
         )
-        raise UserError(
-            what, "without --dry-run, the processes exchange this number", "set LOCAL_WORLD_SIZE"
-        )
+        raise UserError(what, "a dry run cannot ask the other processes", "set LOCAL_WORLD_SIZE")
     plan = make_plan(config, cluster, peek_data)
     run_dir.refuse_other_json(plan)
     notes = [*plan.notes]

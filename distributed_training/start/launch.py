@@ -62,8 +62,8 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     if unread and (process is None or process.rank == 0):
         print_error(f"note: {unread}")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
-        what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
-        raise UserError(what, fix="give the number to the launcher only")
+        what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
+        raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
     return process
 
 
@@ -84,7 +84,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
     machine = cluster.machine
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:
-        print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
+        print(f"using 1 of {machine.num_gpus} GPUs. To use all GPUs, add --num_gpus all")
     unsure = AUTO in (request.strategy, request.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
         plan = plan_run(request, cluster)
@@ -261,13 +261,13 @@ def spawn(
     # The processes wrote no record in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not ended.signum:
-            print_error(f"failed: {reason}, before training began")
+            print_error(f"failed before training began: {reason}")
         return code
     # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
     # failed before its end was noticed here.
     status = "interrupted" if ended.signum else "failed"
     cause = reason or ended.left_early
-    error = cause or "a process ended without a message"
+    error = cause or "a process ended without an error message"
     ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
     mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
     state = load_record(plan.run_dir)
@@ -279,6 +279,6 @@ def spawn(
     # The run had finished, and there was no upload to the Hub that could fail.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
         what = reason or "a process ended with an error"
-        print_error(f"note: {what}, after the run had finished")
+        print_error(f"note: after the run had finished: {what}")
         return 0
     return code

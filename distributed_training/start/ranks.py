@@ -65,10 +65,11 @@ def current_process() -> Process | None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if world_size > MOST_PROCESSES:
         what = f"{source.world_size}={world_size} is too large"
-        raise UserError(what, fix=f"at most {MOST_PROCESSES:,} processes are accepted")
+        raise UserError(what, fix=f"the maximum is {MOST_PROCESSES:,}")
     if not 0 <= rank < world_size:
-        what = f"{source.rank}={rank} is not a rank of {source.world_size}={world_size} processes"
-        raise UserError(what, fix="ranks begin at 0")
+        what = f"{source.rank}={rank} is out of range for {source.world_size}={world_size}"
+        fix = f"ranks must be from 0 to {world_size - 1}"
+        raise UserError(what, fix=fix if world_size else f"{source.world_size} must be at least 1")
     if world_size == 1:
         return single_process()
     if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -77,12 +78,15 @@ def current_process() -> Process | None:
             started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
         fix = "on one machine, use --num_gpus N without a launcher. On several machines, start one "
         fix += (
-            "torchrun per node, as sbatch --nodes=2 configs/train.slurm does. Or set both to the "
+            "torchrun per node, as sbatch --nodes=2 configs/train.slurm does. Or set MASTER_ADDR "
         )
-        fix += "host of rank 0 and a free port there"
-        raise UserError(f"{started} without {' and '.join(absent)}", fix=fix)
+        fix += "to the host of rank 0, and MASTER_PORT to a free port on that host"
+        missing = f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set"
+        raise UserError(f"{started}, but {missing}", fix=fix)
     if not 0 < (port := _number("MASTER_PORT")) < 2**16:
-        raise UserError(f"MASTER_PORT={port} is not a port", fix="use a number from 1 to 65535")
+        raise UserError(
+            f"MASTER_PORT={port} is not a valid port", fix="use a number from 1 to 65535"
+        )
     local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
     local_numbers = {field: _number(name) for field, name in local.items() if name}
     os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
@@ -95,7 +99,8 @@ def _number(name: str) -> int:
     text = os.environ[name]
     if not (text.isascii() and text.isdecimal()):
         what = f"{name}={shown(text)} is not a number"
-        raise UserError(what, "a launcher sets it", "start with torchrun, or unset RANK")
+        why = "the launcher must set this variable to a number"
+        raise UserError(what, why, "start with torchrun, or unset RANK")
     return int(text)
 
 
@@ -103,20 +108,20 @@ def _refuse_other_launchers() -> None:
     """Raise UserError if a launcher seems to have started several processes but did not set this
     process's rank and the number of processes."""
     if name := find_uncounted(os.environ):
-        what = f"{name} is set but WORLD_SIZE is not"
-        why = "this process would train alone, beside those of the other ranks"
+        what = f"{name} is set, but WORLD_SIZE is not"
+        why = "each process would start a separate run"
         raise UserError(what, why, f"start with torchrun, or unset {name}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} but RANK is not set"
+        what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} is set, but RANK is not"
         raise UserError(what, fix="start with torchrun, or unset WORLD_SIZE")
     name, nodes = find_nodes(os.environ)
     if nodes > 1:
-        what = f"{name} says that there are {nodes} nodes, but this process has no rank"
-        why = "each node would train alone"
+        what = f"{name} specifies {nodes} nodes, but this process has no rank"
+        why = "each node would start a separate run"
         raise UserError(what, why, f"start with torchrun {Path(sys.argv[0]).name} ...")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         what = "accelerate launch started one process, although several were requested"
-        why = "without GPUs it needs --mpirun_hostfile"
+        why = "without GPUs, accelerate launch needs --mpirun_hostfile"
         raise UserError(what, why, "use --num_gpus N instead of accelerate")
 
 
@@ -221,7 +226,9 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                     moved = cpu_s
                 elif time.monotonic() - moved_at > (STOPPED_S if stopped else STILL_S):
                     still = numbered("rank", [ranks.index(process) for process in alive])
-                    print_error(f"note: {still}: did not end with the others")
+                    print_error(
+                        f"note: {still} did not end with the other ranks and will be killed"
+                    )
                     break
         finally:
             _end(ranks, told=bool(signals))
@@ -359,5 +366,5 @@ def killed_by(signum: int) -> str:
     """Describe the signal that killed a process. For SIGKILL, add the most likely cause."""
     name = signal.Signals(signum).name
     return f"killed by {name}" + (
-        "; the usual cause is that memory ran out" if name == "SIGKILL" else ""
+        ", usually because the host ran out of memory" if name == "SIGKILL" else ""
     )

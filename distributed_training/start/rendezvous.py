@@ -71,7 +71,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
                 store.set(_RANK_0_ADDRESS, rank_0_address)
             _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
-            what = f"{label} lost rank 0 at {host}:{port}"
+            what = f"{label} lost its connection to rank 0 at {host}:{port}"
             why = first_line(error)
             raise UserError(what, why, "see the output of the first node") from None
     except UserError as error:
@@ -129,10 +129,10 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
             family = socket.AF_INET6 if is_dual else socket.AF_INET
             listener = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
-        what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
+        what = f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}"
         fix = (
-            "wait until the run that uses this port ends, or give the launcher another "
-            "--master_port"
+            "wait until the run that uses this port ends, or pass another --master_port to the "
+            "launcher"
         )
         raise UserError(what, str(error.strerror or error), fix) from None
     return {"is_master": True, "master_listen_fd": listener.detach()}
@@ -154,8 +154,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
                 failed = f"all attempts failed for {limit_s:g} s (rendezvous_timeout_s)"
                 why = f"{failed}: {error.strerror or error}"
                 fix = (
-                    f"start the same command on the first node. If {host} does not lead to that "
-                    "node, add --local_addr=ADDRESS to torchrun there"
+                    f"start the same command on the first node. If {host} does not resolve to that "
+                    "node, add --local_addr=ADDRESS to its torchrun command"
                 )
                 raise UserError(what, why, fix) from None
             time.sleep(RETRY_S)
@@ -183,10 +183,13 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         num_local = process.local_world_size
         nodes = [rank // num_local for rank in missing] if num_local else []
         if away := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
-            why = f"{numbered('node', away)} of {process.world_size // num_local} is missing; {why}"
+            is_or_are = "is" if len(away) == 1 else "are"
+            nodes_missing = f"{numbered('node', away)} of {process.world_size // num_local}"
+            why = f"{nodes_missing} {is_or_are} missing; {why}"
         ranks = numbered("rank", missing)
         what = f"{ranks} did not connect within {limit_s:g} s (rendezvous_timeout_s)"
-        raise UserError(what, why, "start the same command there, or see its output")
+        fix = "start the same command on the nodes of these ranks, or check their output"
+        raise UserError(what, why, fix)
 
 
 def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
@@ -205,7 +208,7 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
         alone = num_neighbors == num_local and machines.count(machines[rank]) == num_local
         what = ""
         if not (local_world_size == num_local if local_world_size else alone):
-            what = f"rank {rank} is not process {rank % num_local} of the {num_local} on {host}"
+            what = f"rank {rank} on {host} is not local rank {rank % num_local} of {num_local}"
         elif local_rank not in ("", str(rank % num_local)):
             what = (
                 f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % num_local}"
@@ -216,13 +219,13 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
             raise UserError(
                 what,
                 f"{why} (the hosts are {hosts})",
-                "start the ranks in this order, or use torchrun",
+                "number the ranks consecutively on each machine, or use torchrun",
             )
     local = {"local_rank": process.rank % num_local, "local_world_size": num_local}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
     faults = [report["wrong_interface"] for report in ranks if report["wrong_interface"]]
     if faults and num_local < process.world_size:  # ranks of one machine use loopback
-        raise UserError(faults[0], fix="name one of these, or unset it")
+        raise UserError(faults[0], fix="name one of these interfaces, or unset the variable")
     return replace(process, **local)
 
 
@@ -243,7 +246,8 @@ def find_wrong_interface(present: Sequence[str]) -> str:
             right = bool(set(present) - matching if value.startswith("^") else matching)
         if value and not right:
             host = socket.gethostname()
-            return f"{variable}={shown(value)} names no interface of {host}: {', '.join(present)}"
+            owned = ", ".join(present)
+            return f"{variable}={shown(value)} names no interface of {host}, which has {owned}"
     return ""
 
 
@@ -370,12 +374,12 @@ def check_disks(plan: Plan, process: Process) -> None:
 def _see_folder(plan: Plan, label: str) -> None:
     """Wait until this node sees the run's shared folder with rank 0's plan. Raises UserError after
     SHARED_WITHIN_S seconds."""
-    fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
+    fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():
         if time.monotonic() > end:
             what = f"{label} does not see {plan.run_dir}, which rank 0 has created"
-            raise UserError(what, "all nodes save a run into the same folder", fix)
+            raise UserError(what, "with shared_disk=True, all nodes write to the same folder", fix)
         time.sleep(0.2)
 
 
@@ -387,9 +391,9 @@ def _make_folder(plan: Plan, mark: Path, label: str) -> None:
         mark.touch(exist_ok=False)  # if nodes share the disk, this fails on all nodes but the first
         run_dir.write_plan(plan)
     except FileExistsError:
-        what = f"{label} sees another node's {plan.run_dir}"
+        what = f"{label} shares {plan.run_dir} with another node"
         raise UserError(
-            what, "with shared_disk=False, every node has its own folder", "set it to True"
+            what, "shared_disk=False needs a separate folder on each node", "set it to True"
         ) from None
     except OSError as error:
         what = f"{label} cannot create {plan.run_dir}"

@@ -62,8 +62,8 @@ def refuse_other_json(plan: Plan) -> None:
     other_json = os.environ.get(ACCELERATE_JSON)
     plan_json = plan.strategy.source
     if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):
-        what = f"accelerate's deepspeed_config_file={shown(other_json)} is not CONFIG's"
-        fix = f"add --deepspeed_config {shlex.quote(other_json)}, or leave it out for accelerate"
+        what = f"accelerate's deepspeed_config_file={shown(other_json)} differs from CONFIG's"
+        fix = f"add --deepspeed_config {shlex.quote(other_json)}, or remove it from accelerate"
         raise UserError(what, f"strategy={plan.strategy.name!r} uses {plan_json}", fix)
 
 
@@ -105,4 +105,4 @@ def started_again(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first
         if checkpoint.stat().st_mtime >= planned_at:
             saved = checkpoint
-    return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"
+    return saved, f"restarted{attempt} from {saved.name if saved else 'the beginning'}"

@@ -15,6 +15,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.ranks import current_process
@@ -115,8 +116,9 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     num_local = process.local_world_size
     gpus = torch.cuda.device_count()
     if num_local > gpus:
-        what = f"{num_local} processes run on this machine, but each process sees only {gpus} GPUs"
-        fix = f"start {gpus} processes. Under srun, use --gpus-per-node instead of "
+        visible = plural(gpus, "GPU")
+        what = f"{num_local} processes run on this machine, but each process sees only {visible}"
+        fix = f"start {plural(gpus, 'process')}. Under srun, use --gpus-per-node instead of "
         raise UserError(what, fix=f"{fix}--gpus-per-task")
     # DeepSpeed's extension builder cannot parse architectures such as 9.0a. The architecture of
     # this process's GPU is enough.

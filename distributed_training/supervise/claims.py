@@ -109,7 +109,7 @@ def renew(run_dir: Path) -> None:
         raise removed(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
     if current is not None and current != _claims.setdefault(run_dir, current):
         what = f"Process {current.pid} on {current.hostname} has taken over the run"
-        raise RunError(what, f"this process gave no sign of life for {RENEWED_S:.0f} s")
+        raise RunError(what, f"this process sent no heartbeat for {RENEWED_S:.0f} s")
     with contextlib.suppress(OSError):
         os.utime(run_dir / OWNER_FILE)
 
@@ -137,7 +137,7 @@ def refuse_held(run_dir: Path) -> None:
         return
     what = f"The run {shown(str(run_dir))} is still in use"
     owner = f"process {current.pid} on {current.hostname} started it, and " if current else ""
-    fix = "wait for it or stop it, or set resume=None to start a separate run"
+    fix = "wait for the run to end, stop it, or set resume=None to start a separate run"
     raise UserError(what, f"{owner}its processes have not ended yet", fix)
 
 
@@ -179,7 +179,9 @@ def _is_renewed(run_dir: Path) -> bool:
     if current is None or _silent.get(run_dir) == current:
         return False
     whose = f"which process {current.pid} on {shown(current.hostname)} started"
-    text = f"watching {shown(str(run_dir))}, {whose}, for {RENEWED_S:.0f} s: is it still running?"
+    text = (
+        f"checking for {RENEWED_S:.0f} s whether {shown(str(run_dir))}, {whose}, is still running"
+    )
     print_error(f"note: {text}")
     before = None
     end = time.monotonic() + RENEWED_S

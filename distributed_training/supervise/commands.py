@@ -16,9 +16,9 @@ def to_continue(plan: Plan) -> tuple[str, str]:
     """Return an introductory sentence, and the command that continues this run. If an external
     launcher started the run, return the option to add to the launcher's command instead."""
     if _has_own_launcher(plan):
-        sentence = "To continue, start it with the same command and add:"
+        sentence = "To continue, run the same command again and add:"
         return sentence, f"--resume {short_path(plan.run_dir)}"
-    return "To continue, type:", again(plan, resume=short_path(plan.run_dir))
+    return "To continue, run:", again(plan, resume=short_path(plan.run_dir))
 
 
 def after_the_end(plan: Plan, record: Record) -> list[str]:

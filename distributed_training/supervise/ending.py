@@ -53,7 +53,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         # One process per disk removes unfinished files. Other processes may still be writing files.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
-        what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
+        what = f"{rank}: the disk that contains {short_path(plan.run_dir)} is full"
         fix = "free some space, then continue with --resume auto"
         error = RunError(what, disk_error, fix)
     if not plan.run_dir.is_dir():
@@ -125,7 +125,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in components[:3])
     fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
+        f"micro_batch_size={micro // 2} num_microbatches=auto (same batch)": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
         f"max_length={config.max_length // 2}": config.max_length > 128,
         f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}": micro * config.max_length > GOOD_CHUNK_TOKENS

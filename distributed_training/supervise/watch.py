@@ -223,7 +223,7 @@ class Watch:
 
     def _look_at_others(self) -> None:
         host = platform.node()
-        silent = f"it has shown no sign of life for {LOST_S:.0f} s"
+        silent = f"no heartbeat for {LOST_S:.0f} s"
         noted_s = LOST_S - NOTED_WITHIN_S
         if self._clock - self._response_at > LOST_S:
             first = os.environ["MASTER_ADDR"]
@@ -239,7 +239,7 @@ class Watch:
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             beat = self._heartbeats.get(self._next_rank, {})
             lost_rank = f"rank {self._next_rank}" + (f" on {beat['host']}" if beat else "")
-            reason = f"lost {lost_rank} in {self._activity}: {silent} and is frozen or cut off"
+            reason = f"lost {lost_rank} in {self._activity}: {silent}, so it is frozen or cut off"
             # A frozen process does not react to SIGTERM, so kill it.
             self._give_up(reason, noted_s, [beat["pid"]] if beat.get("host") == host else [])
 

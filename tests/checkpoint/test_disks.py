@@ -110,7 +110,7 @@ def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
     first, second = two_nodes[1]
     assert first["nothing"] is None
     for case, words in {
-        "one folder": "sees another node's",
+        "one folder": "with another node",
         "missing": "lacks rank-00001.safetensors, which were written without a shared disk on",
         "damaged": "is damaged. rank-00001.safetensors has changed",
     }.items():

@@ -93,7 +93,11 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
         ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading. It has no 'c"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the heading"),
         ("a.parquet", b"PAR1 cut off", "cannot be read as parquet"),
-        ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2 cannot be read. Half a surrogate pair"),
+        (
+            "a.jsonl",
+            b'\n{"text": "\\ud83d"}',
+            "line 2 cannot be read. It contains an unpaired surrogate",
+        ),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],

@@ -100,7 +100,7 @@ def test_from_a_text_to_answers(tmp_path):
     assert len(after) <= 5, after
     assert any("saved" in line for line in after)
     lines = iter(after)
-    next(line for line in lines if line.endswith("To continue, type:"))
+    next(line for line in lines if line.endswith("To continue, run:"))
     continuing = shlex.split(" ".join(line.removesuffix("\\") for line in lines))
     (run,) = run_folders(repository / "runs")
     stopped = json.loads((run / "record.json").read_text())

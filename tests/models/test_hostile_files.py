@@ -78,7 +78,7 @@ def test_settings_of_generation_that_an_export_could_not_keep(generation, words,
 
 def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**GPT2, "x": " " * 70_000_000}))
-    with refused("config.json", "longer than 64 MB"):
+    with refused("config.json", "larger than 64 MB"):
         find_model(str(tmp_path))
 
 

@@ -153,7 +153,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["Leave out --num_gpus"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
-        (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
+        (["--cluster", "2x8", "--gpu", "{"], ["is not valid JSON"]),
         (["--cluster", "8xH200", "--gpu", OWN], ["GPUSxGPU, or NODESxGPUS with --gpu"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],

@@ -125,16 +125,19 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' but RANK is not set"),
+        ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set, but RANK is not"),
         ({**RANK_1, **MASTER, "WORLD_SIZE": "1" + "0" * 9}, "is too large"),
-        ({**RANK_1, **MASTER, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**RANK_1, **MASTER, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a valid port"),
         ({**RANK_1, **MASTER, "RANK": "\u0661"}, "is not a number"),
         ({**TORCHRUN, **MASTER, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
         ({**TORCHRUN, **MASTER, "MASTER_PORT": ""}, "MASTER_PORT='' is not a number"),
-        ({**RANK_1, **MASTER, "RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2 processes"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set but WORLD_SIZE is not"),
-        ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"}, "PMIX_RANK is set but WORLD_SIZE is not"),
+        ({**RANK_1, **MASTER, "RANK": "2"}, "RANK=2 is out of range for WORLD_SIZE=2"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but WORLD_SIZE is not"),
+        (
+            {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            "PMIX_RANK is set, but WORLD_SIZE is not",
+        ),
         ({"PALS_RANKID": "0"}, "PALS_RANKID is set but"),
         ({"ALPS_APP_PE": "1"}, "ALPS_APP_PE is set but"),
         ({"HOROVOD_RANK": "1"}, "HOROVOD_RANK is set but"),
@@ -142,10 +145,10 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but"),
         ({"PMI_RANK": "0"}, "PMI_RANK is set but"),
         ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK is set but"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES says that there are 4 nodes, but this process has no"),
-        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES says that there are 2 nodes"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "3"}, "AWS_BATCH_JOB_NUM_NODES says that there are 3 nodes"),
-        ({"SM_HOSTS": '["algo-1","algo-2"]'}, "SM_HOSTS says that there are 2 nodes"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES specifies 4 nodes, but this process has no"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES specifies 2 nodes"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "3"}, "AWS_BATCH_JOB_NUM_NODES specifies 3 nodes"),
+        ({"SM_HOSTS": '["algo-1","algo-2"]'}, "SM_HOSTS specifies 2 nodes"),
         ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
     ],
 )
@@ -171,7 +174,7 @@ def test_settings_of_accelerate_are_named():
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
     told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert "settings for DeepSpeed and mixed_precision=fp16 of accelerate" in describe_unread(
+    assert "accelerate launch's settings for DeepSpeed and mixed_precision=fp16" in describe_unread(
         told, "bf16"
     )
     told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"

@@ -104,7 +104,7 @@ def test_a_clone_may_add_strategies(folders):
     [
         ([], ("is not a strategy", '"mesh": {...}')),
         ({"name": "own"}, ("either mesh or deepspeed",)),
-        ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not one of its keys",)),
+        ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not a known key",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
@@ -151,5 +151,7 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.load_engine(), "the file is run once"
-    with refused("tp=2 cannot be set with strategy='own'", "It has the axes dp_replicate"):
+    with refused(
+        "tp=2 cannot be set with strategy='own'", "This strategy has the axes dp_replicate"
+    ):
         load_own(tp=2)

@@ -52,7 +52,7 @@ def test_a_deepspeed_json_of_accelerate_must_be_configs(monkeypatch):
         run_dir.refuse_other_json(SimpleNamespace(strategy=strategy))
     for name in ("zero3", "dp"):
         strategy = load_strategy(build_config({"strategy": name}))
-        with refused(f"{ours}' is not CONFIG's", f"--deepspeed_config {ours}"):
+        with refused(f"{ours}' differs from CONFIG's", f"--deepspeed_config {ours}"):
             run_dir.refuse_other_json(SimpleNamespace(strategy=strategy))
 
 
@@ -107,7 +107,7 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
             "running",
             {3: -9, 1: -9, 0: 1},
             1,
-            "failed: ranks 1, 3: killed by SIGKILL; the usual cause",
+            "failed: ranks 1, 3: killed by SIGKILL, usually because",
         ),
         ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
         (
@@ -116,14 +116,14 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
             1,
             "failed: rank 1: exited with code 0 before the end of the run",
         ),
-        ("running", {0: 1}, 1, "failed: a process ended without a message"),
+        ("running", {0: 1}, 1, "failed: a process ended without an error message"),
         ("failed", WHOLE, 1, "failed: "),
         ("oom", {0: 1}, 1, "oom: "),
         ("interrupted", {0: 143}, 143, ""),
         ("interrupted", {0: 143, 1: 1}, 130, ""),
         ("ok", WHOLE, 0, ""),
-        ("ok", KILLED, 0, "note: rank 1: killed by SIGKILL"),
-        ("ok", {0: 1}, 0, "note: a process ended with an error, after the run had finished"),
+        ("ok", KILLED, 0, "note: after the run had finished: rank 1: killed by"),
+        ("ok", {0: 1}, 0, "note: after the run had finished: a process ended with an error"),
     ],
 )
 def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
@@ -149,7 +149,7 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
     assert spawn(KILLED) == 1
     assert (
         load_record(tmp_path).error
-        == "rank 1: killed by SIGKILL; the usual cause is that memory ran out"
+        == "rank 1: killed by SIGKILL, usually because the host ran out of memory"
     )
 
 
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
-        with refused(f"cannot listen at 127.0.0.1:{port}", "--master_port"):
+        with refused(f"cannot listen on 127.0.0.1:{port}", "--master_port"):
             rendezvous.meet(first, 5)
 
 

@@ -68,7 +68,7 @@ def test_it_is_the_run_of_these_launchers(begun, tmp_path):
     assert continue_run(asked, ["a 101 1.5"], 2) == continue_run(asked, [], 2) == (asked, [])
     config, notes = continue_run(asked, AGENTS[1:], 2)
     assert config == asked.model_copy(update={"resume": str(saved)})
-    assert notes == ["started again, from step-00000007"]
+    assert notes == ["restarted from step-00000007"]
 
 
 def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
@@ -81,7 +81,7 @@ def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
         folder.mkdir()
         os.utime(folder, (1, 1))
     plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
-    assert started_again(plan) == (older, "started again, from step-00000002")
+    assert started_again(plan) == (older, "restarted from step-00000002")
     newer.rmdir()
     saved.mkdir()
     assert started_again(plan)[0] == saved

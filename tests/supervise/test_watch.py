@@ -112,11 +112,11 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
 @pytest.mark.parametrize(
     ("heard_s", "answered_s", "reason"),
     [
-        (LOST_S + 1, 2, "lost rank 0 in starting: it has shown no sign of life for 30 s and is"),
+        (LOST_S + 1, 2, "lost rank 0 in starting: no heartbeat for 30 s, so it is"),
         # The last heartbeat was read twice before the node was disconnected. The node's launcher is
         # also disconnected and must end.
         (LOST_S + 1, LOST_S - 1, ""),
-        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it has shown no sign of life"),
+        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: no heartbeat"),
     ],
 )
 def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
