@@ -16,7 +16,7 @@ from pathlib import Path
 
 # The most common keys. --help lists all keys; every key also works here.
 CONFIG = {
-    "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
+    "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by hardware
     "strategy": "auto",  # dp, zero1/2/3, offload, infinity, fsdp, tp, pp, 3d, hybrid, local_sgd
     "batch_size": 4,  # sequences per GPU and accumulation step
     "grad_accum_steps": 1,  # accumulation steps per optimizer step; multiplies batch_size
@@ -24,17 +24,17 @@ CONFIG = {
     "max_length": 512,  # tokens per sample
     "num_samples": "auto",  # training samples per epoch; auto: up to 1000, -1: all
     "seed": 42,  # initial weights, order of the data, dropout
-    "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name of the Hub
+    "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name on the Hub
     "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case
-    "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, more for random ones
+    "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, higher for random weights
     "lr_schedule": "cosine",  # constant, linear, cosine; the last two decrease toward 0
     "warmup_steps": 10,  # steps over which the learning rate rises
     "activation_checkpointing": "none",  # full, selective: less memory, more computation
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
-    "generate": "The value of",  # prompt of the samples before and after; None: no samples
+    "generate": "The value of",  # prompt for samples before and after training; None: no samples
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
     "checkpoint_every": None,  # steps; None: at the end of each epoch, signal: on Ctrl-C, 0: never
-    "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
+    "resume": None,  # a run's folder, or auto: the newest unfinished run with these settings
     "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
 }
 
@@ -45,7 +45,7 @@ def main() -> int:
     if hasattr(shell, "kernel"):  # a notebook's kernel would lose the output or the process
         words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
         command = shlex.join([sys.executable, os.path.abspath(__file__), *words])
-        print("error: A notebook's kernel cannot train. Run in a cell:")
+        print("error: Training cannot run in a notebook's kernel. Run this command in a cell:")
         print(f"  !{command}")
         return 2
     try:

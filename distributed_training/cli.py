@@ -43,7 +43,7 @@ OWN_OPTIONS = (
     "help",
 )  # fmt: skip
 DRY_RUN = ("--dry-run", "--dry_run")
-USE_BEST = "use the best weights, which keep_best=True keeps, instead of the last"
+USE_BEST = "use the best weights, saved with keep_best=True, instead of the last weights"
 MODEL_NAMES = ("model", *KEYS["model"].aliases)
 Act = Callable[[argparse.Namespace], int]
 
@@ -84,7 +84,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
-    preset = "use a preset instead of CONFIG: a name in configs/presets/, or a path"
+    preset = "preset that overrides CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset)
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="set several keys")  # fmt: skip
@@ -141,7 +141,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     model = typed_values(overrides or ()).get("model")
     name_families([model, getattr(arguments, "model", None)])
     if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
-        what = "--num_gpus and --cluster both give the number of GPUs"
+        what = "--num_gpus and --cluster both set the number of GPUs"
         raise UserError(what, fix="leave out --num_gpus")
     return arguments
 
@@ -178,7 +178,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             if value is None:
                 continue
             if not arguments.dry_run:
-                what = f"--{option} describes machines to plan for, so it cannot train"
+                what = f"--{option} describes machines to plan for, so training cannot use it"
                 raise UserError(what, fix="add --dry-run, or use the command plan")
             left_out |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in left_out]
@@ -187,7 +187,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if arguments.dry_run:
             return print_plan(request, process, program.script, launch_arguments, arguments)
         if process is None or process.rank == 0:
-            print("planning the run, importing torch ...", flush=True)
+            print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
             return launch.run_here(request, process, Startup())
         cluster = launch.requested_cluster(request, arguments.num_gpus)
@@ -218,7 +218,7 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add --model to commands that read a run. The run's model may be the user's own code, which
     runs only if the user names it."""
-    family = "folder of the model family, if the run trained a model family of your own"
+    family = "folder of your own model family, if the run trained one"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
 
@@ -229,7 +229,7 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     add(
         "--all",
         action="store_true",
-        help="show all runs, not only those that did the same work as the newest",
+        help="show all runs, not only the newest groups of comparable runs",
     )
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     add("--html", type=Path, metavar="FILE", help="write tables and plots into one HTML page")
@@ -257,7 +257,9 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     processes = "number of processes (default: one per GPU, or 2 without GPUs)"
     add("--num_gpus", metavar="N", help=processes)
     for axis in ("pp", "dp_shard", "tp"):
-        size = f"size of the mesh axis {axis} (default: 1). dp_replicate gets the remaining factor"
+        size = (
+            f"size of the mesh axis {axis} (default: 1). dp_replicate uses the remaining processes"
+        )
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
     largest = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
     add("--largest", metavar="MIB", type=at_least(1), help=largest)
@@ -297,13 +299,13 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--best", action="store_true", help=USE_BEST)
     length = "number of tokens to generate (default: 100)"
     add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)
-    likeliest = "sampling temperature. 0: always the most likely token (default: 0.7)"
+    likeliest = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
     add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
     add(
         "--top_k",
         type=at_least(1),
         default=40,
-        help="sample from this many most likely tokens (default: 40)",
+        help="sample from this number of most likely tokens (default: 40)",
     )
     add("--seed", type=int, default=42, help="seed of the sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
@@ -319,10 +321,10 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--dataset", metavar="D", help=f"{dataset}the run's validation samples)")
     columns = "columns of the dataset to use, such as prompt=question,completion=answer"
     add("--columns", metavar="OURS=THEIRS", help=columns)
-    length = "tokens per sample (default: as in the run, or at most 1024 for a model)"
+    length = "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
     add("--max_length", metavar="N", type=at_least(1), help=length)
     add("--best", action="store_true", help=USE_BEST)
-    tasks = "tasks of lm-eval, such as arc_easy,hellaswag. lm-eval must be installed"
+    tasks = "lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
     add("--tasks", metavar="NAMES", help=tasks)
     return lambda a: _load("tools.models").evaluate(a)
 

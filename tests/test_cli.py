@@ -174,7 +174,7 @@ def test_a_variable_that_a_library_refuses_is_named(name, message, run, monkeypa
 def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
     kind, plan, process = run()
     assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1, here=1))
-    first = "planning the run, importing torch ...\n"
+    first = "planning the run and importing torch ...\n"
     assert capsys.readouterr().out == first
     assert run(machine=GPU_MACHINE)[1].num_processes == 1
     assert (

@@ -73,10 +73,9 @@ def continuation(
             last = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
-            why = "its weights are damaged, or its adapters are too large"
-            raise UserError(
-                "The model's logits are not finite", why, "check its loss with the command eval"
-            )
+            why = "its weights are damaged, or the values of its adapters are too large"
+            fix = "check the model's loss with the command eval"
+            raise UserError("The model's logits are not finite", why, fix)
         if temperature:
             weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)
         else:
@@ -121,7 +120,7 @@ def write_folder(
     if config.lora_rank:
         for name, values in state.items():
             if not all_finite(values):
-                what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
+                what = f"{folder.name}/ was not written: {name} contains values that are not finite"
                 raise RunError(what, fix="lower learning_rate")
     trained = trained_by(plan, state, base_fingerprint)
     if not config.lora_rank or plan.weights_dir is None or merge:
@@ -164,7 +163,7 @@ def writing(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
     except RunError as error:
-        raise RunError(f"{folder.name}/ is not written: {error}") from None
+        raise RunError(f"{folder.name}/ was not written: {error}") from None
     publish(unfinished, folder)
 
 

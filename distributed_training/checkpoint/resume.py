@@ -103,7 +103,7 @@ def read_meta(folder: Path) -> Meta:
     if isinstance(form, int) and form != FORMAT:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"Checkpoint {folder} was written by {age} release (format {form}, not {FORMAT})"
-        fix = "start a new run from its run's weights with weights=<run>/hf, or set resume to None"
+        fix = "start a new run with weights=<run>/hf, or set resume to None"
         raise UserError(what, fix=fix)
     is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
     meta = None
@@ -175,11 +175,12 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     )
     changed_keys = [key for key in saved if saved[key] != current.get(key)]
     if before != after:
-        notes.append(f"saved {before} -> resuming {after}: resharding. The folder keeps its name.")
+        change = f"the checkpoint of {before} is resharded for {after}"
+        notes.append(f"{change}. The run's folder keeps its name.")
     elif changed_keys:
         key = changed_keys[0]
-        change = f"{key} {saved[key]} -> resuming with {current.get(key)}"
-        notes.append(f"saved {before} with {change}: resharding")
+        change = f"{key} was {saved[key]} and is now {current.get(key)}"
+        notes.append(f"the checkpoint of {before} is resharded, because {change}")
     return checkpoint
 
 
@@ -202,10 +203,11 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     meta = read_meta(checkpoint)
     longer = _typed_longer(meta, plan)
     if differences := _differences(meta, plan, longer):
-        fix = f"set these back, or start a new run from its weights: {_start_from(checkpoint)}"
+        start_from = _start_from(checkpoint)
+        fix = f"restore these settings, or start a new run from its weights: {start_from}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
-        what = f"resume={shown(resume)} is a run that did other work"
+        what = f"Cannot resume {shown(resume)}, because that run used different settings"
         raise UserError(what, f"these settings differ: {differences}", fix)
     check_files(checkpoint, meta, plan)
     run = state_of(checkpoint, meta)
@@ -219,8 +221,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         text = f"{change}. Training continues after step {meta.step}, and from there the "
         notes.append(f"{text}learning rate follows the {schedule}.")
     if run.status == "ok" and run.step > meta.step:
-        steps = f"steps {meta.step + 1} to {run.step}"
-        notes.append(f"{run_dir.name} has finished. Its {steps} are repeated.")
+        steps = f"Steps {meta.step + 1} to {run.step}"
+        notes.append(f"{run_dir.name} has finished. {steps} will be repeated.")
     return checkpoint, meta
 
 
@@ -240,18 +242,20 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     saved = itertools.chain.from_iterable(map(list_checkpoints, run_dirs))
     for checkpoint in sorted(saved, reverse=True):
         run_dir = checkpoint.parents[1]
-        why = "is damaged"
+        why = "has a damaged checkpoint"
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
                 run_path = os.path.relpath(run_dir)
-                why = f"did other work: {differences}. To continue it, add --resume {run_path}"
+                why = f"used different settings: {differences}. To continue that run, add --resume "
+                why += run_path
             else:
                 why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
             if not why:
                 why = obstacle_to_writing(run_dir, *_WRITTEN)
+                why = why and f"cannot be resumed: {why}"
         if why:
-            obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
+            obstacle = obstacle or f"{run_dir.name}, the newest run with a checkpoint, {why}"
         elif not claims.is_locked(run_dir):
             candidates[checkpoint] = meta
 
@@ -265,7 +269,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
             check_files(checkpoint, candidates[checkpoint], plan)
             return checkpoint, candidates[checkpoint]
     if candidates:
-        obstacle = "every checkpoint of this work is damaged"
+        obstacle = "every checkpoint with these settings is damaged"
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None

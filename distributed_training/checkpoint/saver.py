@@ -208,12 +208,12 @@ def load_checkpoint(
     must call this function."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
-        what = f"The dataset is not the one that {folder} was trained on"
+        what = f"The dataset differs from the one used to train {folder}"
         why = "its files have changed, or this Python version has a different embedded corpus"
         raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint:
-        what = f"The adapters of {folder} do not belong to the weights {plan.config.weights}"
-        why = "these weights have changed since"
+        what = f"The adapters in {folder} do not match the weights {plan.config.weights}"
+        why = "these weights have changed since the checkpoint was saved"
         raise UserError(what, why, "restore the weights, or set resume to None")
     try:
         names = resume.files_to_read(folder, meta, plan, topology.rank)

@@ -203,7 +203,7 @@ def header_rows(r: Record) -> dict[str, str]:
     advice = ""
     if real_share < MUCH_PADDING:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
-        advice = f". For less padding, use {fix}"
+        advice = f". To reduce padding, use {fix}"
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
@@ -246,7 +246,7 @@ def _options(r: Record) -> str:
     texts += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if texts and sent is not None:
-        texts.append(f"{gib(sum(sent.values()))} per step sent by each process")
+        texts.append(f"{gib(sum(sent.values()))} sent per step by each process")
     return ", ".join(texts)
 
 
@@ -328,11 +328,12 @@ def summary_rows(r: Record) -> dict[str, str]:
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_before(r)) and best["step"]:
         text = f"perplexity was {best['perplexity']:.2f} after {best['step']} steps. "
-        advice = f"{BEST}/ has that model." if r.best else "--keep_best True keeps that model."
+        advice = "To keep that model, add --keep_best True."
+        advice = f"{BEST}/ contains that model." if r.best else advice
         rows["overfitted"] = text + advice
     if speed.get("tokens_per_s"):
         median_ms = 1000 * speed["step_time_s"]["p50"]
-        step = f"{median_ms:.1f} ms per step (median of {speed['num_timed_steps']})"
+        step = f"{median_ms:.1f} ms per step (median of {speed['num_timed_steps']} steps)"
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         rows["throughput"] = f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"
     if (allocated := memory.get("peak_allocated_bytes")) is not None:
@@ -345,11 +346,13 @@ def summary_rows(r: Record) -> dict[str, str]:
         steps = plural(len(r.skipped_steps), "step")
         rows["skipped"] = f"{steps} with gradients that were not finite"
     if wrote := r.profile:
-        files = f"{wrote['traces']} in the run's folder, for ui.perfetto.dev"
+        files = f"{wrote['traces']} in the run's folder (open at ui.perfetto.dev)"
         if wrote["memory"]:
-            files += f", and {wrote['memory']}, for pytorch.org/memory_viz"
+            files += f" and {wrote['memory']} (open at pytorch.org/memory_viz)"
         steps = f"steps {wrote['first_step']} to {wrote['last_step']}"
         program = f"python results/lab/overlap.py {short_path(r.run_dir)}"
-        rows["profile"] = f"{steps} in {files}. For the share of communication, type: {program}"
+        rows["profile"] = (
+            f"{steps}, in {files}. To compute the share of communication, run: {program}"
+        )
     rows["record"] = f"{short_path(r.run_dir)}/record.json"
     return rows

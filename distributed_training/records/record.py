@@ -55,7 +55,7 @@ def _are_numbers(values: Any) -> Any:
         if isinstance(value, dict | list | tuple):
             _are_numbers(value)
         elif not (value is None or isinstance(value, float) or _is_count(value)):
-            raise ValueError(f"{shown(value)} is not a number that a run writes")
+            raise ValueError(f"{shown(value)} is not a valid number")
     return values
 
 

@@ -272,7 +272,7 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     note = ""
     if num_hidden:
         hidden = plural(num_hidden, "older run")
-        note = f"Not shown: {hidden} of other work. To show them, add --all."
+        note = f"Not shown: {hidden} with other settings. To show all runs, add --all."
     shared = shared_settings(sections)
     above = "\n".join(filter(None, [about, fold(in_words(shared))]))
     texts = [above, *(terminal(section, shared) for section in sections), note]

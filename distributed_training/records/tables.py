@@ -202,17 +202,14 @@ class Comparison:
                     notes.append(text)
         works = [record.work for record in self.records]
         if keys := [key for key in differing(works) if key != "seed"]:
-            notes.append(f"The runs did not do the same work. They differ in {', '.join(keys)}.")
+            notes.append(f"The runs are not comparable, because they differ in {', '.join(keys)}.")
         return notes
 
     def tables(self) -> list[Table]:
         """Return the tables that have data."""
-        memory = "Predicted peak memory of the process that uses the most."
-        sent = (
-            "Bytes sent by the process that sends the most, by the formulas of "
-            "strategies/LAWS.md for "
-        )
-        sent += "ring collectives."
+        memory = "Predicted peak memory, for the process that uses the most."
+        sent = "Predicted bytes, for the process that sends the most, from the formulas for ring "
+        sent += "collectives in strategies/LAWS.md."
         tables = [
             results(self),
             predictions(self),
@@ -295,20 +292,20 @@ def results(comparison: Comparison) -> Table:
         for layout in layouts
     ]
     columns["status"] = [layout.ended for layout in layouts]
-    about = "Times are those of the median step of each run."
+    about = "Times are for the median step of each run."
     if any(len(layout.records) > 1 for layout in layouts):
-        about += " Cells have the mean ± standard deviation over the seeds."
+        about += " Cells show the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += " Peak RAM is the RAM of the process that uses the most, including libraries."
+        about += " Peak RAM is for the process that uses the most and includes libraries."
     return _table("Results", about, columns)
 
 
 def predictions(comparison: Comparison) -> Table:
     """Return the table that compares each plan's prediction with the measurements of its run."""
     records = comparison.records
-    memory = "the RAM of the process that uses the most, including libraries"
+    memory = "the peak RAM, including libraries, of the process that uses the most"
     if any(r.machine["gpu_name"] for r in records):
-        memory = "the memory of tensors on the fullest GPU"
+        memory = "the peak memory of tensors on the fullest GPU"
     about = f"Memory is {memory}. Each prediction was made before its run."
     layouts = comparison.finished if any(r.prediction for r in records) else []
     columns = {comparison.rows: [layout.name for layout in layouts]}
@@ -320,7 +317,7 @@ def predictions(comparison: Comparison) -> Table:
         run_errors = [_error(prediction, measurement, [r]) for r in records]
         if sizes := [abs(error) for error in run_errors if error is not None]:
             num_close = sum(size <= 0.10 for size in sizes)
-            about += f" {name.capitalize()}: {num_close} of {len(sizes)} within 10%, "
+            about += f" {name.capitalize()}: {num_close} of {len(sizes)} predictions within 10%, "
             about += f"median error {statistics.median(sizes):.0%}."
     columns["bottleneck"] = []
     for layout in layouts:

@@ -42,7 +42,7 @@ _MEMORY_FILES = {
 }
 ADAPTER_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s adapter per GPU
 Positive = Annotated[float, Field(gt=0)]
-_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
+GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,14 +266,14 @@ def known_gpu(name: str) -> Gpu:
             document = json.loads(name)
         except json.JSONDecodeError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", json_mistake(error)) from None
-        return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
+        return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
     if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
-    fix = f"{did_you_mean(text, GPUS)} To describe another GPU, use --gpu '{_EXAMPLE}'".lstrip()
+    fix = f"{did_you_mean(text, GPUS)} To describe another GPU, use --gpu '{GPU_EXAMPLE}'".lstrip()
     raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 
 

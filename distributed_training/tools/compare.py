@@ -1,4 +1,4 @@
-"""Train the same work under several strategies, one after the other, and write a page about them.
+"""Train the same model and data under several strategies, and write a page that compares them.
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run
 starts the command that a user would type and writes its output to log.txt. The record of a run is
@@ -110,7 +110,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--strategies", metavar="A,B", help="strategies to compare instead of a plan")
     seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
     add("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
-    add("--out", metavar="FOLDER", help="folder for records and page (default: in output_dir)")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="folder for the records and the page (default: in output_dir)",
+    )
     # Commit hash, for checkouts without a .git folder
     add("--git_commit", help=argparse.SUPPRESS)
 
@@ -266,7 +270,7 @@ def plan_run(
     try:
         config = build(texts(values))
         if config.batch_size == AUTO:
-            what = "compare needs a batch_size, because each strategy would choose its own"
+            what = "compare needs a fixed batch_size, because each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
         run.config = config.model_copy(update={"seed": config.seed + seed_offset})
         run.values |= {"strategy": config.strategy, "seed": run.config.seed}

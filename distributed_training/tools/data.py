@@ -1,4 +1,4 @@
-"""Show the training data: the first samples, with marks around the part in the loss, and counts."""
+"""Show the first training samples, mark the tokens in the loss, and print counts."""
 
 import argparse
 import json
@@ -102,7 +102,10 @@ def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
         ("left out", ", ".join(left_out) or "none"),
-        ("samples", f"{counts['samples']:,}, {counts['cut']:,} cut at {config.max_length} tokens"),
+        (
+            "samples",
+            f"{counts['samples']:,}, {counts['cut']:,} truncated to {config.max_length} tokens",
+        ),
         ("tokens per record", tokens),
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
         ("padding", f"{100 * (1 - counts['real_share']):.1f}% of the positions"),

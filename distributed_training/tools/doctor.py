@@ -28,6 +28,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, plural
 from distributed_training.settings.machine import (
     GIB,
+    GPU_EXAMPLE,
     Machine,
     available_cpus,
     available_ram_bytes,
@@ -94,7 +95,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
     yield ok("GPUs", f"{machine.num_gpus} x {machine.gpu_name}, {size} each")
     if find_gpu(machine.gpu_name) is None:
-        fix = "Describe it with `plan --gpu '{...}'`."
+        fix = f"Describe it, for example: plan --gpu '{GPU_EXAMPLE}'"
         yield warn("rates", "This GPU is not in the planner's table.", fix)
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
     used = [int(word) for word in answer("nvidia-smi", *query).split() if word.isdecimal()]
@@ -109,7 +110,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
         text = f"{', '.join(sorted(links))} between GPUs"
         if slow := links & {"SYS", "NODE", "PHB"}:
-            text += ". Some have no NVLink: prefer dp or pp to tp."
+            text += ". Some pairs have no NVLink, so prefer dp or pp to tp."
         yield check(not slow, "links", text)
 
 
@@ -130,7 +131,7 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         yield ok("torch", f"{text}, NCCL {report['nccl']}")
         text = "supported"
         if not report["bf16"]:
-            text = "This GPU does not support it. Runs use fp16."
+            text = "This GPU does not support bf16. Runs use fp16."
         yield check(report["bf16"], "bf16", text)
     else:
         fix = "Install a torch build that the driver supports: pytorch.org/get-started"
@@ -183,11 +184,11 @@ def building(machine: Machine) -> Iterator[Finding]:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (
-        ("compiler", compiler, "offload and infinity need it", "apt-get install g++"),
-        ("ninja", ninja, "offload and infinity need it", "pip install ninja"),
-        ("libaio", checks.has_libaio(), "infinity needs it", "apt-get install libaio-dev"),
+        ("compiler", compiler, "Strategies offload and infinity need it", "apt-get install g++"),
+        ("ninja", ninja, "Strategies offload and infinity need it", "pip install ninja"),
+        ("libaio", checks.has_libaio(), "Strategy infinity needs it", "apt-get install libaio-dev"),
     ):
-        text = "installed" if installed else f"Not installed. Strategy {users}."
+        text = "installed" if installed else f"Not installed. {users}."
         yield check(bool(installed), what, text, f"Install it: {command}")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         text = "nvcc was not found. Strategy infinity needs the headers of the CUDA toolkit."
@@ -234,7 +235,7 @@ def hub() -> Iterator[Finding]:
     cache_text = f"The cache is {cache}" + ("." if cache.exists() else " (empty).")
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         text = f"HF_HUB_OFFLINE=1 prevents downloads. {cache_text}"
-        yield warn("Hub", text, "Allow them: unset HF_HUB_OFFLINE")
+        yield warn("Hub", text, "To allow downloads: unset HF_HUB_OFFLINE")
         return
     try:
         socket.create_connection(HUB, timeout=3).close()

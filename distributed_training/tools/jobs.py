@@ -126,7 +126,9 @@ def batch_script(
     ]
     time = "04:00:00"
     if choice.step is None or steps is None:
-        header.append("# --time is a default: the length of the text or the GPU is unknown.")
+        header.append(
+            "# --time is a default, because the number of steps or the GPU's speed is unknown."
+        )
     else:
         least, most = choice.likely_s or (choice.step.seconds, choice.step.seconds)
         header.append(f"# Predicted: {steps:,} steps of {least:.3g} to {most:.3g} s.")

@@ -220,7 +220,7 @@ def main(options: argparse.Namespace) -> int:
         if process.rank == 0:
             num_figures = len(members) * len(sizes) * len(TURNS)
             seconds = num_figures * group.budget_s
-            print(f"Measuring {num_figures} times: {duration(seconds)}.", flush=True)
+            print(f"Taking {num_figures} measurements: {duration(seconds)}.", flush=True)
         for axis, axis_members in members.items():
             entries = time_group(group, axis_members, sizes, TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
@@ -242,8 +242,8 @@ def main(options: argparse.Namespace) -> int:
     write_json(folder / "links.json", record)
     draw(groups, folder / "links.png")
     print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
-    print("The fit is latency + sent bytes / bandwidth. The last two columns are the")
-    print("algorithm and bus bandwidth of the largest tensor in GB/s.\n")
+    print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns are the")
+    print("algorithm and bus bandwidth for the largest tensor in GB/s.\n")
     for axis, axis_group in groups.items():
         rows = []
         for operation, row in axis_group["operations"].items():
@@ -337,9 +337,9 @@ def describe(links: Sequence[Link]) -> str:
                 slow.append(set(link.ends))
                 text += ", slow: "
                 if rate_ratio > SLOW_RATE:
-                    text += f"{rate_ratio:.1f} times less bandwidth than the best"
+                    text += f"the best link has {rate_ratio:.1f} times the bandwidth"
                 else:
-                    text += f"{latency_ratio:.1f} times the latency of the best"
+                    text += f"{latency_ratio:.1f} times the latency of the best link"
             lines.append(text)
     if common := slow and set.intersection(*slow):
         ranks = " and ".join(map(str, sorted(common)))

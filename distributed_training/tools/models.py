@@ -38,7 +38,7 @@ from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
-MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
+MERGED_NF4 = "The base model was in NF4. The export contains its dequantized weights plus adapters."
 MERGED = "merged"  # folder of a LoRA run with the merged model
 TOKENS_AT_ONCE = 2048  # evaluated together; memory must hold the logits of all of them
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
@@ -69,7 +69,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         raise UserError(f"{name} {what}", fix=fix)
     if not (run / weights_name).is_dir():
         why, fix = {
-            LAST: ("a run exports its model at its end", "--resume auto, with export=True"),
+            LAST: ("a run exports its model when it ends", "--resume auto and export=True"),
             BEST: ("a run keeps its best weights only with keep_best=True", "--keep_best true"),
         }[weights_name]
         raise UserError(f"{name} has no {weights_name}/", why, f"train with {fix}")
@@ -191,7 +191,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if arguments.dataset is None and plan is None and not arguments.tasks:
         what = f"{arguments.run} is not a run, so it has no validation samples"
-        raise UserError(what, fix="name a text or records with --dataset")
+        raise UserError(what, fix="name a dataset with --dataset")
     if arguments.dataset is not None or plan is not None:
         _evaluate(arguments, plan, weights_name)
     return _evaluate_tasks(arguments.run, weights_name, arguments.tasks) if arguments.tasks else 0
@@ -205,8 +205,8 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     config = plan.config if plan else default
     config = with_values(config, max_length=arguments.max_length or config.max_length)
     if config.max_length > size.num_positions:
-        what = f"--max_length {config.max_length} is more than the model's "
-        what += f"{size.num_positions} positions"
+        what = f"--max_length {config.max_length} is more than the model's context length of "
+        what += f"{size.num_positions} tokens"
         raise UserError(what, fix=f"set it to {size.num_positions} or less")
     display = Display(enabled=True)
     if arguments.dataset is None:
@@ -262,7 +262,7 @@ def _samples_of(
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "use a longer text or more records")
     notes = report.describe(report.summarize(folder, config), config.max_length)
-    split_note = ", its validation split" if split == "validation" else ""
+    split_note = " (validation split)" if split == "validation" else ""
     return samples, load_bytes(folder), split_note, notes
 
 
@@ -340,7 +340,8 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     if merge and plan.config.base_dtype == "nf4":
         print(f"note: {MERGED_NF4}")
-    print(f"Exported {short_path(folder)} in Hugging Face's format, after step {meta.step}.")
+    where = f"{short_path(folder)} in Hugging Face's format"
+    print(f"Exported the weights after step {meta.step} to {where}.")
     return 0
 
 
@@ -357,7 +358,7 @@ def merge_exported(exported: Path, to: str | None) -> int:
         export.write_card(folder, load_record(exported.parent))
     if peft.is_rounded(exported):
         print(f"note: {MERGED_NF4}")
-    print(f"Exported {short_path(folder)} in Hugging Face's format, with merged adapters.")
+    print(f"Exported the merged model to {short_path(folder)} in Hugging Face's format.")
     return 0
 
 

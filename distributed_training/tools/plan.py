@@ -82,7 +82,7 @@ def run(
     cluster = _cluster(arguments)
     if arguments.calibrate:
         if arguments.cluster is not None:
-            what = "--calibrate can measure only this machine, not --cluster"
+            what = "--calibrate measures this machine, so it cannot be combined with --cluster"
             raise UserError(what, fix="leave out --cluster")
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
@@ -176,9 +176,10 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
     gib = least.memory.needed_bytes / GIB
-    what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
-    why = f"even {least.plan.strategy.name}, which needs the least, needs {gib:.1f} GiB per process"
-    fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
+    what = f"{least.plan.config.model} does not fit on {cluster.name} under any layout"
+    why = f"even {least.plan.strategy.name}, which needs the least memory, needs {gib:.1f} GiB "
+    why += "per process"
+    fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"use GPUs with {gib:.0f} GiB, use more GPUs, or {fix}"
     return UserError(what, why, fix)
@@ -222,7 +223,9 @@ def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
     if "max_steps" in typed_values(arguments.overrides):
-        raise UserError("--tokens and --max_steps set the same thing", fix="leave out one of them")
+        raise UserError(
+            "--tokens and --max_steps both set the number of steps", fix="leave out one"
+        )
     sequences_per_step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
     max_steps = math.ceil(tokens / (sequences_per_step * config.max_length))
     _override(arguments, max_steps=max_steps)

@@ -77,7 +77,7 @@ def legend(
         f"safest: the layout within {100 * SAFE:.0f}% of the fastest that needs the least memory"
     )
     if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
-        lines.append("m2, m4, ...: this many micro-batches per replica and step")
+        lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: fits only with this activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
@@ -88,7 +88,7 @@ def legend(
         lines.append("unlikely: predicted to need more memory than the GPU has")
     lines.append("likely: typical error of the predicted time for such runs")
     if any(not choice.validated for choice in choices):
-        lines.append("not validated: no run with such nodes, GPUs or models has been measured")
+        lines.append("not validated: we have no measurements for this node count, GPU or model")
     rates = cluster.rates
     if rates is None:
         lines.append("This GPU is not in the planner's table. Describe it with --gpu.")
@@ -117,7 +117,11 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
     text += f"{duration(seconds)} of training"
     if plan.machine.num_gpus:
         text += f", {gpu_hours:,.3g} GPU-hours"
-        text += "" if price is None else f", {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
+        text += (
+            ""
+            if price is None
+            else f", which cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
+        )
     return f"{text}."
 
 
@@ -126,7 +130,7 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
     first choice is the fastest, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
-        return f"{name} needs the least memory. Without the GPU's rates, its speed is unknown."
+        return f"{name} needs the least memory. Its speed is unknown without the GPU's rates."
     best = fitting[0]
     if best is not first and best.step is not None:
         ahead = 1 - best.step.seconds / first.step.seconds
@@ -138,7 +142,7 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             times = other.step.seconds / first.step.seconds
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-            more = "as long" if times < 1.0005 else more
+            more = "the same time" if times < 1.0005 else more
             return f"{text} {layout_name(other.plan)} takes {more}."
     return text
 

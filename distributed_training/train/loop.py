@@ -104,7 +104,7 @@ class Trainer:
             if steps := steps_to_trace(self.plan, self.step):
                 self.profile = Profile(self.plan, self.topology, self.step, steps)
             else:
-                self.display.note("no step is traced, because none remains after the warm-up")
+                self.display.note("profile traces no steps, because none remain after the warm-up")
         try:
             with handling(dict.fromkeys(STOPS, self._receive)) as self._handlers_before:
                 if self.step == 0:
@@ -161,7 +161,7 @@ class Trainer:
                 self._evaluate("; saving" if save else "")
                 if lowest := self.history.find_stall(config.stop_after):
                     why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
-                    self._say(f"stopping early: {why} on {lowest}")
+                    self._say(f"stopping early: {why} on the loss of {lowest}")
                     if not last:
                         self.num_steps = self.step
                         epoch_ends = True
@@ -321,7 +321,9 @@ class Trainer:
             self.display.say(f"saved {folder.parent.name}/{folder.name}")
         if not (row["copied"] or self._noted_waiting):
             self._noted_waiting = True
-            self.display.note("training waits during saves: there is no free memory for a copy")
+            self.display.note(
+                "training waits during saves, because a copy of the state does not fit in RAM"
+            )
 
     def _leave(self) -> None:
         """Export the model while the last save is written, and generate a sample. All ranks must

@@ -24,7 +24,7 @@ class NonFiniteError(RunError):
     none)."""
 
     def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
-        fix = "nothing was saved before, so lower learning_rate or look for a bad sample"
+        fix = "the run has no earlier checkpoint. Lower learning_rate, or look for a bad sample"
         if passed_over:
             what += f", after step {passed_over} was skipped"
             fix = "lower learning_rate"
@@ -77,10 +77,10 @@ class Faults:
         if names := [name for _, name in ranks if name is not None]:
             holders = [rank for rank, (_, name) in enumerate(ranks) if name == names[0]]
             where = f"{names[0]} on {numbered('rank', holders)}"
-            faults.append(f"the first gradient that is not finite is of {where}")
+            faults.append(f"the first gradient that is not finite is {where}")
         what = f"step {step}: {' and '.join(faults) or 'the gradients are not finite'}"
         if skips and too_many:
-            what += f", as in the {SKIPS_IN_A_ROW} steps before it"
+            what += f", as in the previous {SKIPS_IN_A_ROW} steps"
         return what
 
     def error(self, step: int, what: str) -> NonFiniteError:

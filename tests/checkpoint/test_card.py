@@ -34,7 +34,8 @@ def test_the_front_matter_names_what_is_known(card):
 def test_the_text_has_the_records_numbers(card):
     text = card().text
     for words in (
-        "gpt2-medium trained on wikitext-2", "354,823,168 parameters", "1,000 samples of 512",
+        "gpt2-medium trained on wikitext-2", "354,823,168 parameters",
+        "1,000 training samples of 512",
         "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
         "64 of 64 steps with 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
         "| seed              | 42 ", 'from_pretrained("runs/20260101-dp/hf")',

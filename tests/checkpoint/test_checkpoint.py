@@ -286,10 +286,13 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
     assert f"no run in '{tmp_path}' has a checkpoint" in said
     make_run(tmp_path, "20260103-finished", 5, status="ok")
     (said,) = find_resume("auto", tmp_path)
-    assert "20260103-finished, the newest with a checkpoint, has finished" in said
+    assert "20260103-finished, the newest run with a checkpoint, has finished" in said
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
     (said,) = find_resume("auto", tmp_path)
-    assert "20260104-other-seed, the newest with a checkpoint, did other work: seed was 1" in said
+    assert (
+        "20260104-other-seed, the newest run with a checkpoint, used different settings: seed was 1"
+        in said
+    )
     assert f"To continue it, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
     make_run(tmp_path, "20260101-a", 1)
     wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
@@ -357,7 +360,9 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({}, "seed was 42 and is now None"),
     ):
         with refused(
-            "is a run that did other work", said, f"export {os.path.relpath(run_dir)}, then"
+            "because that run used different settings",
+            said,
+            f"export {os.path.relpath(run_dir)}, then",
         ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()

@@ -70,7 +70,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
         shutil.copytree(folder, together, dirs_exist_ok=True)
     resumed = train(alone)
     assert_ok(resumed)
-    assert "note: saved dp x 3 -> resuming dp x 1: resharding. The folder keeps" in resumed.stdout
+    assert "note: the checkpoint of dp x 3 is resharded for dp x 1. The run's" in resumed.stdout
     assert run_on(nodes, both, launcher="srun") == ""
     for runs in (folders[0], together):
         record = only_record(runs)

@@ -167,7 +167,7 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
     resumed = train(values_for("zero2", tmp_path / "runs", resume=str(run_dir)), num_processes=2)
     assert_ok(resumed)
     assert "step-00000010" in resumed.stdout
-    note = f"note: {whole.name} has finished. Its steps 11 to 15 are repeated"
+    note = f"note: {whole.name} has finished. Steps 11 to 15 will be repeated"
     assert note in " ".join(resumed.stdout.split())
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]

@@ -235,7 +235,7 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, from the checkpoint in each case's `resume` up to step `steps`."""
 
     def use(run: Run) -> dict[str, Any]:
-        assert any("resharding" in note for note in run.plan.notes)
+        assert any("is resharded" in note for note in run.plan.notes)
         whose = (run.engine, run.plan, run.topology, run.data.fingerprint)
         step = load_checkpoint(run.plan.checkpoint, *whose)
         return _train(run, arguments["steps"], range(step, arguments["steps"]))

@@ -17,7 +17,7 @@ def test_header_says_what_runs():
     assert "1000 samples of 512 tokens (12.5% padding), 200 for validation" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
     assert sparse.endswith(
-        "for validation. For less padding, use --pack auto or a smaller --max_length"
+        "for validation. To reduce padding, use --pack auto or a smaller --max_length"
     )
     assert rows["steps"] == "64, 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
@@ -27,7 +27,7 @@ def test_header_says_what_runs():
 def test_summary_says_what_came_out():
     assert summary_rows(made_record()) == {
         "perplexity": "33.12 before, 20.06 after 64 steps",
-        "throughput": "131,072 tokens/s, 125.0 ms per step (median of 59), MFU 31.4%",
+        "throughput": "131,072 tokens/s, 125.0 ms per step (median of 59 steps), MFU 31.4%",
         "GPU memory": "peak 10.00 GiB allocated, 12.00 GiB reserved",
         "RAM": "peak 5.00 GiB per process",
         "record": "runs/x/record.json",
@@ -46,9 +46,9 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     losses = {0: 7.0, 20: 3.0, 40: 3.2}
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
     text = summary_rows(made_record(evaluations=rows))["overfitted"]
-    assert text == "perplexity was 27.00 after 20 steps. --keep_best True keeps that model."
+    assert text == "perplexity was 27.00 after 20 steps. To keep that model, add --keep_best True."
     kept = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert kept == "perplexity was 27.00 after 20 steps. best/ has that model."
+    assert kept == "perplexity was 27.00 after 20 steps. best/ contains that model."
     assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
@@ -60,7 +60,7 @@ def test_summary_says_only_what_was_measured():
     no_gpu = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
     rows = summary_rows(made_record(**no_gpu, skipped_steps=[4, 5, 9], evaluations=DIVERGED))
     assert "GPU memory" not in rows
-    assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59)"
+    assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59 steps)"
     assert rows["skipped"] == "3 steps with gradients that were not finite"
     assert rows["perplexity"] == "nan before, nan after 64 steps"
 

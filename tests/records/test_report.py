@@ -85,7 +85,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
         (f"{number}. gpt2-medium", str(seed)) for number, seed in enumerate((3, 2, 1), 1)
     ]
     assert text.count("model gpt2-medium, ") == 1  # shown once for all runs
-    assert "Not shown: 4 older runs of other work. To show them, add --all" in text
+    assert "Not shown: 4 older runs with other settings. To show all runs, add --all" in text
     assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
     assert len(re.findall(r"^\d. gpt2-medium: seed", text, re.M)) == 5

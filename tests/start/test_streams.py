@@ -85,5 +85,7 @@ def test_a_notebooks_kernel_is_left_as_it_was():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     message, command = found.stdout.splitlines()
-    assert message == "error: A notebook's kernel cannot train. Run in a cell:"
+    assert (
+        message == "error: Training cannot run in a notebook's kernel. Run this command in a cell:"
+    )
     assert command == f"  !{sys.executable} {script} --seed 1"

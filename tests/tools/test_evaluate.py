@@ -114,7 +114,7 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
 
     assert "--dataset" in refusal(model)
     assert "does not exist" in refusal(tmp_path / "nothing", "--dataset", "embedded")
-    assert "64 positions" in refusal(model, "--dataset", "embedded", "--max_length", 65)
+    assert "context length of 64" in refusal(model, "--dataset", "embedded", "--max_length", 65)
     (tmp_path / "a.txt").write_text("")
     assert "contains no text" in refusal(model, "--dataset", tmp_path / "a.txt")
     assert "pip install 'lm-eval[hf]'" in refusal(model, "--tasks", "arc_easy")

@@ -95,7 +95,7 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
     ("slower", "words"),
     [
         ({"latency_s": 100e-6}, "3.3 times the latency"),
-        ({"bytes_per_s": 0.5e9}, "4.0 times less bandwidth"),
+        ({"bytes_per_s": 0.5e9}, "slow: the best link has 4.0 times the bandwidth"),
     ],
 )
 def test_the_slow_rank_is_named(slower, words):

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     try:
         group([trial for trial in trials if not trial.is_layout], can_fork=launch.can_fork(machine))
         if why := trials[0].why or trials[1].why:
-            raise UserError("One process cannot train this work", why)
+            raise UserError("The single-process reference run failed", why)
         group([trial for trial in trials if trial.is_layout], can_fork=launch.can_fork(machine))
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
@@ -117,7 +117,7 @@ def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -
     seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
     text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
     text += f"process: {duration(seconds)}."
-    print(fold(f"{text} The output of libraries is in {short_path(out)}/log.txt."))
+    print(fold(f"{text} Libraries print to {short_path(out)}/log.txt."))
     sys.stdout.flush()
 
 
@@ -190,4 +190,6 @@ def first_error(log: Path, offset: int) -> str:
         lines = [line.strip() for line in file if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     causes = [line for line in errors if " peer" not in line]
-    return next(iter([*causes, *errors, *lines[-1:]]), "Its processes ended without a message.")
+    return next(
+        iter([*causes, *errors, *lines[-1:]]), "Its processes ended without an error message."
+    )

@@ -42,15 +42,15 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     heading, *notes = summary(layouts)
     title = (
         f"model {config['model']}, dataset {config['dataset']}, precision {config['precision']}; "
-        f"{reference['num_steps']} steps of {reference['global_batch_size']} x "
+        f"{reference['num_steps']} steps, each with {reference['global_batch_size']} x "
         f"{config['max_length']} tokens; {layouts[-1].num_processes} processes on "
         f"{machine.gpu_name or 'CPU'}"
     )
     limits = ", ".join(f"{limit:g} for {quantity}" for quantity, limit in LIMITS.items())
     rule = (
-        "Largest relative difference from one process, over all steps and all tensors of the "
-        "weights and of AdamW's state. The tolerance is the larger of a fixed limit "
-        f"({limits}) and {SPREADS} times the difference between the two runs of one process."
+        "Largest relative difference from the single-process run, over all steps and all tensors "
+        "of the weights and of AdamW's state. The tolerance is the larger of a fixed limit "
+        f"({limits}) and {SPREADS} times the difference between the two single-process runs."
     )
     columns = {"layout": [trial.name for trial in trials]}
     for quantity in LIMITS:
@@ -66,7 +66,7 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
     settings = {
         "dataset": last_part(config["dataset"]), "precision": config["precision"],
-        "steps": f"{reference['num_steps']} of {reference['global_batch_size']} x "
+        "steps": f"{reference['num_steps']} steps, each with {reference['global_batch_size']} x "
                  f"{config['max_length']} tokens",
         "processes": str(layouts[-1].num_processes), "device": machine.gpu_name or "CPU",
     }  # fmt: skip

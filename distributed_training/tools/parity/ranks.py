@@ -180,7 +180,7 @@ def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
             file.write_text(json.dumps({**references, AGAIN: result["apart"]}), encoding="utf-8")
         elif different_keys := differing([entry["work"], references[REFERENCE]["work"]]):
             result["verdict"] = "other work"
-            result["why"] = f"This layout has its own {' and '.join(different_keys)}."
+            result["why"] = f"It uses different values for these keys: {', '.join(different_keys)}."
         else:
             result["verdict"], result["why"] = judge(result["apart"], references[AGAIN])
     shutil.rmtree(entry["run_dir"], ignore_errors=True)
@@ -214,7 +214,7 @@ def judge(apart: Differences, again: Differences) -> tuple[str, str]:
         worst = max(differences, key=lambda name: differences[name] / limits[name])
         if differences[worst] > limits[worst]:
             text = f"{worst} differs by {differences[worst]:.1e}, "
-            text += f"and rounding explains at most {limits[worst]:.1e}."
+            text += f"but rounding explains at most {limits[worst]:.1e}."
             reasons.append(text[0].upper() + text[1:])
     return ("differs" if reasons else OK), " ".join(reasons)
 
