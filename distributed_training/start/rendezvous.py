@@ -208,7 +208,7 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
         alone = num_neighbors == num_local and machines.count(machines[rank]) == num_local
         what = ""
         if not (local_world_size == num_local if local_world_size else alone):
-            what = f"rank {rank} on {host} is not local rank {rank % num_local} of {num_local}"
+            what = f"rank {rank} is not one of {num_local} consecutive ranks on {host}"
         elif local_rank not in ("", str(rank % num_local)):
             what = (
                 f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % num_local}"

@@ -293,7 +293,10 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
         "20260104-other-seed, the newest run with a checkpoint, used different settings: seed was 1"
         in said
     )
-    assert f"To continue it, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
+    assert (
+        f"To continue that run, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed"
+        in said
+    )
     make_run(tmp_path, "20260101-a", 1)
     wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")
@@ -418,5 +421,5 @@ def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog)
 
 def test_other_tokens_are_refused(tmp_path):
     folder = save(tmp_path, 1)
-    with refused(str(folder), "is not the one that", "resume to None"):
+    with refused(str(folder), "differs from the one used", "resume to None"):
         load(folder, tokens="other tokens")

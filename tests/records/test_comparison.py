@@ -101,7 +101,7 @@ def test_means_and_spreads_are_those_of_the_runs(over_seeds):
     assert [row["status"] for row in rows.values()] == ["ok", "1 of 2 not run yet", "failed"]
     assert over_seeds.notes == ["tp failed: 16 heads <&> 3 processes"]
     over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
-    assert "They differ in global_batch_size" in over_seeds.notes[-1]
+    assert "because they differ in global_batch_size" in over_seeds.notes[-1]
 
 
 def test_predictions_stand_beside_what_was_measured(over_seeds):

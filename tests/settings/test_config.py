@@ -134,7 +134,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
         ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "Keep one")),
         ({"qqqq": 1}, ("'qqqq'", "The keys are model, dataset")),
         ({"epoch": 1}, ("'epoch'", "Did you mean 'epochs'?")),
-        ({"fp16": True}, ("unknown key 'fp16'", "Type --precision fp16")),
+        ({"fp16": True}, ("unknown key 'fp16'", "Use --precision fp16")),
     ],
 )
 def test_names_that_are_none_or_two_are_refused(config, words):

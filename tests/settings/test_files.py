@@ -69,7 +69,7 @@ def test_paths_that_the_system_refuses(text):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2 column 11"]),
+        ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2, column 11"]),
         ("a", b'{"b": {"c": 1, "c": 2}}', ["cannot be read as JSON", "It has the key 'c' twice"]),
         ("a", b'{\n "epochs": 2,\n}', ["Line 3 has a comma before }"]),
         ("a", b'{\n  // two\n "epochs": 2}', ["Line 2 has a comment", "'// two'"]),

@@ -187,8 +187,8 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     [
         ("aabb", ("", "", "", ""), ""),
         ("aabb", ("0", "1", "0", "1"), ""),
-        ("abab", ("0", "0", "1", "1"), "rank 0 is not process 0 of the 2 on a"),
-        ("aaab", ("0", "1", "2", "0"), "rank 3 is not process 0 of the 3 on b"),
+        ("abab", ("0", "0", "1", "1"), "rank 0 is not one of 2 consecutive ranks on a"),
+        ("aaab", ("0", "1", "2", "0"), "rank 3 is not one of 3 consecutive ranks on b"),
         ("aabb", ("0", "1", "0", "0"), "rank 3 on b has LOCAL_RANK=0 instead of 1"),
     ],
 )
@@ -229,7 +229,7 @@ def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch)
     found = rendezvous.find_wrong_interface(["lo", "eth0"])
     assert found.startswith(wrong)
     assert bool(found) == bool(wrong)
-    assert not wrong or found.endswith(": lo, eth0")
+    assert not wrong or found.endswith(", which has lo, eth0")
 
 
 def run_without_planning(run_dir):
