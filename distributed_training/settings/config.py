@@ -67,8 +67,8 @@ class RunConfig(Options):
     published weights. If they are not available, the run is refused if you named the model;
     otherwise, it starts from random weights."""
     num_samples: CountOrAll | Auto = data(AUTO)
-    """Train on the first samples only. A sample is a block of running text or a record. -1: use
-    all. auto: use at most 1000."""
+    """Number of samples to train on, from the start of the data. A sample is a block of running
+    text or a record. -1: all. auto: at most 1000."""
     max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
     """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
@@ -98,8 +98,8 @@ class RunConfig(Options):
     warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
     """Optimizer steps over which the learning rate rises linearly from 0."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw")
-    """Optimizer. adamw keeps its state in fp32 (16 bytes per trained parameter with weights and
-    gradients), adamw-bf16 in bf16 with stochastic rounding (12 bytes), adamw-8bit in 8 bits (10
+    """Optimizer. adamw keeps its state in fp32 (16 bytes per trained parameter, including weights
+    and gradients), adamw-bf16 in bf16 with stochastic rounding (12 bytes), adamw-8bit in 8 bits (10
     bytes; needs `pip install torchao`)."""
     weight_decay: Rate = learning(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
@@ -219,8 +219,9 @@ class RunConfig(Options):
     """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint
     and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = trouble(None)
-    """End the run after this many seconds without progress. 0: never. None: with several processes,
-    600 s; for a step, 20 times the usual step time but at least 60 s."""
+    """End the run after this many seconds without progress. 0: never. None: no limit for one
+    process. With several processes, 600 s, and during a step 20 times the usual step time but at
+    least 60 s."""
     rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on

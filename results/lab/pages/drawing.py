@@ -28,7 +28,7 @@ def drawing(strategy: str) -> str:
         )
         for rank in range(NUM_PROCESSES)
     ]
-    lines = [_line("GiB (size of gpt2-xl, bf16)", [f"GPU {rank}" for rank in range(NUM_PROCESSES)])]
+    lines = [_line(f"{MODEL} in bf16 (GiB)", [f"GPU {rank}" for rank in range(NUM_PROCESSES)])]
     for label, size, divided in _kinds(plan):
         bars = [_bar(plan, topology, divided) for topology in topologies]
         lines.append(_line(f"{label} {_range(plan, size)}", bars))
