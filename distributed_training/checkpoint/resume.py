@@ -204,11 +204,11 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     longer = _typed_longer(meta, plan)
     if differences := _differences(meta, plan, longer):
         start_from = _start_from(checkpoint)
-        fix = f"restore these settings, or start a new run from its weights: {start_from}"
+        fix = f"restore these settings, or start a new run from that run's weights: {start_from}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
         what = f"Cannot resume {shown(resume)}, because that run used different settings"
-        raise UserError(what, f"these settings differ: {differences}", fix)
+        raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
     run = state_of(checkpoint, meta)
     run_dir = checkpoint.parents[1]

@@ -90,7 +90,11 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         has_driver = shutil.which("nvidia-smi") is not None
         fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES." if has_driver else ""
-        yield warn("GPUs", "No GPU found. gpt2-tiny trains on the CPU as a smoke test.", fix)
+        yield warn(
+            "GPUs",
+            "No GPU found. By default, runs train gpt2-tiny on the CPU as a smoke test.",
+            fix,
+        )
         return
     size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
     yield ok("GPUs", f"{machine.num_gpus} x {machine.gpu_name}, {size} each")
@@ -142,17 +146,17 @@ def memory_and_files() -> Iterator[Finding]:
     """Check cores, RAM, shared memory and the limit on open files."""
     cores = available_cpus()
     present = os.cpu_count() or cores
-    text = f"{cores} of {present} are available (after CPU affinity and the container's quota)"
+    text = f"{cores} of {present} cores are available, given CPU affinity and the container's quota"
     yield ok("cores", text)
     ram = available_ram_bytes()
-    text = f"{ram / GIB:.1f} GiB is available (after the container's limit)"
+    text = f"{ram / GIB:.1f} GiB is available within the container's limit"
     yield check(ram > 4 * GIB, "RAM", text, "End other programs.")
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
     enough = free > 128 * MIB  # twice Docker's default
     yield check(enough, "shared", text, "Start the container with: docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    text = f"{files:,} can be open at the same time"
+    text = f"up to {files:,} files can be open at the same time"
     yield check(files >= 4096, "files", text, "Raise the limit: ulimit -n 65536")
 
 
@@ -215,7 +219,12 @@ def launching() -> Iterator[Finding]:
         text = f"{name} is {address}"
         if not reachable:
             text = f"The name {name} resolves to {address}, which other nodes cannot reach."
-        yield check(reachable, "host", text, "On several nodes, set --rdzv_endpoint to an address.")
+        yield check(
+            reachable,
+            "host",
+            text,
+            "For jobs with several nodes, set --rdzv_endpoint to a reachable address.",
+        )
     except OSError:
         text = f"The name {name} does not resolve to an address."
         yield warn("host", text, f"Add {name} to /etc/hosts.")
@@ -242,7 +251,7 @@ def hub() -> Iterator[Finding]:
         yield ok("Hub", f"{HUB[0]} is reachable. {cache_text}")
     except OSError as error:
         text = f"{HUB[0]} cannot be reached ({error}). Models start with random weights. "
-        fix = "Set HF_ENDPOINT to a mirror, or copy the cache of another machine."
+        fix = "Set HF_ENDPOINT to a mirror, or copy the cache from another machine."
         yield warn("Hub", text + cache_text, fix)
 
 

@@ -74,19 +74,20 @@ def legend(
         "first: the simplest layout that is as fast as the fastest, within the error of predictions"
     ]
     lines.append(
-        f"safest: the layout within {100 * SAFE:.0f}% of the fastest that needs the least memory"
+        f"safest: the layout that needs the least memory and is at most {100 * SAFE:.0f}% slower "
+        "than the fastest"
     )
     if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
         lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")
     if any("+" in _layout_and_mode(choice) for choice in choices):
-        lines.append("+selective, +full: fits only with this activation_checkpointing")
+        lines.append("+selective, +full: fits only with this value of activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
-    lines.append(f"GiB: memory of the process that needs the most{components}")
+    lines.append(f"GiB: memory of the process that needs the most memory{components}")
     if any(choice.room == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.room == "unlikely" for choice in choices):
         lines.append("unlikely: predicted to need more memory than the GPU has")
-    lines.append("likely: typical error of the predicted time for such runs")
+    lines.append("likely: typical error of the predicted time for similar runs")
     if any(not choice.validated for choice in choices):
         lines.append("not validated: we have no measurements for this node count, GPU or model")
     rates = cluster.rates

@@ -369,7 +369,7 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
-    with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):
+    with refused(f"from that run's weights: --weights {os.path.relpath(run_dir)}/hf"):
         find_resume(str(run_dir), tmp_path, {})
 
 

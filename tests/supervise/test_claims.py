@@ -126,7 +126,7 @@ def test_a_machine_that_may_have_stopped_is_waited_for_once_and_with_a_note(
         claims.refuse_held(run_dir)
     note = capsys.readouterr().err
     assert note.count("\n") == 1
-    assert f"note: watching '{run_dir}'" in note
+    assert f"note: checking for 1 s whether '{run_dir}'" in note
     assert "on '\\x1b[2Jother' started" in note
 
 

@@ -63,7 +63,7 @@ def test_the_cores_that_a_container_grants_are_said(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     texts = {finding.what: finding.text for finding in doctor.memory_and_files()}
-    assert texts["cores"].startswith("3 of 64 are available")
+    assert texts["cores"].startswith("3 of 64 cores are available")
 
 
 def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
