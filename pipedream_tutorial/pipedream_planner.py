@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "bandwidth": 1.25e8,  # bytes per second between two workers; None: sending takes no time
     "replication": True,  # True: several workers may run the same stage
     # As PipeDream's formula:
-    "use_all_workers": False,  # True: use all workers, even if fewer are as fast
+    "use_all_workers": False,  # True: use all workers, even if fewer workers are as fast
     # 2: ring all-reduce over full-duplex links. 4: PipeDream's links, one direction at a time
     "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m times the weights
     "num_microbatches": 128,  # number of microbatches to simulate
@@ -72,7 +72,10 @@ RULES: dict[str, Rule] = {
 
 def main() -> None:
     config = parse_arguments(
-        CONFIG, RULES, "Partition a model into stages and simulate them.", script=__file__
+        CONFIG,
+        RULES,
+        "Partition a model into pipeline stages and simulate the pipeline.",
+        script=__file__,
     )
     profile = get_profile(config)
     layers = profile.layers
@@ -183,7 +186,9 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
     print_table(rows)
     print(f"\nbottleneck: {plan.bottleneck}")
     also = f"; this plan needs {needed[0]} to run at full speed" if needed[0] > plan.noam else ""
-    print(f"NOAM {plan.noam} (PipeDream's count in flight on an input worker{also})\n")
+    print(
+        f"NOAM {plan.noam} (PipeDream's number of microbatches in flight per input worker{also})\n"
+    )
 
 
 def print_comparison(plans: dict[str, Plan]) -> None:
@@ -215,13 +220,14 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
             period = [f"{float(run.period_s):.4f}", f"{float(run.period_s / plan.period_s):.1%}"]
         in_flight = "-".join(map(str, run.in_flight))
         rows.append([title, in_flight, *period, f"{float(run.utilization):.1%}"])
-    print(f"\n{num_microbatches} microbatches, in 1F1B, round robin over a stage's workers:\n")
+    assigned = "assigned round robin to the workers of each stage"
+    print(f"\n{num_microbatches} microbatches under 1F1B, {assigned}:\n")
     print_table(rows)
     if any("-" in row for row in rows):
-        print("\n-: the run is too short to repeat itself; increase num_microbatches")
+        print("\n-: the run is too short to reach a steady state; increase num_microbatches")
     slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
     if slow:
-        print(f"\npasses lengthened to the time of weight synchronization: stage {', '.join(slow)}")
+        print(f"\npasses as long as their weight synchronization: stage {', '.join(slow)}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

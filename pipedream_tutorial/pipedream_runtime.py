@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "dtype": None,  # None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on a CPU
     "device": "auto",  # auto: GPUs if there are any
     "forward_ms": 10,  # on a CPU, each forward pass also sleeps this long to emulate a device
-    "backward_ms": 20,  # the same for a whole backward pass; 0 and 0: only real computation
+    "backward_ms": 20,  # the same for a whole backward pass; 0 and 0: real computation only
     "learning_rate": 0.1,  # learning rate of plain SGD
     "seed": 0,  # seed of weights and data
     "repeats": 1,  # timed runs of each case; the run with the median makespan is reported
@@ -51,7 +51,7 @@ CONFIG: dict[str, Any] = {
     "check_weights": True,  # also train in one process and compare the final weights bit for bit
     "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
     "go_on": False,  # if a schedule fails, start again without it
-    "trace": None,  # file for a Perfetto trace of the last run, predicted and measured
+    "trace": None,  # file for a Perfetto trace of the last run, with predicted and measured times
     "record": None,  # JSON file for all measured and predicted numbers
     "weights": None,  # file for the final weights of every run, by torch.save
 }
@@ -99,7 +99,7 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
         listed = ",".join(map(str, config["num_microbatches"]))
         raise UserError(
             f"calibrate_on={config['calibrate_on']} is not among num_microbatches={listed}",
-            "name one that is run",
+            "choose one of these numbers",
         )
     paths = [config[key] for key in OUTPUTS if config[key] is not None]
     if len(set(map(os.path.realpath, paths))) < len(paths):

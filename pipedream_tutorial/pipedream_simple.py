@@ -180,7 +180,7 @@ def simulate(
                 times[op] = start, now[rank]
         if len(times) == before:
             stuck = [order[-1] for order in left if order]
-            raise ValueError(f"deadlock: each of {stuck} waits for an operation that never runs")
+            raise ValueError(f"deadlock: {stuck} wait for operations that never run")
     return times, now
 
 
@@ -286,14 +286,22 @@ def percent(share: Fraction) -> str:
 # Name, width, function of a Row that returns text (the largest value over ranks or stages), and
 # meaning.
 COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
-    "time": (6, number, "of one batch"),
+    "time": (6, number, "time of one batch"),
     "bubble": (7, percent, "idle share of all ranks' time in one batch"),
-    "span": (6, percent, "the same, from each rank's own start to its own end"),
-    "in-a-row": (9, number, "time of {num_batches} batches; a rank starts its next one at once"),
+    "span": (6, percent, "the same share, but only from each rank's own start to its own end"),
+    "in-a-row": (9, number, "time of {num_batches} batches; a rank starts its next batch at once"),
     "used": (7, lambda idle: percent(1 - idle), "busy share of that time"),
-    "activ.": (7, lambda held: number(max(held)), "most microbatches that a rank holds in memory"),
-    "weights": (8, lambda kept: number(max(kept)), "most copies of its parameters on a rank"),
-    "stale": (6, lambda behind: number(max(behind)), "most updates by which a gradient is late"),
+    "activ.": (
+        7,
+        lambda held: number(max(held)),
+        "largest number of microbatches that a rank holds in memory",
+    ),
+    "weights": (8, lambda kept: number(max(kept)), "largest number of parameter copies on a rank"),
+    "stale": (
+        6,
+        lambda behind: number(max(behind)),
+        "largest number of updates by which a gradient is late",
+    ),
 }
 
 
@@ -408,7 +416,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             accepted = False
         if not accepted:
-            sys.exit(f"error: {change} is not accepted; give --set key=value, with a CONFIG key")
+            sys.exit(f"error: {change} is not accepted; write --set KEY=VALUE with a key of CONFIG")
     return config
 
 

@@ -39,7 +39,7 @@ from distributed_training.settings.errors import UserError, print_error
 from distributed_training.settings.files import open_regular, plural, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 12
+_VERSION = 13
 _META = "meta.json"
 _BYTES = "bytes.npy"  # number of bytes of text that each token represents
 _CHECKSUM = "sha256"  # checksums of all other files
@@ -65,7 +65,7 @@ def tokenize(
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:
         size = f"{num_bytes / 1e9:.1f} GB"
-        print_error(f"reading {config.dataset} ({size}) for its checksum")
+        print_error(f"reading {config.dataset} ({size}) to compute its checksum")
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_whole(folder):  # A complete cache may be read-only, so do not lock it.
@@ -75,7 +75,7 @@ def tokenize(
             with FileLock(f"{folder}.lock"):
                 if not is_whole(folder):
                     if folder.is_dir():
-                        what = "is damaged or belongs to another user, and is rebuilt"
+                        what = "is damaged or belongs to another user and will be rebuilt"
                         logger.warning("the token cache %s %s", folder, what)
                     _fill(folder, corpus, tokenizer, config)
         except OSError as error:

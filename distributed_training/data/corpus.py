@@ -188,7 +188,9 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
         splits = find_splits(Path(dataset), what)
     if "train" not in splits:
         fix = f"set {key} to the file or folder to train on"
-        raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}", fix)
+        raise UserError(
+            f"{what} has no split called train", f"its splits are: {', '.join(splits)}", fix
+        )
     used = [split for split in ("train", "validation") if split in splits]
     return {split: _find_form(splits[split], what, columns) for split in used}
 

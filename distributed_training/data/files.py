@@ -57,7 +57,7 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
                     raise bomb(path)
                 if by_line and len(block) > longest:
                     why = f"a line has more than {longest / 1e6:,.0f} million characters"
-                    raise UserError(f"dataset file {path} cannot be read", why, "divide it")
+                    raise UserError(f"dataset file {path} cannot be read", why, "split this line")
                 while block.endswith("\r") and (following := text.read(1)):
                     block += following
                 yield block.replace("\r\n", "\n")
@@ -78,14 +78,16 @@ def encoding_of(path: Path) -> str:
         with open_file(path) as file:
             # Reading a sparse file of 50 GB would take minutes.
             if path.suffix not in COMPRESSED and (hole := _first_hole(file)) < path.stat().st_size:
-                why = f"from byte {hole:,} on, a part of it was never written"
-                raise UserError(f"dataset file {path} cannot be read", why, "copy it here again")
+                why = f"a part of the file, from byte {hole:,} on, was never written"
+                raise UserError(f"dataset file {path} cannot be read", why, "copy the file again")
             head = file.read(4)
     except OSError as error:  # damaged compressed data
         raise UserError(f"dataset file {path} cannot be read", str(error)) from None
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without a byte-order mark")
+        raise _not_utf8(
+            path, "it begins with zero bytes", encoding, "UTF-16 without a byte-order mark"
+        )
     marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return "utf-16" if marked else "utf-8-sig"
 
@@ -146,8 +148,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     head = next(read_text(path), "").lstrip()
     needed_bytes = _LIST_BYTES * path.stat().st_size
     if needed_bytes > (available_bytes := available_ram_bytes()):
-        what = f"dataset file {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
-        why = f"JSON is read as a whole, and {available_bytes / 1e9:.1f} GB is available"
+        what = f"reading {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
+        why = f"JSON is read as a whole, but only {available_bytes / 1e9:.1f} GB is available"
         raise UserError(what, why, "convert it to .jsonl")
     if not head.startswith("["):
         try:
@@ -176,11 +178,13 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path} line {rows.line_num}"
             if None in row:
                 fix = 'put a text that contains a comma in quotes: "one, two"'
-                raise UserError(f"{where} has more fields than the heading", fix=fix)
+                raise UserError(f"{where} has more fields than the header", fix=fix)
             missing = [name for name, value in row.items() if value is None]
             if missing:
-                what = f"{where} has fewer fields than the heading"
-                raise UserError(what, f"it has no {missing[0]!r}", "add the missing fields")
+                what = f"{where} has fewer fields than the header"
+                raise UserError(
+                    what, f"the field {missing[0]!r} is missing", "add the missing fields"
+                )
             yield where, row
     except csv.Error as error:
         where = f"{path} line {rows.line_num + 1}"

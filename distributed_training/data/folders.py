@@ -40,7 +40,7 @@ def find_splits(path: Path, what: str) -> Splits:
         beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
         if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
             raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
-        fix = f"use a {', '.join(KINDS)} file, which may be {' or '.join(COMPRESSED)}, a folder of "
+        fix = f"use a {', '.join(KINDS)} file (also with {' or '.join(COMPRESSED)}), a folder of "
         raise UserError(f"{what} {why}", fix=f'{fix}such files, "wikitext-2" or "embedded"')
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _saved(path, what)
@@ -51,7 +51,7 @@ def find_splits(path: Path, what: str) -> Splits:
     for file in files:
         if not file.is_file():
             fix = "remove it, or use a folder without it"
-            raise UserError(f"{what} holds {file}, which is not a regular file", fix=fix)
+            raise UserError(f"{what} contains {file}, which is not a regular file", fix=fix)
     if not files:
         raise _unusable(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
@@ -104,7 +104,7 @@ def _by_convention(folder: Path, what: str) -> Splits:
         paths = sorted(Path(os.path.normpath(name)) for name in names)
         for path in paths:
             if not path.is_relative_to(folder.resolve()):
-                raise UserError(f"{what} names {path}, which is not in the folder")
+                raise UserError(f"{what} refers to {path}, which is outside the folder")
         if readable := [path for path in paths if _is_ours(path, folder.resolve())]:
             splits[str(split)] = readable
     return splits
@@ -126,7 +126,7 @@ def _saved(folder: Path, what: str) -> Splits:
     }
     for path in itertools.chain(*splits.values()):
         if not path.is_relative_to(folder.resolve()):
-            raise UserError(f"{what} names {path}, which is not in the folder")
+            raise UserError(f"{what} refers to {path}, which is outside the folder")
     return splits
 
 

@@ -69,7 +69,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
     except Exception as error:  # errors of datasets, huggingface_hub, pyarrow or the HTTP client
         error = unanswered or error
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)
-        what = f"{key}={dataset!r} is neither a path nor an available dataset of the Hub"
+        what = f"{key}={dataset!r} is neither a path nor an available dataset on the Hub"
         command = f'python -c "import datasets; datasets.load_dataset({arguments})"'
         fix = f"if it exists, {_DOWNLOAD}: {command}"
         raise UserError(what, describe(error), fix) from None
@@ -131,7 +131,7 @@ def check_push(repo_id: str) -> None:
         what = f"push={repo_id!r} is not a valid model name"
         raise UserError(what, str(error), "write user/name") from None
     if get_token() is None:
-        what = f"push={repo_id!r} needs a token of the Hugging Face Hub"
+        what = f"push={repo_id!r} needs a Hugging Face token"
         raise UserError(what, fix="set HF_TOKEN, or run: hf auth login")
 
 

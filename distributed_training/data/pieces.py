@@ -57,8 +57,10 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
             what = (
                 f"a text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
             )
-            why = "it has no spaces" if can_cut else "this tokenizer needs the whole text at once"
-            fix = 'divide it into records, one per line: {"text": "..."}'
+            why = "this tokenizer needs the whole text at once"
+            if can_cut:
+                why = "it has no spaces to split it at"
+            fix = 'split it into records, one per line: {"text": "..."}'
             raise UserError(what, why, fix)
     if not begins or pending.strip():
         yield Piece(pending[start:], begins=begins)

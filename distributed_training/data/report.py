@@ -95,7 +95,7 @@ def headline(counts: dict[str, Any]) -> list[str]:
     lines.append(f"tokens per record: {tokens}")
     if counts["form"] in ANSWERS:
         share = f"{100 * counts['loss_share']:.1f}% of the tokens"
-        lines[1] += f"; only the answers are in the loss: {share}"
+        lines[1] += f"; the loss covers only the answers ({share})"
     return lines
 
 
@@ -104,15 +104,15 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     read, and one line per note."""
     lines = []
     for reason, count in counts["left_out"].items():
-        line = f"{count:,} of {counts['records']:,} records are left out ({reason})"
+        verb = "is" if count == 1 else "are"
+        line = f"{count:,} of {counts['records']:,} records {verb} left out ({reason})"
         if reason == FILLED:
-            line += f". max_length={counts['longest_prompt'] + 1} would keep them all"
+            line += f". {_remedy(counts)}"
         lines.append(line)
     if counts["cut"]:
-        line = f"{counts['cut']:,} samples are cut at max_length={max_length}"
+        line = f"{_number(counts['cut'], 'sample')} truncated to max_length={max_length}"
         if counts["ends_cut"]:
-            line += f", {counts['ends_cut']:,} of them within an answer, whose end is not in the "
-            line += "loss"
+            line += f", {counts['ends_cut']:,} of them within an answer"
         lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""
@@ -120,12 +120,23 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         count = f"files in the dataset's folder that are not read: {len(unread):,}"
         lines.append(f"{count} ({names}{more})")
     for note, count in counts["notes"].items():
-        line = f"{count:,} {note}"
+        subject, verb, rest = note.split(" ", 2)  # such as "records have ..."
+        if count == 1 and verb == "have":
+            verb = "has"
+        line = f"{_number(count, subject.removesuffix('s'))} {verb} {rest}"
         if note == FILLED:
-            line = f"{count:,} samples of records with several answers are left out ({note}). "
-            line += f"max_length={counts['longest_prompt'] + 1} would keep them all"
+            samples = _number(count, "sample")
+            line = f"{samples} of records with several answers left out ({note}). {_remedy(counts)}"
         lines.append(line)
     return lines
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _remedy(counts: dict[str, Any]) -> str:
+    return f"Set max_length to {counts['longest_prompt'] + 1} or more to avoid this"
 
 
 def read_samples(

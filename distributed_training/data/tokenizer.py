@@ -81,9 +81,9 @@ class Facts:
         if self.num_tokens > rows:
             tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
             what = f"the tokenizer has {self.num_tokens} tokens, but {model} has only {rows} rows"
-            fix = "remove these tokens, or add rows with transformers' "
+            fix = "remove these tokens, or add rows in transformers: call "
             fix += "model.resize_token_embeddings(len(tokenizer)) and save both"
-            raise UserError(what, f"there is no row for {tokens}", fix)
+            raise UserError(what, f"the embedding has no row for {tokens}", fix)
 
 
 class Tokenizer:
@@ -197,15 +197,15 @@ class Tokenizer:
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
                 fix = f"run: pip install {SENTENCEPIECE}"
             if "trust_remote_code" in why:
-                why = f"its {SETTINGS.name} names code, which is never run"
+                why = f"its {SETTINGS.name} refers to custom code, which is never run"
             raise self._unreadable(why, fix) from None
         finally:
             transformers_logging.remove_handler(warnings)
             transformers_logging.enable_default_handler()
             transformers_logging.set_verbosity_error()
         if setting := _random_setting(loaded):
-            what = f"tokenizer {self.folder} gives other ids each time"
-            why = f"its setting {setting[0]} makes them random, also in transformers"
+            what = f"tokenizer {self.folder} gives different ids each time"
+            why = f"its setting {setting[0]} makes the ids random, in transformers too"
             raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
         return loaded
 
@@ -252,8 +252,8 @@ class Tokenizer:
             growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
             if growth > MAX_GROWTH:
                 times = f"{min(growth, 1e18):.3g} times as long"
-                what = f"tokenizer {self.folder} makes a text up to {times}"
-                raise UserError(what, f"at most {MAX_GROWTH} times is accepted")
+                what = f"tokenizer {self.folder} may make a text {times}"
+                raise UserError(what, f"at most {MAX_GROWTH} times the length is accepted")
         return library
 
     def _find_facts(self) -> Facts:
@@ -271,7 +271,7 @@ class Tokenizer:
             names = {name: str(token) for name, token in loaded.special_tokens_map.items()}
             if len(vocabulary) <= len(set(names.values())):
                 what = f"tokenizer {self.folder} has no vocabulary"
-                why = f"its class {type(loaded).__name__} found no files in the folder"
+                why = f"its class {type(loaded).__name__} found no vocabulary in the folder"
                 fix = "use the folder that the model's tokenizer was saved in"
                 raise UserError(what, why, fix)
             if not isinstance(eos_id, int) or not eos:
@@ -487,7 +487,7 @@ class Tokenizer:
                 return first + len(before)
         what = f"the tokens of an answer cannot be found with tokenizer {self.folder}"
         why = f"{self.facts.kind} gives no correct offsets, and the ids of the whole text do "
-        raise UserError(what, f"{why}not begin with those of the text before the answer")
+        raise UserError(what, f"{why}not begin with the ids of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of `ids`. Special tokens are omitted unless `special` is set."""
@@ -513,7 +513,7 @@ class Tokenizer:
             what = f"tokenizer {self.folder} has no default chat template"
             raise UserError(what, str(error)) from None
         if not isinstance(plain, str) or not isinstance(with_tools, str):
-            what = f"the chat template of tokenizer {self.folder} is not a text"
+            what = f"the chat template of tokenizer {self.folder} is not a string"
             raise UserError(what, repr(plain))
         return plain, with_tools
 

@@ -16,7 +16,7 @@ NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in th
 # Memory of a graph, in bytes per byte of tensors at their peak. With FSDP and a model of 8B
 # parameters, 28.9 GiB were measured for 23.0 GiB of tensors.
 POOL_SHARE = 1.25
-LAUNCHING = "The step is launched op by op instead of as one CUDA graph"
+LAUNCHING = "Each step is launched op by op instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:

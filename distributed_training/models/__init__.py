@@ -316,15 +316,17 @@ class ModelSpec:
                     why = f"{expected} is missing"
                     if tensor is not None:
                         why = f"{expected} is {tensor.dtype} {tensor.shape}"
-                    raise UserError(what, f"{why}, but it should be a float {shape}")
+                    why += f", but it should be a float tensor of shape {shape}"
+                    raise UserError(what, why)
                 unexpected.discard(name)
                 pieces[our_name].append((tensor, transposed))
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
-            why = f"the file contains {min(unexpected)}{more}, which this model does not have"
-            fix = f"if transformers may drop them, run: {convert_command(folder)}"
+            why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
+            command = convert_command(folder)
+            fix = f"to drop the tensors that transformers does not use, run: {command}"
             raise UserError(what, why, fix)
         return pieces
 
@@ -488,7 +490,7 @@ def find_model(name: str) -> ModelSpec:
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training them, leave model at auto and set weights to {shown(name)}"
-        raise UserError(what, "adapters are not a model without their base", fix)
+        raise UserError(what, "adapters need a base model", fix)
     path, _, chosen = name.partition(":")
     folder = Path(path).resolve()
     full_name = name

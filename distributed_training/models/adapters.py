@@ -53,14 +53,16 @@ def read_adapters(folder: Path) -> AdapterConfig:
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
         what = f"{file}: init_lora_weights={shown(initial)} is not supported"
-        why = "such adapters belong to changed weights of the base, which were not saved"
-        fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
+        why = "this initialization changes the base weights, and the changed weights were not saved"
+        fix = (
+            "save the adapters with PEFT's path_initial_model_for_weight_conversion, or merge them"
+        )
         raise UserError(what, why, fix)
     for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):
         value = document[key]
         if value is not None and value is not False and value not in ("", [], {}):
             what = f"{file}: {key}={shown(value)} is not supported"
-            raise UserError(what, "it changes the function of the adapters", _FIX)
+            raise UserError(what, "this key changes how the adapters are computed", _FIX)
     return config
 
 

@@ -64,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for key in ("rope_theta", "factor"):
             number = parameters.get(key)
             if isinstance(number, int | float) and number <= 0:
-                what = f"{file}: {key}={number} of rotary embeddings is not accepted"
+                what = f"{file}: {key}={number} is not accepted for rotary embeddings"
                 raise UserError(what, "it must be greater than 0")
     return values
 
@@ -105,7 +105,7 @@ def _read_with_transformers(text: str, folder: Path) -> str:
         except Exception as error:  # transformers may raise any exception for a wrong value
             why = describe(error)
             if json.loads(text).get("auto_map"):  # transformers would advise running that code.
-                why = "its auto_map names code, which is never run"
+                why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
     return cached_json(f"2 {version('transformers')} {text}", read, dict[str, Any])

@@ -257,7 +257,7 @@ def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     accepted. `whose` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"
-        raise UserError(what, "the base has changed since then", "restore the base")
+        raise UserError(what, "the base has changed since then", "restore the original weights")
 
 
 def is_rounded(folder: Path) -> bool:
@@ -318,7 +318,7 @@ def _checked_pair(
             actual = f"{tensor.dtype} {list(tensor.shape)}"
             problem = f"{what}: lora_{name} is {actual}"
             fix = "use the adapters of this model"
-            raise UserError(problem, f"it should be a float {expected}", fix)
+            raise UserError(problem, f"it should be a float tensor of shape {expected}", fix)
         if not all_finite(tensor):
             fix = "train or download the adapters again"
             raise UserError(f"{what}: lora_{name} has numbers that are not finite", fix=fix)
@@ -343,9 +343,9 @@ def _read_tensors(
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         pickled = file.with_suffix(".bin")
-        fix = (
-            f"open {pickled} with PEFT and save it" if pickled.is_file() else "download them again"
-        )
+        fix = "download them again"
+        if pickled.is_file():
+            fix = f"load {pickled} with PEFT and save it again"
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
     base = metadata.get("base_fingerprint")
     if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
@@ -361,7 +361,7 @@ def _check_names(
     `config`."""
     for name, tensor in tensors.items():
         if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
-            what = f"{folder}: {name} has rank {len(tensor)} and r is {config.r}"
+            what = f"{folder}: {name} has rank {len(tensor)}, but r is {config.r}"
             why = f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} do not belong together"
             raise UserError(what, why, "download both again")
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}

@@ -107,7 +107,7 @@ def indexed_files(index: Path) -> list[str]:
     for name in names:
         if Path(name).name != name or not name.endswith(suffix) or len(name.encode()) > 255:
             why = f"the weights must be {suffix} files in the same folder"
-            raise UserError(f"{index} names {shown(name)}", why)
+            raise UserError(f"{index} refers to {shown(name)}", why)
     return names
 
 
@@ -172,7 +172,7 @@ def _open_bin(file: Path) -> dict[str, Stored]:
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         why = first_line(error)
-        fix = f"if you trust it, convert it. Run: {convert_command(file.parent)}"
+        fix = f"if you trust the file, convert it. Run: {convert_command(file.parent)}"
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {

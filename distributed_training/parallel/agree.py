@@ -74,7 +74,7 @@ def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
             if values.get(name) != first.get(name):
                 what = f"rank {rank} on {host} and rank 0 on {host_0} differ in {name}"
                 why = (
-                    f"rank {rank} has {shown(values.get(name))}, and rank 0 has "
+                    f"rank {rank} has {shown(values.get(name))}, but rank 0 has "
                     f"{shown(first.get(name))}"
                 )
                 fix = "start the same command on every node, with the same code, packages and data"

@@ -180,5 +180,5 @@ def load_plan(run_dir: Path) -> Plan:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
     except (KeyError, TypeError, ValueError):
-        why = "its content is not what a run writes"
+        why = "its content does not have the form that a run writes"
     raise UserError(f"{file} is not a plan that this version can read", why)

@@ -64,7 +64,7 @@ def check_packages(plan: Draft) -> None:
         needed["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
     for package, (reason, source) in needed.items():
         if package is not None and importlib.util.find_spec(package) is None:
-            what = f"the package {package} is not installed, and {reason} needs it"
+            what = f"{reason} needs the package {package}, which is not installed"
             raise UserError(what, fix=f"run: pip install {source}")
 
 
@@ -74,8 +74,8 @@ def check_open_files(plan: Draft) -> None:
     needed = 48 + 8 * plan.processes_here
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < needed:  # -1 means no limit
-        what = f"a process may open only {limit} files here"
-        why = f"with {plan.processes_here} processes, it may open {needed}"
+        what = f"a process may open at most {limit} files on this machine"
+        why = f"with {plan.processes_here} processes, each may open up to {needed}"
         raise UserError(what, why, "raise the limit: ulimit -n 4096")
 
 
@@ -99,7 +99,7 @@ def check_swapping(plan: Draft) -> None:
     swaps = plan.strategy.offload["param"] == "nvme"
     if swaps and not plan.machine.num_gpus and largest >= 2**20:
         what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
-        why = "without one DeepSpeed overwrites parameters that are in use"
+        why = "without a GPU, DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a smoke test")
 
 
@@ -113,7 +113,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         needed = memory.needed_bytes
         needs = f"{needed / GIB:.1f} GiB per GPU"
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
-        why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        why = f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]
         raise UserError(what, why, "; or ".join([*others, "add --force to try anyway"]))
     needed = memory.host_bytes * plan.processes_here
@@ -145,7 +145,7 @@ def check_disk(plan: Draft) -> None:
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free and "
+            what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free, but "
             what += f"the run may write {gib(needed)}"
             fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
             raise UserError(what, fix=fix)
@@ -214,8 +214,10 @@ def refuse_stale_lock(name: str) -> None:
         age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
         folders = (process.info["cwd"] for process in psutil.process_iter(["cwd"]))
         if age_s > STALE_LOCK_S and str(lock.parent) not in folders:
-            what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
-            fix = f"if no other machine is building either, run: rm {lock}"
+            what = (
+                f"{lock} is {age_s / 60:.0f} minutes old, but no process on this machine builds in "
+            )
+            fix = f"if no other machine is building there either, run:  rm {lock}"
             raise UserError(
-                what + "that folder", "the build would wait forever for that file to disappear", fix
+                what + "that folder", "a build would wait forever for the lock to disappear", fix
             )

@@ -24,6 +24,7 @@ from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, validate
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.strategies import strategy_options
 
@@ -76,7 +77,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
-            f"tp={tp} reaches across machines, so every layer waits for the network four times. "
+            f"tp={tp} spans several machines, so every layer waits for the network four times. "
             f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
             "factor"
         )
@@ -138,10 +139,10 @@ def _choose_precision(precision: str, machine: Machine) -> str:
             return "fp32"
         return "bf16" if has_bf16 else "fp16"
     if precision == "fp16" and not on_gpu:
-        raise UserError("precision='fp16' needs a GPU", fix="set fp32")
+        raise UserError("precision='fp16' needs a GPU", fix="set precision to fp32")
     if precision == "bf16" and on_gpu and not has_bf16:
         what = f"precision='bf16' is not supported by {machine.gpu_name}"
-        raise UserError(what, "it needs compute capability 8.0", "set fp16")
+        raise UserError(what, "bf16 needs compute capability 8.0", "set precision to fp16")
     return precision
 
 
@@ -173,7 +174,7 @@ def _check_strategy(candidate: Candidate) -> None:
     here = f"strategy={config.strategy!r}"
     if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
         other = f"{here} and precision='fp32'"
-        why = "DeepSpeed rounds frozen weights in files to 16 bits"
+        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
     if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
         fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
@@ -196,24 +197,25 @@ def _check_base(candidate: Candidate) -> None:
     if config.base_dtype == "bf16":
         if config.precision != "bf16":
             other = f"precision={config.precision!r}"
-            why = f"frozen weights are then in {config.precision}"
+            why = f"frozen weights then have the dtype {config.precision}"
             _refuse(candidate, key, other, why, "set base_dtype to None")
         return
     split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
     if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
         here = f"strategy={config.strategy!r}"
-        why = "layers are quantized whole, or sharded by FSDP"
+        why = "quantized layers must stay whole or be sharded by FSDP"
         _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
     matrices = candidate.model.size.block_matrices
     if odd := [columns for _, columns in matrices if columns % 64]:
-        why = f"64 values share a scale, and a matrix has {odd[0]} columns"
+        why = f"each group of 64 values shares a scale, but a matrix has {odd[0]} columns, "
+        why += "which is not a multiple of 64"
         _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
 
 
 def _check_loss_chunks(candidate: Candidate) -> None:
     config = candidate.config
     if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
-        why = "gradients would be computed before they are scaled"
+        why = "gradients of chunks would be computed before the loss is scaled"
         fix = "set precision to bf16, or loss_chunk_tokens to 0"
         _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
@@ -306,13 +308,13 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
     if tp == 1:
         return "tp=1, which has no communication to overlap"
     if not candidate.config.sequence_parallel:
-        return "sequence_parallel=False, which does not scatter its sums"
+        return "sequence_parallel=False, which has no reduce-scatter to overlap"
     if machine.num_gpus == 0:
         return "a CPU"
     if not compiled:
         return "compile=False"
     if machine.num_gpus % tp:
-        return f"tp={tp} over machines of {machine.num_gpus} GPUs"
+        return f"tp={tp} across machines with {plural(machine.num_gpus, 'GPU')} each"
     return ""
 
 

@@ -71,7 +71,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if opened.is_gpt2:  # slower tokenizers are checked when they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
-        note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train the "
+        note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
         notes.append(f"{note}weights")
     dataset = choose_dataset(config.dataset, notes, strict=request.strict)
     rate = config.learning_rate
@@ -179,12 +179,12 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
-        note = f"max_steps={config.max_steps} makes {passes} passes over the data instead of "
+        note = f"max_steps={config.max_steps} makes {passes} passes over the data and overrides "
         notes.append(f"{note}epochs={config.epochs}")
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps) if is_limit else config.max_steps
     if config.profile >= num_steps:
-        what = f"profile={config.profile} is too much for a run of {plural(num_steps, 'step')}"
+        what = f"profile={config.profile} is too large for a run of {plural(num_steps, 'step')}"
         why = "the first step is never traced"
         raise UserError(what, why, "lower profile, or train more steps")
     warmup_steps = config.warmup_steps
@@ -222,7 +222,7 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
             command = hub.WIKITEXT_COMMAND
             raise hub.cannot_fetch(f"dataset={WIKITEXT!r} is", error, command) from None
         note = f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
-        notes.append(f"{note}sources and help topics of this Python")
+        notes.append(f"{note}source code and help topics of this Python installation")
         return EMBEDDED
 
 
@@ -246,8 +246,8 @@ def _choose_weights(
             and its_folder is not None
             and its_folder.resolve() != folder
         ):
-            what = f"weights={weights_key!r} are adapters of the weights in {folder}"
-            raise UserError(what, f"model is {its_folder}", "set model to auto")
+            what = f"weights={weights_key!r} are adapters for the weights in {folder}"
+            raise UserError(what, f"model is set to {its_folder}", "set model to auto")
         return weights_key, folder
     if spec.weights_dir is not None:
         weights.require_weights(spec.weights_dir)
@@ -257,7 +257,7 @@ def _choose_weights(
         if weights_key == "pretrained":
             what = f"weights='pretrained' cannot be used with {model=}, which is not published"
             raise UserError(what, fix=from_scratch)
-        notes.append(f"{model} is not published, so its weights are random")
+        notes.append(f"{model} has no published weights, so the run trains random weights")
         return "random", None
     must_be_there = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
@@ -267,7 +267,7 @@ def _choose_weights(
             raise UserError(
                 f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}", why, fix
             )
-        notes.append(f"the weights are random, because {why}")
+        notes.append(f"the run trains random weights, because {why}")
         return "random", None
     try:
         return "pretrained", weights.fetch_weights(hub_id)
@@ -306,7 +306,7 @@ def choose_tokenizer(
                 return str(folder), folder
         loads = source != "random" and not published
         if local and loads and weights.weight_files(local[-1]):
-            what = f"the weights in {local[-1]} come without a tokenizer"
+            what = f"the folder {local[-1]} has weights but no tokenizer"
             fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
             why = "with another tokenizer, the weights produce nonsense"
             raise UserError(what, why, f"{fix}name on the Hub")
@@ -324,8 +324,8 @@ def choose_tokenizer(
         fetch = partial(hub.fetch_tokenizer, repo_id)
         command = f"hf download {repo_id} --include '*token*'"
     else:
-        fix = "give one with tokenizer.json, or vocab.json and merges.txt, a model's name on the "
-        fix += 'Hub, or "auto", "gpt2", "embedded"'
+        fix = "use a folder with tokenizer.json, or with vocab.json and merges.txt, a model's "
+        fix += 'name on the Hub, "auto", "gpt2" or "embedded"'
         raise UserError(f"tokenizer={named!r} is not a folder", fix=fix)
     try:
         return repo_id, fetch()
@@ -335,7 +335,9 @@ def choose_tokenizer(
             raise hub.cannot_fetch(f"tokenizer={repo_id!r} is", error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{whose}'s tokenizer is not available ({error}), so the run uses the embedded "
-        notes.append(f"{note}tokenizer. Compare its perplexity only with runs that do the same")
+        notes.append(
+            f"{note}tokenizer. Compare its perplexity only with runs that use this tokenizer"
+        )
         return EMBEDDED, EMBEDDED_DIR
 
 

@@ -49,7 +49,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         for name in sections:
             section = section.setdefault(name, {})
         if not _same(section.get(last, AUTO), value):
-            what = f"{source}: {path}={shown(section[last])} but CONFIG makes {key}="
+            what = f"{source}: {path}={shown(section[last])}, but CONFIG gives {key}="
             what += repr(getattr(batch, key, getattr(config, key)))
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[last] = value
@@ -71,16 +71,16 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     scheduler = document.pop("scheduler", None)
     unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
     if unwanted:
-        why = "pipeline_cut and activation_checkpointing in CONFIG decide it"
-        raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
+        why = "CONFIG sets it with pipeline_cut and activation_checkpointing"
+        raise UserError(f"{source}: {unwanted[0]} is not accepted in the JSON", why, "remove it")
     if scheduler:
         # Refuse a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
         # logarithmic and ours is linear.
         kind = scheduler.get("type") if isinstance(scheduler, dict) else None
         same = SCHEDULES.get(str(kind), "linear, cosine or constant")
-        why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
+        why = "CONFIG sets the schedule of every strategy with lr_schedule and warmup_steps"
         fix = f"remove it and set lr_schedule to {same}"
-        raise UserError(f"{source}: scheduler is not for the JSON", why, fix)
+        raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
     if config.precision == "fp16":
         scale = document["fp16"] = {**FP16, **document["fp16"]}
         changed = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
@@ -100,11 +100,13 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             section["nvme_path"] = str(plan.offload_dir)
     left = ", ".join(_auto_paths(document))
     if left:
-        raise UserError(f'{source}: "auto" is not understood at {left}', fix="write a value")
+        raise UserError(f'{source}: "auto" is not supported for {left}', fix="write a value")
     if unusual:
         ask_deepspeed(document, str(source))
         names = ", ".join(unusual)
-        notes.append(f"{names} in {source.name}: DeepSpeed accepts it, but predictions ignore it")
+        notes.append(
+            f"{names} in {source.name}: accepted by DeepSpeed, but ignored by the predictions"
+        )
     return document
 
 

@@ -139,26 +139,30 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             continue
         shown_name = name if in_braces else f"{name}={shown(section)}"
         if name in ("offload_optimizer", "offload_param"):
-            what = f"{source}: {name} outside of zero_optimization does nothing"
+            what = f"{source}: {name} has no effect outside zero_optimization"
             raise UserError(what, fix="move it into zero_optimization")
         if name not in KNOWN:
-            what = f"{source}: neither DeepSpeed nor this suite acts on {name}"
+            what = f"{source}: neither DeepSpeed nor this suite reads {name}"
             raise UserError(what, fix=did_you_mean(name, KNOWN, "remove it", cutoff=0.85))
         if name in INSTEAD:
-            raise UserError(f"{source}: {name} is not for the JSON", fix=INSTEAD[name])
+            raise UserError(f"{source}: {name} is not accepted in the JSON", fix=INSTEAD[name])
         if name in CHANGING or name in HARMLESS:
             what = f"{source}: {shown_name} would change what is computed"
-            raise UserError(what, "every strategy does the same work", "remove it")
+            raise UserError(
+                what, "all strategies must compute the same training steps", "remove it"
+            )
     unusual = []
     for path, value in _leaves(document):
         section, _, name = path.rpartition(".")
         if name in DEFAULTS and value != DEFAULTS[name]:
-            what = f"{source}: {path}={shown(value)} would change what is computed, kept or sent"
+            what = (
+                f"{source}: {path}={shown(value)} would change computation, memory or communication"
+            )
             fix = "remove it" + ", and set strategy to offload" * ("offload" in name)
-            raise UserError(what, "neither the plan nor the record would show it", fix)
+            raise UserError(what, "neither the plan nor the record would show this change", fix)
         if name in _ALLOCATED and isinstance(value, int | float) and value > _MOST_ALLOCATED:
             what = f"{source}: {path}={shown(value)} is not accepted"
-            why = "DeepSpeed allocates a buffer of this many numbers"
+            why = "DeepSpeed allocates a buffer with this many elements"
             raise UserError(what, why, f"write at most {_MOST_ALLOCATED:,}")
         if not section and name in PASSED_ON and (expected := _expected(name, value)):
             what = f"{source}: {name}={shown(value)} is not accepted"

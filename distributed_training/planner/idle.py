@@ -61,11 +61,11 @@ NEEDS = (
     ),
     Need(
         keys=("pipeline_schedule",), holds=lambda candidate: candidate.mesh["pp"] > 1,
-        resolved=("1f1b",), why="pp=1 makes no pipeline", fix="strategy to pp",
+        resolved=("1f1b",), why="there is no pipeline with pp=1", fix="strategy to pp",
     ),
     Need(
         keys=("sequence_parallel",), holds=lambda candidate: candidate.mesh["tp"] > 1,
-        off=(False,), why="tp=1 splits no layers", fix="strategy to tp",
+        off=(False,), why="no layers are split with tp=1", fix="strategy to tp",
     ),
     Need(
         keys=("offload_dir",), holds=lambda candidate: candidate.strategy.swaps_to_disk,

@@ -80,7 +80,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     fixed, open_axis = _split_mesh(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
         what = f"mesh {show_axes(axes)} is not accepted"
-        fix = "set whole numbers of 1 or more; at most one axis may be -1"
+        fix = "use whole numbers of 1 or more; at most one axis may be -1"
         raise UserError(what, fix=fix)
     if open_axis and world_size % fixed == 0:
         axes[open_axis] = world_size // fixed
@@ -183,14 +183,14 @@ def build_layout(candidate: Candidate) -> Layout:
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
     if pp == 1 and config.pipeline_cut is not None:
-        what = "pipeline_cut is set, but pp=1 makes no pipeline"
+        what = "pipeline_cut is set, but there is no pipeline with pp=1"
         raise UserError(what, fix="set pipeline_cut to None")
     name = config.pipeline_schedule
     known = candidate.strategy.traits.schedules
     if pp > 1 and name not in (*known, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
         fix = f"set pipeline_schedule to {known[0]}, or strategy to pp or 3d"
-        raise UserError(what, f"the strategy's engine has {', '.join(known)}", fix)
+        raise UserError(what, f"the strategy's engine supports only {', '.join(known)}", fix)
     mode = config.activation_checkpointing
     if candidate.schedule.splits_backward and mode != "none":
         what = f"activation_checkpointing={mode!r} cannot be used with pipeline_schedule={name!r}"
@@ -203,8 +203,8 @@ def build_layout(candidate: Candidate) -> Layout:
         words = config.pipeline_cut.split(",")
         counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
         if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
-            what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up "
-            what += f"to the {size.num_layers} blocks of {config.model}"
+            what = f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
+            what += f"that add up to the {size.num_layers} blocks of {config.model}"
             raise UserError(what, fix=f"set pipeline_cut to {example}, for example, or to None")
     return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
@@ -219,7 +219,7 @@ def _check_divisible(candidate: Candidate) -> None:
         (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
         (size.num_kv_heads, f"the {size.num_kv_heads} heads of k and v of {label}",
          "attention is split by these heads"),
-        (size.mlp_units, f"the {size.mlp_units} parts of {label}'s MLP", ""),
+        (size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
     ):  # fmt: skip
         if (parts or tp) % tp:
             raise UserError(f"tp={tp} does not divide {named}", why)
@@ -238,7 +238,7 @@ def _check_splits(candidate: Candidate) -> None:
         is_pipeline or candidate.mesh["pp"] * candidate.mesh["tp"] > 1
     ):
         return
-    what = f"strategy={candidate.strategy.name!r} cannot divide {candidate.model.label}"
+    what = f"strategy={candidate.strategy.name!r} cannot split {candidate.model.label}"
     why = "the model runs transformers' code, but tp and pp need a gpt2, llama, mistral, qwen2 or "
     raise UserError(what, f"{why}qwen3 model")
 

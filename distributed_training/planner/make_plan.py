@@ -97,7 +97,7 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     changed = [name for name in open_keys if words.get(name) != asked_before.get(name)]
     if changed:
         values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
-        notes.append(f"as in the run: {values}")
+        notes.append(f"settings of the resumed run: {values}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     # The decided values depend on the earlier dataset, so use the requested values instead. A
     # decided num_samples of -1 (all samples) is kept.
@@ -133,5 +133,5 @@ def share_batch(config: Request, before: Plan, num_processes: int, notes: list[s
     batch = {"batch_size": most, "grad_accum_steps": per_process // most}
     config = config.model_copy(update={**batch, **OPEN_BATCH})
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
-    notes.append(f"the global batch stays {size}: {cut} x {num_processes}")
+    notes.append(f"the global batch stays {size}: {cut} x {num_processes} processes")
     return config

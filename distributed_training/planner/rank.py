@@ -164,7 +164,7 @@ def as_chosen(config: Request, name: str) -> Request:
     even if the strategy does not accept them. Raises UserError if "auto" never chooses the
     strategy, because its engine adds options."""
     if strategy_options(name).model_fields:
-        raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
+        raise UserError(f"strategy={name!r} is never chosen by auto", fix=f"set strategy to {name}")
     defaults = {"engine_options": {}, **defaults_for(config, name)}
     return with_values(config, strategy=name, **defaults)
 
@@ -298,7 +298,7 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
                 speeds[size] = prediction.tokens_per_s or size
     enough = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= enough), 1)
-    notes.append(f"batch_size is {size}, the smallest value that is predicted to keep a GPU busy")
+    notes.append(f"batch_size is {size}, the smallest value predicted to keep a GPU busy")
     return _sized(candidate, size)
 
 

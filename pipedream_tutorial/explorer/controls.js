@@ -29,7 +29,7 @@ const RULES = {
   W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
   c: {
     name: "communication", ends: [0, 4],
-    label: "c, communication", help: "time of a message between two ranks; it occupies neither",
+    label: "c, communication", help: "time of a message between two ranks, which keep computing meanwhile",
   },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],
@@ -37,7 +37,7 @@ const RULES = {
   },
   kept: {
     name: "recompute", most: 1, ends: [0, 1],
-    label: "kept until R", help: "share of its activations that a stage keeps between F and R: its input",
+    label: "kept until R", help: "share of a stage's activations (its input) that is kept between F and R",
   },
   scale: { name: "stage_scale", positive: true, most: 1000 },
   rate: { name: "learning_rate", positive: true, most: 100 },

@@ -177,14 +177,14 @@ function loadTrace(text, name) {
   patch.scale = scale.every((factor) => factor === 1) ? [] : scale.map(String);
   measured = trace;
   store.change(patch);
-  const what = `${name}: the ${trace.group} run lies under its simulation, which takes the trace's orders`;
+  const what = `${name}: the ${trace.group} run is shown below its simulation, which uses the trace's orders`;
   say(`${what} and mean durations, in ms.`, "same");
 }
 
 function fixedBy(schedule) {
   const { numRanks: p, numMicrobatches: m } = schedule;
   if (p > RULES.p.whole[1] || m > RULES.m.whole[1]) {
-    throw new RuleError(`it has ${p} ranks and ${m} microbatches; 16 and 64 are the most`);
+    throw new RuleError(`it has ${p} ranks and ${m} microbatches; at most 16 ranks and 64 microbatches are supported`);
   }
   return { schedule: "csv", csv: toCsv(schedule), p, m, n: 1, cut: false, moves: [], level: 0 };
 }

@@ -29,8 +29,8 @@ const store = {
 };
 
 let measured = null;
-const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, with Shift they move it.");
-const beside = new Pane(byId("panes"), "Timeline of the schedule beside it");
+const main = new Pane(byId("panes"), "Timeline. Arrow keys select an operation. With Shift, they move the operation.");
+const beside = new Pane(byId("panes"), "Timeline of the schedule that is compared");
 const panes = [main, beside];
 const player = new Player();
 

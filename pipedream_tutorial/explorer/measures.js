@@ -137,7 +137,7 @@ function stageUse(ops, policy, m, p) {
     if (kind === "F") {
       own.version = versionOf(i);
       if (own.version > updates) {
-        const what = `microbatch ${i} would run with version ${own.version} before there is one`;
+        const what = `microbatch ${i} would run with version ${own.version}, which does not exist yet`;
         throw new RuleError(`${what}; use ${p - 1} microbatches per batch or more`);
       }
       inUse.set(i, own.version);

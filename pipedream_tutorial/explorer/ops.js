@@ -66,7 +66,7 @@ function inTicks(times) {
   const common = wholes.reduce(gcd, 0n) || 1n;
   const counts = wholes.map((whole) => Number(whole / common));
   if (counts.some((count) => count > 2 ** 40)) {
-    throw new RuleError("the durations have no common tick that is in reach");
+    throw new RuleError("the durations have no common tick of a usable size");
   }
   return { tick: new Fraction(common, scale), counts };
 }
@@ -295,7 +295,7 @@ function judge(timeline, move, memory = Infinity) {
   const held = peakActivations(after)[move.rank];
   if (held > memory && held > peakActivations(timeline)[move.rank]) {
     const shown = shortNumber(held);
-    return illegal(`rank ${move.rank} would hold ${shown} microbatches, and the limit is ${memory}.`);
+    return illegal(`rank ${move.rank} would hold ${shown} microbatches, but the limit is ${memory}.`);
   }
   const [was, is] = [timeline, after].map(({ last }) => shortNumber(last * timeline.tick));
   const by = shortNumber(Math.abs(after.last - timeline.last) * timeline.tick);

@@ -258,7 +258,7 @@ function dualpipe(p, m) {
 function chimera(p, m) {
   if (p % 2 || m % p) {
     const what = "chimera needs an even number of ranks and whole units of p microbatches";
-    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${p + (p % 2)} and a multiple of it`);
+    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${p + (p % 2)} and a multiple of ${p + (p % 2)} microbatches`);
   }
   const half = p / 2;
   const words = range(p).map((r) => {

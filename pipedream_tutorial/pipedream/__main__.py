@@ -35,8 +35,8 @@ CONFIG: dict[str, Any] = {
     "schedule": "all",  # a schedule, all, an order found by search, or the order in a CSV file
     "memory": None,  # with schedule=search: microbatches per rank at most; None: num_stages
     "prove": 0,  # with schedule=search: seconds for OR-Tools to prove the shortest order
-    "overlap_saving": 0,  # share of the shorter one hidden when F and B overlap (DualPipeV)
-    "recompute": None,  # R before each backward pass; share of activations that is kept until then
+    "overlap_saving": 0,  # share of the shorter pass hidden when F and B overlap (DualPipeV)
+    "recompute": None,  # run R before each backward pass; share of activations kept until then
     "reorder": True,  # True: V-Half and V-Min as published; False: only their block, repeated
     "stage_scale": None,  # uneven stages: one factor per stage or chunk, such as [1, 1, 2, 1]
     "learning_rate": 0.5,  # learning rate of plain SGD
@@ -156,10 +156,10 @@ def export(row: Row, config: dict[str, Any]) -> None:
     if config["csv"] is not None:
         if config["recompute"] is not None:
             what = "a CSV has no operation that recomputes"
-            raise UserError(what, "write the order with recompute=none")
+            raise UserError(what, "set recompute=none")
         if schedule.copies > 1:
             what = f"{row.name} keeps two copies of the model, which a CSV cannot express"
-            raise UserError(what, "write another schedule")
+            raise UserError(what, "choose another schedule")
         if not row.flushes:
             what = f"{row.name} does not flush, and a CSV has no operation that updates weights"
             raise UserError(what, "add --set schedule=1f1b, the same order with a flush")
@@ -205,18 +205,18 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     else:  # an order from a search
         tell(
             "minimized",
-            "the time of one batch and, among equally short orders, the longest span of a "
-            "rank, which is the most that each further batch takes",
+            "first the time of one batch, then the longest span of any rank, which bounds the time "
+            "of each additional batch",
         )
         least = number(row.bound)
         if row.batch.makespan == row.bound:
             tell(
                 "shorter",
-                f"impossible with one stage per rank in this memory, where {least} is the minimum",
+                f"impossible with one stage per rank in this memory: the minimum is {least}",
             )
         else:
             order = "no order with one stage per rank in this memory"
-            tell("shorter", f"perhaps: {order} takes less than {least}")
+            tell("shorter", f"possibly, but {order} takes less than {least}")
     tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)
     tell(
@@ -239,7 +239,7 @@ def tell_closed_form(row: Row) -> None:
         return
     form, sizes = known
     if not form.idle_holds(sizes):
-        tell("closed form", f"{form.idle_text}: holds for {form.range_text}, not here")
+        tell("closed form", f"{form.idle_text}: valid for {form.range_text}, but not here")
         return
     tell(
         "closed form",
@@ -283,7 +283,7 @@ def print_training(config: dict[str, Any]) -> None:
     except ModuleNotFoundError:
         print_wrapped(
             "torch is not installed in this Python; type python -m pip install -r "
-            "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
+            "requirements.txt in the tutorial's folder, or --set steps=0 to skip training",
             "Not trained: ",
         )
         return

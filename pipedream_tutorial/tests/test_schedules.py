@@ -101,7 +101,7 @@ def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
     [
         ("dualpipe-v", 4, 7, "at least 2 microbatches per rank, not 7.*to 8"),
         ("dualpipe", 3, 7, "p=3 and m=7; use p=4 and m=8"),
-        ("chimera", 4, 6, "p=4, m=6; use p=4 and a multiple of it"),
+        ("chimera", 4, 6, "p=4, m=6; use p=4 and a multiple of 4 microbatches"),
         ("interleaved", 2, 7, "use a multiple of 2, such as 6 or 8"),
         ("1f1", 2, 2, "unknown schedule '1f1'; did you mean '1f1b'"),
     ],

@@ -212,7 +212,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
         ),
         (
             ["--schedule=pipedream-2bw", "--num_stages=8", "--num_microbatches=4"],
-            "microbatch 8 would run with version 1 before there is one; "
+            "microbatch 8 would run with version 1, which does not exist yet; "
             "use 7 microbatches per batch or more",
         ),
         (
@@ -249,7 +249,7 @@ def test_the_file_runs_alone(tmp_path):
     assert typed("--help").stdout.strip() == simple.__doc__.strip()
     for wrong in ("stages=2", "num_stages=0", "schedule=v-half", "columns=span,tim", "forward=x"):
         done = typed(wrong)
-        fix = "give --set key=value, with a CONFIG key"
+        fix = "write --set KEY=VALUE with a key of CONFIG"
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == f"error: {wrong} is not accepted; {fix}\n"
 

@@ -94,7 +94,7 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     seconds = float(match[2]) * UNITS[match[3].lower()] if match else 0.0
     if not match or seconds <= 0:
         form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
-        raise UserError(f"the budget {shown(text)} is not understood", fix=form)
+        raise UserError(f"the budget {shown(text)} is not valid", fix=form)
     return parse_cluster(match[1], gpu), seconds
 
 
@@ -107,8 +107,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not keys of CONFIG."""
     parser.usage = 'python results/lab/budget.py "8xH200 24h" [OPTIONS] [--KEY VALUE ...]'
     add = parser.add_argument
-    add("budget", nargs="?", metavar='"8xH200 24h"', help="GPUs and a time")
-    loss = "print the cheapest way to this loss, and with --cluster its training time"
+    add("budget", nargs="?", metavar='"8xH200 24h"', help="GPUs and a duration")
+    loss = "print the cheapest model that reaches this loss and, with --cluster, its training time"
     add("--target_loss", type=float, metavar="NATS", help=loss)
 
 
@@ -133,7 +133,8 @@ def main() -> int:
     open_batch = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None:
-            raise UserError("the budget names the GPUs", fix="leave out --cluster and --num_gpus")
+            what = "the budget already specifies the GPUs"
+            raise UserError(what, fix="leave out --cluster and --num_gpus")
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
         lines = describe_budget(speeds(build, cluster, open_batch), cluster, seconds)
     else:

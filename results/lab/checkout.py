@@ -29,7 +29,9 @@ class Parser(keys.Parser):
     ) -> None:
         super().__init__(**options)
         self.check = check
-        self.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
+        self.add_argument(
+            "--dry-run", action="store_true", help="check the command without starting it"
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the command line. With --dry-run, check it and exit."""

@@ -45,7 +45,12 @@ def fill_blocks(option: str, documents: Sequence[Path]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=COMMAND, description=__doc__.splitlines()[0])
-    parser.add_argument("documents", nargs="*", type=Path, help="default: all with generated parts")
+    parser.add_argument(
+        "documents",
+        nargs="*",
+        type=Path,
+        help="documents to rewrite (default: all with generated parts)",
+    )
     parser.add_argument("--check", action="store_true", help="fail if a document is out of date")
     arguments = parser.parse_args(argv)
     documents = arguments.documents

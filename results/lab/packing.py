@@ -222,7 +222,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
                 print(f"refused: {ranks}", file=sys.stderr)
                 return None
             return ranks[0]
-        print("A run was skipped because the time is up.", file=sys.stderr)
+        print("A run was skipped because the time limit was reached.", file=sys.stderr)
         return None
 
     def config(model: str, batch: int, length: int) -> dict[str, Any]:

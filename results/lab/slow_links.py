@@ -105,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start two processes for each rate, or act as one of these processes."""
     parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rates", nargs="+", default=["2", "10"], help="Mbit/s each way")
+    parser.add_argument(
+        "--rates", nargs="+", default=["2", "10"], help="link rates in Mbit/s in each direction"
+    )
     options = parser.parse_args(argv)
     if "RANK" in os.environ:
         work(options.out, options.rates[0])

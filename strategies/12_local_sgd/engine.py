@@ -16,12 +16,12 @@ class OPTIONS(Options):
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = key(
         8,
         work=True,
-        help="number of steps that each replica takes alone between two synchronizations",
+        help="number of steps that each replica trains alone between two synchronizations",
     )
     outer_lr: Annotated[float, Field(ge=0.001, le=10)] = key(
         1.0,
         work=True,
-        help="rate of the outer step towards the mean of the replicas; 1 uses the mean itself",
+        help="learning rate of the outer step toward the replicas' mean; 1 uses the mean itself",
     )
     outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = key(
         0.0,

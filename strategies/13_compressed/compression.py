@@ -24,7 +24,7 @@ class OPTIONS(Options):
     """PowerSGD of rank 4 by default."""
 
     compression: Literal["powersgd", "topk-int8"] = key(
-        "powersgd", work=True, help="how gradients are compressed before they are averaged"
+        "powersgd", work=True, help="compression method for gradients before they are averaged"
     )
     compression_rank: Annotated[int, Field(ge=1, le=2**31)] = key(
         4, work=True, help="with powersgd: rank of the approximation of each gradient matrix"
@@ -42,16 +42,18 @@ class OPTIONS(Options):
     def check(self, precision: str, hidden_size: int) -> None:
         if precision == "fp16":
             what = "strategy='compressed' does not work with precision='fp16'"
-            why = "an overflow would stay in the error that is added to later gradients"
+            why = (
+                "an overflow would remain in the compression error that is added to later gradients"
+            )
             raise UserError(what, why, "set precision to bf16")
         if self.compression == "powersgd" and self.compression_rank > hidden_size:
             what = f"compression_rank={self.compression_rank} is too large for this model"
-            why = f"its matrices have {hidden_size} rows or columns"
-            raise UserError(what, why, f"set it to {min(32, hidden_size)} or less")
+            why = f"the matrices of this model have {hidden_size} rows or columns"
+            raise UserError(what, why, f"set compression_rank to {min(32, hidden_size)} or less")
 
     def idle(self) -> dict[str, str]:
         unused = "compression_k" if self.compression == "powersgd" else "compression_rank"
-        return {unused: f"compression={self.compression!r} does not use it"}
+        return {unused: f"compression={self.compression!r} does not use this key"}
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
         """Return the number of bytes per parameter for the errors that are added to later

@@ -90,8 +90,8 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
     [
         ("a.csv", b"text;label\nabc;1\n", "'text;label'"),
         ("a.csv", b'text\n"abc\n', "line 2 is not CSV"),
-        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading. It has no 'c"),
-        ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the heading"),
+        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the header. The field 'c"),
+        ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the header"),
         ("a.parquet", b"PAR1 cut off", "cannot be read as parquet"),
         (
             "a.jsonl",
@@ -258,7 +258,9 @@ def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(name, tmp_pat
     path = tmp_path / name
     path.write_bytes(b'{"text": "a text"}\n' * 1000)
     os.truncate(path, 50_000_000_000)
-    with refused(f"{path} cannot be read", "From byte 20,480 on, a part of it was never written"):
+    with refused(
+        f"{path} cannot be read", "A part of the file, from byte 20,480 on, was never written"
+    ):
         read_corpus(str(path))
 
 

@@ -60,7 +60,7 @@ def test_a_card_tells_the_splits_of_a_cloned_dataset(tmp_path):
     assert splits_of(tmp_path) == {"train": ["two"]}
     (tmp_path / "README.md").write_text(card.format("../*.jsonl"))
     write(tmp_path.parent / "outside.jsonl", "outside")
-    with refused("outside.jsonl, which is not in the folder"):
+    with refused("outside.jsonl, which is outside the folder"):
         read_corpus(str(tmp_path))
 
 

@@ -109,7 +109,10 @@ def test_what_is_not_trained_on():
         messages = [{**USER, key: 1}, {**ANSWER, key: False}, USER, {**ANSWER, key: True}]
         assert conversation_of({"messages": messages})[1:] == (
             [1],
-            {"messages are marked as trained, but only answers are in the loss": 1},
+            {
+                "messages have a training mark that is ignored, because only answers are in the "
+                "loss": 1
+            },
         )
     pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
     assert conversation_of(pair)[1] == [0, 1, 2, 3]
@@ -117,18 +120,18 @@ def test_what_is_not_trained_on():
     assert [conversation_of({**record, "system": system})[2] for system in ("s", "t")] == [
         {},
         {
-            "records have a system column that is not read, because their messages begin with "
-            "another system message": 1
+            "records have a system column that is not read, because the messages already "
+            "begin with a system message": 1
         },
     ]
     null = {"role": "assistant", "content": None}
     messages = [USER, null, USER, {**null, "tool_calls": [CALL]}]
     assert conversation_of({"messages": messages})[1:] == (
         [1],
-        {"answers are null and not in the loss": 1},
+        {"answers have null content, which is not in the loss": 1},
     )
     assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
-        "messages of the unknown role 'critic'": 1
+        "messages have the unknown role 'critic'": 1
     }
 
 
@@ -148,7 +151,7 @@ def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
     shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
     assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
-    with refused("columns names 'a', which here does not have"):
+    with refused("--columns names 'a', but here has no such column"):
         Shape({"q": "2+2="}, "here", columns)
     with refused("It has 'c0', ", "'c19' and 4,980 more. "):
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
@@ -191,7 +194,7 @@ def test_columns_that_are_not_read_are_known(record, unread):
     [
         ({"prompt": 1, "completion": ""}, ['no "prompt" string', '"completion": "..."']),
         ({"prompt": "", "chosen": ""}, ['no "completion" string', "It has 'prompt', 'chosen'"]),
-        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "Write 0 or 1"]),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight': 0.5", "to 0 or 1"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
         ({"messages": ["a"]}, ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),

@@ -136,7 +136,7 @@ def test_sampled_pieces_are_refused(model, tmp_path):
     file.write_text(json.dumps({**settings, **sampled}))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert len({tuple(theirs(WORDS).input_ids) for _ in range(5)}) > 1
-    with refused("gives other ids each time", "Remove enable_sampling from tokenizer_config"):
+    with refused("gives different ids each time", "Remove enable_sampling from tokenizer_config"):
         assert Tokenizer(tmp_path).facts
     file.write_text(json.dumps(settings))
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -32,7 +32,7 @@ COMMAND_LINES = {
     "skip where the engine updates by itself": (
         "--on_nonfinite skip", ["on_nonfinite='skip'", "zero2", "rollback"],
     ),
-    "push without a token": ("--push user/tiny --dry-run", ["needs a token", "hf auth login"]),
+    "push without a token": ("--push user/tiny --dry-run", ["Hugging Face token", "hf auth"]),
     "push to no name": (
         "--push a/b/c --dry-run", ["push='a/b/c' is not a valid model name", "user/name"],
     ),

@@ -46,8 +46,8 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert sum(counts["left_out"].values()) + counts["used"] == counts["records"]
     text = heavy_pool().script(["data", *options]).stdout
     assert f"<|turn|>assistant\n«{first}»" in text
-    assert "1 of 3 records are left out (no answer to train on)" in text
-    assert "2 records have special tokens in their text" in text
+    assert "1 of 3 records is left out (no answer to train on)" in text
+    assert "2 records have text that matches special tokens" in text
 
 
 @pytest.mark.parametrize(

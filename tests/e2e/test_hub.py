@@ -165,7 +165,7 @@ def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, run, tmp_pa
     record = only_record(tmp_path / "runs")
     assert record["data"]["num_train_samples"] == 120
     assert record["data"]["num_validation_samples"] == 8  # eval_samples
-    assert any("only the answers are in the loss" in note for note in record["notes"])
+    assert any("the loss covers only the answers" in note for note in record["notes"])
     values["output_dir"] = tmp_path / "second"  # the stub no longer runs
     assert_ok(run(hub.endpoint, values, start=train))
     again = only_record(tmp_path / "second")

@@ -67,7 +67,9 @@ def test_refusals_of_the_command_are_one_line(run_dir, tmp_path):
         where = {"endpoint": hub.endpoint, "home": tmp_path}
         result = push(run_dir, "user/tiny", token="hf_wrong", **where)
         assert_refused(result, "401", "hf auth login", f"push {run_dir}/hf user/tiny")
-        assert_refused(push(run_dir, "user/tiny", token="", **where), "needs a token", "HF_TOKEN")
+        assert_refused(
+            push(run_dir, "user/tiny", token="", **where), "a Hugging Face token", "HF_TOKEN"
+        )
         without = shutil.copytree(run_dir, tmp_path / "run")
         shutil.rmtree(without / "best")
         refusal = push(without, "user/tiny", "--best", **where)

@@ -89,10 +89,10 @@ def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
         ({}, ["weight_map is missing"]),
         ({"weight_map": {}}, ["weight_map"]),
         ({"weight_map": {"a": ["b"]}}, ["weight_map.a"]),
-        ({"weight_map": {"a": f"{'b' * 250}.safetensors"}}, ["names 'bbb"]),
-        ({"weight_map": {"a": "/etc/passwd"}}, ["names '/etc/passwd'"]),
-        ({"weight_map": {"a": "../model.safetensors"}}, ["names '../model.safetensors'"]),
-        ({"weight_map": {"a": "model.bin"}}, ["names 'model.bin'"]),
+        ({"weight_map": {"a": f"{'b' * 250}.safetensors"}}, ["refers to 'bbb"]),
+        ({"weight_map": {"a": "/etc/passwd"}}, ["refers to '/etc/passwd'"]),
+        ({"weight_map": {"a": "../model.safetensors"}}, ["refers to '../model.safetensors'"]),
+        ({"weight_map": {"a": "model.bin"}}, ["refers to 'model.bin'"]),
         (
             {"weight_map": {f"t{i}": "model.safetensors" for i in range(100_001)}},
             ["weight_map=", "at most 100000 items"],
@@ -153,7 +153,7 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
             ["h.0.attn.c_attn has no adapter", "All blocks must have adapters of the same"],
         ),
         ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["is not an adapter of a matrix"]),
-        ({}, {"r": 3}, ["has rank 2 and r is 3"]),
+        ({}, {"r": 3}, ["has rank 2, but r is 3"]),
         ({}, {"r": 0}, ["r=0"]),
         ({}, {"lora_alpha": "16"}, ["lora_alpha"]),
         ({}, {"lora_alpha": 0}, ["adapter_config.json: lora_alpha=0"]),
@@ -180,7 +180,9 @@ def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
 def test_adapters_of_an_older_peft_say_how_to_save_them(adapters):
     spec, folder = adapters
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with refused("No such file", f"Open {folder / 'adapter_model.bin'} with PEFT and save it"):
+    with refused(
+        "No such file", f"Load {folder / 'adapter_model.bin'} with PEFT and save it again"
+    ):
         peft.read_folder(spec, folder)
 
 

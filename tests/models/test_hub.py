@@ -204,7 +204,7 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
         ({"model_type": "bert-generation"}, ("bert-generation", "blocks that one module runs")),
         ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
         ({"model_type": "nobody"}, ("nobody",)),
-        ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("code of its own",)),
+        ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),
         ({"model_type": "olmo2", "quantization_config": {"quant_method": "gptq"}}, ("quantized",)),
         ({"model_type": "olmo2", "num_hidden_layers": 10**6}, ("num_hidden_layers=1000000",)),
         (

@@ -38,7 +38,7 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
     for name in UNSPLIT:
         assert lay_out(2, f"strategy={name}", f"model={model}", "max_length=64").layout
     for name in SPLIT:
-        with refused(f"strategy='{name}' cannot divide", "transformers", "llama"):
+        with refused(f"strategy='{name}' cannot split", "transformers", "llama"):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
     spec = find_model(model)
     spec.check_weights(folder)

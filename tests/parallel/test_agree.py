@@ -69,7 +69,7 @@ def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
 def test_another_value_on_another_rank_is_named(tmp_path):
     for said in plan_on_two_ranks(tmp_path, seed=7):
         assert said.startswith(f"rank 1 on {os.uname().nodename} and rank 0 on ")
-        assert "differ in seed. Rank 1 has 7, and rank 0 has 42. Start the same command" in said
+        assert "differ in seed. Rank 1 has 7, but rank 0 has 42. Start the same command" in said
 
 
 def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):

@@ -216,8 +216,8 @@ def test_adapters_that_are_something_else_are_refused(tmp_path):
     file = adapters / "adapter_config.json"
     document = json.loads(file.read_text())
     for key, value, words in (
-        ("init_lora_weights", "pissa", "changed weights of the base"),
-        ("init_lora_weights", "pissa_niter_4", "changed weights of the base"),
+        ("init_lora_weights", "pissa", "changed weights were not saved"),
+        ("init_lora_weights", "pissa_niter_4", "changed weights were not saved"),
         ("init_lora_weights", "olora", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "corda", "changed weights"),
         ("init_lora_weights", "loftq", "changed weights"),
@@ -239,7 +239,7 @@ def test_adapters_that_are_something_else_are_refused(tmp_path):
 def test_a_plan_that_continues_adapters(tmp_path):
     base, adapters = made_by_peft(tmp_path)
     given = {"weights": str(adapters), "dataset": "embedded", "max_length": 64}
-    with refused("come without a tokenizer", "set tokenizer"):
+    with refused("has weights but no tokenizer", "set tokenizer"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
     with refused("2048 tokens", "256 rows"):
@@ -251,7 +251,7 @@ def test_a_plan_that_continues_adapters(tmp_path):
     assert (draft.config.model, draft.config.lora_rank) == (str(base), 8)
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    with refused("are adapters of the weights in", "Set model to auto"):
+    with refused("are adapters for the weights in", "Set model to auto"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
 
 

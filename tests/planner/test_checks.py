@@ -56,7 +56,7 @@ def test_a_limit_on_open_files_that_a_run_exceeds(limit, fits, tmp_path, monkeyp
     if fits:
         checks.check_run(predict(plan, None), here)
         return
-    with refused(f"only {limit} files", "With 2 processes", "ulimit -n 4096"):
+    with refused(f"at most {limit} files", "With 2 processes", "ulimit -n 4096"):
         checks.check_run(predict(plan, None), here)
 
 
@@ -79,11 +79,11 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
     checks.check_packages(draft(tmp_path, "fsdp"))
-    with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
+    with refused("'zero1' needs the package deepspeed", "-r requirements.txt"):
         checks.check_packages(draft(tmp_path, "zero1"))
-    with refused("log_to='mlflow' needs it", "Run: pip install mlflow"):
+    with refused("log_to='mlflow' needs the package mlflow", "Run: pip install mlflow"):
         checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
-    with refused("torchao is not installed", "'adamw-8bit' needs it", "Run: pip install torchao"):
+    with refused("'adamw-8bit' needs the package torchao", "Run: pip install torchao"):
         checks.check_packages(draft(tmp_path, "fsdp", optimizer="adamw-8bit"))
 
 
@@ -259,5 +259,5 @@ def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, mon
     finally:
         build.kill()
         build.wait()
-    with refused(str(folder / "lock"), "no process here builds"):
+    with refused(str(folder / "lock"), "no process on this machine builds"):
         checks.check_extensions(draft(tmp_path, "offload"))

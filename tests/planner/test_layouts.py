@@ -53,9 +53,11 @@ def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
     for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
-        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "pipeline_cut to 14,10"):
+        with refused(
+            f"pipeline_cut='{cut}'", "2 positive numbers", "24 blocks", "pipeline_cut to 14,10"
+        ):
             layout_for(2, strategy="pp", pipeline_cut=cut)
-    with refused("pp=1 makes no pipeline"):
+    with refused("there is no pipeline with pp=1"):
         layout_for(2, strategy="dp", pipeline_cut="12,12")
 
 
@@ -78,7 +80,7 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("pp 2 x dp_shard 3 x tp 2", "12 processes, but the run has 8. Set dp_shard=2, or")),
         (7, {"strategy": "hybrid"}, ("a multiple of 2 processes, but the run has 7. Set pp=7",)),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
-         ("pipeline_schedule='zb-v'", "The strategy's engine has 1f1b", "strategy to pp or 3d")),
+         ("pipeline_schedule='zb-v'", "engine supports only 1f1b", "strategy to pp or 3d")),
         (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
          ("'full' cannot be used", "zb-h1", "Set activation_checkpointing to none")),
     ],

@@ -49,7 +49,7 @@ def test_two_samples_are_enough(tmp_path):
 def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
-    said = "max_steps=9 makes 9 passes over the data instead of epochs=2"
+    said = "max_steps=9 makes 9 passes over the data and overrides epochs=2"
     assert said in plan.notes
 
 

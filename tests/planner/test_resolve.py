@@ -144,8 +144,8 @@ TINY = {"model": "gpt2-tiny"}
         (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
          ("'embedded'", "need their own tokenizer", "random")),
         (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
-        (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "Set fp32")),
-        (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "Set fp16")),
+        (CPU_MACHINE, {"precision": "fp16"}, ("fp16' needs a GPU", "Set precision to fp32")),
+        (OLD, {"precision": "bf16"}, ("'bf16' is not supported by Old", "Set precision to fp16")),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused(machine, values, said):
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
 def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
     for here, said in ((8, False), (2, True), (6, True)):
         plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
-        assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
+        assert any("tp=4 spans several machines" in note for note in plan.notes) == said
 
 
 def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
@@ -217,7 +217,10 @@ def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
     assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **TP)[0].config.async_tp is True
     assert decide(ampere, **TP)[0].config.async_tp is False
     assert decide(ampere, async_tp=True, **TP)[0].config.async_tp is True
-    for machine, why in ((gpu(num_gpus=1), "tp=2 over machines of 1 GPUs"), (CPU_MACHINE, "a CPU")):
+    for machine, why in (
+        (gpu(num_gpus=1), "tp=2 across machines with 1 GPU each"),
+        (CPU_MACHINE, "a CPU"),
+    ):
         with refused(f"async_tp=True cannot be used with {why}", "auto"):
             decide(machine, async_tp=True, **TP)
     with refused("cuda_graphs=True cannot be used with a CPU"):

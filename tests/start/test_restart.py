@@ -111,7 +111,9 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
     assert config.hang_timeout_s != 50  # the key is not part of the work
     assert config.checkpoint_every == "signal"
-    assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")
+    assert notes[0].startswith(
+        "settings of the resumed run: strategy='local_sgd', model='gpt2-tiny', "
+    )
     assert "seed=7" in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
 

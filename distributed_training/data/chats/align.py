@@ -168,7 +168,7 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
     calls = any(message.get("tool_calls") for message in conversation.messages)
     if calls or conversation.tools or conversation.documents:
         what = f"{where} has tools or documents, but the tokenizer has no chat template"
-        fix = "use the tokenizer of a model that was trained for chats, or remove such rows"
+        fix = "use the tokenizer of a chat model, or remove these records"
         raise UserError(what, "the built-in template does not support them", fix)
     text = ""
     spans = []

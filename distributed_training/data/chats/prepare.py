@@ -18,23 +18,23 @@ from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
-SPECIAL = "records have special tokens in their text, which are read as special tokens"
-UNKNOWN = "texts have characters that the tokenizer does not know, so their letters are lost"
-THOUGHTS = "answers lose their reasoning, because the chat template removes it"
-UNENDED = "answers end without a special token, so the model does not learn to stop after them"
+SPECIAL = "records have text that matches special tokens and is tokenized as special tokens"
+UNKNOWN = "texts have characters that the tokenizer does not know, so these characters are lost"
+THOUGHTS = "answers have reasoning that the chat template removes"
+UNENDED = "answers have no special token at the end, so the model does not learn where to stop"
 QUOTED = (
-    "records have tool calls whose arguments are a string, which the chat template quotes again; "
-    "write an object instead"
+    "records have tool calls with arguments as a string, which the chat template quotes again; "
+    "write the arguments as an object"
 )
 COPIED = (
-    'records have a "text" beside their answer, which is not read; to read it instead, add '
+    'records have both a "text" and an answer; to train on the "text" instead of the answer, add '
     "--columns text=text"
 )
 LEFT_OUT = (
-    "records have messages, tool calls, tools or documents that are not in the text, because the "
-    "chat template does not write them"
+    "records have messages, tool calls, tools or documents that the chat template leaves out of "
+    "the text"
 )
-UNREAD = "records are read without these columns:"
+UNREAD = "records have columns that are not read:"
 NO_ANSWER = "no answer to train on"
 _BATCH_SIZE = 64  # conversations per request to the renderer
 

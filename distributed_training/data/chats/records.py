@@ -38,9 +38,9 @@ _ROLES = {
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys, besides content, of values that the model generates in an answer
 _OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
-_NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
+_NOT_ANSWERS = "messages have a training mark that is ignored, because only answers are in the loss"
 _TWO_SYSTEMS = (
-    "records have a system column that is not read, because their messages begin with another "
+    "records have a system column that is not read, because the messages already begin with a "
     "system message"
 )
 # Columns that only a chat template can render
@@ -69,8 +69,8 @@ class Shape:
         keys = self._renamed(record) if isinstance(record, dict) else {}
         missing = [name for name in columns.values() if name not in record]
         if missing:
-            what = f"columns names {shown(missing[0])}, which {where} does not have"
-            raise UserError(what, f"it has {name_some(record)}", "name one of these")
+            what = f"--columns names {shown(missing[0])}, but {where} has no such column"
+            raise UserError(what, f"it has {name_some(record)}", "choose one of these")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
@@ -90,7 +90,7 @@ class Shape:
             self.form, self.names = MESSAGES, (chat,)
         else:
             column = "completion" if PROMPT in keys else TEXT
-            fix = f"write {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
+            fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
             raise UserError(
                 f'{where} has no "{column}" string',
                 f"it has {name_some(keys)}",
@@ -183,7 +183,7 @@ class Shape:
         for turn in self._check(history, "history", where, list, optional=True) or []:
             texts = turn if isinstance(turn, list | tuple) else ()
             if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
-                what = f"{where}: {shown(turn)} in history is not a pair of texts"
+                what = f"{where}: {shown(turn)} in history is not a pair of strings"
                 raise UserError(what, fix='write [["question", "answer"], ...]')
             messages.append({"role": "user", "content": texts[0] or ""})
             if texts[1]:
@@ -241,7 +241,7 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         refuse("role")
     message["role"] = _ROLES.get(role) or role
     if role not in _ROLES:
-        notes[f"messages of the unknown role {shown(role)}"] += 1
+        notes[f"messages have the unknown role {shown(role)}"] += 1
     if not isinstance(message.get("tool_calls") or [], list):
         what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
@@ -250,7 +250,8 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         called = _parsed(content)
         calls = called if isinstance(called, list) else [called]
         if not all(isinstance(call, dict) for call in calls):
-            raise UserError(f"{where} is a function_call, but not a JSON object", shown(content))
+            what = f"{where} is a function_call, but its content is not a JSON object"
+            raise UserError(what, shown(content))
         message |= {
             "content": "",
             "tool_calls": [{"type": "function", "function": c} for c in calls],
@@ -259,14 +260,14 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         for part in content:
             if not _is_text(part):
                 what = f"{where} has a part that is not text: {shown(part)}"
-                raise UserError(what, "only text can be trained on", "remove such rows")
+                raise UserError(what, "only text is supported", "remove such records")
     elif content is None:
         if "content" not in message and not message.get("tool_calls"):
             refuse("content")
         message["content"] = ""
         if message["role"] == ASSISTANT and not _OUTPUTS & message.keys():
             message["weight"] = 0
-            notes["answers are null and not in the loss"] += 1
+            notes["answers have null content, which is not in the loss"] += 1
     elif not isinstance(content, str):
         refuse("content")
     return message
@@ -280,9 +281,11 @@ def _is_trained(message: Message, where: str) -> bool | None:
     if message.get("train_detail"):  # axolotl's mark for parts of a message
         unclear.append("train_detail")
     if unclear:
-        what = f"{where} has {shown(unclear[0])} {shown(message[unclear[0]])}"
+        what = f"{where} has {shown(unclear[0])}: {shown(message[unclear[0]])}"
         raise UserError(
-            what, "a message is either in the loss or not", "write 0 or 1, or remove it"
+            what,
+            "a message must be entirely in the loss or out of it",
+            "set this key to 0 or 1, or remove it",
         )
     return all(values.values()) if values else None
 

@@ -81,7 +81,7 @@ class Renderer:
                 if len(batch) > 1:  # The child may still send later answers.
                     self.close()
                 what = f"{where} cannot be rendered by the chat template"
-                raise UserError(what, answer, "change the row or the chat template")
+                raise UserError(what, answer, "change the record or the chat template")
             samples.append([Rendered(*sample) for sample in answer])
         return samples
 
@@ -106,7 +106,9 @@ class Renderer:
             if not line.endswith("\n"):
                 code = process.wait()
                 self.close()
-                why = f"it takes more than {CPU_S:g} s" if code == -signal.SIGPROF else "it fails"
+                why = f"rendering takes more than {CPU_S:g} s of CPU time"
+                if code != -signal.SIGPROF:
+                    why = "rendering failed"
                 yield f"{why} (exit code {code})"
                 return
             yield json.loads(line)
@@ -195,7 +197,8 @@ def answering(
         except AlignmentError as error:
             return str(error)
         except MemoryError as error:
-            return str(error) or f"it needs more than {MEMORY_BYTES / 2**20:.0f} MiB of memory"
+            mebibytes = MEMORY_BYTES / 2**20
+            return str(error) or f"rendering needs more than {mebibytes:.0f} MiB of memory"
         except Exception as error:  # A template can raise any error.
             return describe(error)
         finally:

@@ -90,7 +90,7 @@ def _check_model_type(document: dict[str, Any]) -> None:
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     remedy = "Use the folder of the model without quantization"
-    _refuse_if(document.get("auto_map"), "has code of its own, which is never run")
+    _refuse_if(document.get("auto_map"), "comes with custom code, which is never run")
     _refuse_if(document.get("quantization_config"), f"has quantized weights. {remedy}")
     _refuse_if(part, f"has a {part}. Use the text model alone")
     _refuse_if(document.get("is_encoder_decoder"), "is an encoder-decoder")
@@ -130,7 +130,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     differ = any(shape != shapes[0] for shape in shapes)
     _refuse_if(is_mixture, "is a mixture of experts")
     _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
-    _refuse_if(other_matrix, f"has a matrix that is not of a linear layer, {other_matrix}")
+    _refuse_if(other_matrix, f"has a matrix outside its linear layers: {other_matrix}")
     _refuse_if(differ, "has blocks of different shapes")
     _refuse_if(head is None or not matrices, "has no linear layers or no output layer")
     all_parameters = sum(p.numel() for p in net.parameters())

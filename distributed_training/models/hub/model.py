@@ -240,6 +240,6 @@ def read_head(net: Any) -> dict[str, float]:
     scale = float(f"{float(y[0] / z[0]):.9g}")
     cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
     if not torch.allclose(y, limit(scale * z, cap), rtol=1e-4):
-        what = "changes its logits by a function other than a factor and a tanh cap"
+        what = "changes its logits by more than a factor and a tanh cap"
         raise UnsupportedError(what)
     return {"scale": scale, "cap": cap}

@@ -27,7 +27,7 @@ AGAINST_M = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
 )  # fmt: skip
 OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
-STEADY = "Consecutive batches: each rank starts its next batch when it has finished the last one"
+STEADY = "Consecutive batches: each rank starts its next batch as soon as it is free"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
@@ -61,8 +61,11 @@ def utilization_comparison(work: Work) -> Figure:
     colors = LINE_COLORS[1], LINE_COLORS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
     legend: list[Artist] = [
-        Patch(facecolor=colors[0], label="makespan: of one batch"),
-        Patch(facecolor=colors[1], label="span: each rank's own in one batch"),
+        Patch(facecolor=colors[0], label="makespan: time of one batch"),
+        Patch(
+            facecolor=colors[1],
+            label="span: from each rank's first to its last operation in a batch",
+        ),
         Line2D([], [], label="steady: batch after batch", **diamond),
     ]
     figure, (ax,) = new_figure(
@@ -240,7 +243,7 @@ def activations_and_versions(work: Work) -> Figure:
     lines = Line2D([], [], color=LINE_COLORS[4], linewidth=2.5, label="weight versions kept")
     legend = [Patch(color=LINE_COLORS[6], label="activations held"), lines]
     notes = [
-        "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
+        "Beside each rank's lane: peak activations / peak versions. All lanes use the same scale",
         f"Time in units: {durations_text(shown[0].stream)}",
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)

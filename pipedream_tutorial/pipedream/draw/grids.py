@@ -328,11 +328,11 @@ def weight_versioning(work: Work) -> Figure:
         counts.append(f"{len(wrong)} {text}")
     backwards = sum(op.kind != "F" for op in ops)
     title = (
-        f"Of {backwards} backward passes, {' and '.join(counts)} see other weights than their "
-        "forward pass did"
+        f"Of {backwards} backward passes, {' and '.join(counts)} use different weights from "
+        "their forward pass"
     )
     box: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "linewidth": 3}
-    outlined = Patch(**box, label="B on other weights than its F")
+    outlined = Patch(**box, label="B with different weights from its F")
     legend = [
         Patch(fc=shades[v], ec=EDGE, lw=0.6, label=f"version {v}")
         for v in range(0, newest + 1, -(-newest // 8) or 1)

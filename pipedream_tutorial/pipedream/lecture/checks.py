@@ -77,11 +77,13 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
         at = f"for microbatches_needed({p}, {percent}) your answer is {m}"
         share = idle(run(build_schedule("gpipe", p, m))).makespan_fraction
         if share > limit:
-            raise WrongAnswer(f"{at}: then {float(share):.1%} is idle, which is more.")
+            raise WrongAnswer(
+                f"{at}. Then {float(share):.1%} of the time is idle, which is more than {percent}%."
+            )
         fewer = build_schedule("gpipe", p, max(1, m - 1))
         if m > 1 and idle(run(fewer)).makespan_fraction <= limit:
-            raise WrongAnswer(f"{at}: that is enough, and so are fewer.")
-    return f"the simulator needs as many at {len(sizes)} sizes."
+            raise WrongAnswer(f"{at}. That is enough, but so is a smaller number.")
+    return f"your numbers agree with the simulator for {len(sizes)} inputs."
 
 
 @graded
@@ -91,7 +93,9 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
     for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
         cut = best_cut(layer_ms)
         if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
-            raise WrongAnswer(f"best_cut({layer_ms}) is {cut!r}: each stage needs a layer")
+            raise WrongAnswer(
+                f"best_cut({layer_ms}) is {cut!r}, but each stage needs at least one layer"
+            )
 
         def batch(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
             stages = tuple(map(Fraction, (sum(layers[:cut]), sum(layers[cut:]))))
@@ -102,8 +106,9 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
         least = min(map(batch, range(1, len(layer_ms))))
         if batch(cut) > least:
             raise WrongAnswer(
-                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch(cut))} ms, and "
-                f"{number(least)} with another cut. Which stage do all microbatches wait for?"
+                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch(cut))} ms, but "
+                f"only {number(least)} ms with another cut. Which stage do all microbatches wait "
+                "for?"
             )
     return "the slower stage sets the pace, and yours is as short as it can be."
 
@@ -117,11 +122,11 @@ def check_one_f_one_b(order: OrderOf) -> str:
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p - rank):
                 raise WrongAnswer(
-                    f"{at} rank {rank} holds {held} microbatches at a time, and "
-                    f"{min(m, p - rank)} would do. When can it run its first backward pass?"
+                    f"{at} rank {rank} holds {held} microbatches at a time, but "
+                    f"{min(m, p - rank)} would be enough. When can it run its first backward pass?"
                 )
         best = build_schedule("1f1b", p, m)
-        _check_time(schedule, best, at, "A rank waits that has a forward to run.")
+        _check_time(schedule, best, at, "A rank waits although it could run a forward pass.")
     return "as fast as GPipe, with min(m, p - rank) microbatches in memory."
 
 
@@ -173,7 +178,7 @@ def check_zero_bubble(order: OrderOf) -> str:
 def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
     time, goal = run(schedule).makespan, run(best).makespan
     if time > goal:
-        raise WrongAnswer(f"{at} the run takes {number(time)}; {number(goal)} would do. {hint}")
+        raise WrongAnswer(f"{at} the run takes {number(time)}; {number(goal)} is possible. {hint}")
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
@@ -257,8 +262,8 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
         if max(off) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
-                f"stage 1. No shape is wrong and nothing crashed: which microbatch's message does "
-                f"each receive take?"
+                "stage 1. All shapes are right and nothing crashed. Which microbatch's message "
+                "does each receive return?"
             )
     return "both stages have the gradient that one GPU computes."
 
@@ -279,11 +284,14 @@ def check_batch_gradient(
         ratio = along / sum(float(b.square().sum()) for b in exact)
         if relative_difference(gradients, [ratio * b for b in exact]) > EXACT:
             off = f"{relative_difference(gradients, exact):.0%}"
-            raise WrongAnswer(f"with m={m} the gradient is off by {off}, also in its direction")
+            raise WrongAnswer(
+                f"with m={m} the gradient is off by {off}, and its direction is wrong"
+            )
         if abs(ratio - 1) > EXACT:
             raise WrongAnswer(
-                f"with m={m} the gradient has the right direction and is {ratio:.3g} times as long "
-                f"as it should be. Training would look fine, at another learning rate."
+                f"with m={m} the gradient has the right direction, but is {ratio:.3g} times as "
+                "long as it should be. Training would seem to work, but with a different "
+                "effective learning rate."
             )
     return "the microbatches' gradients add up to the batch's."
 
@@ -326,9 +334,9 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
     off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
     if max(off) > EXACT:
         shown = ", ".join(f"{100 * error:.2g}%" for error in off)
-        why = ": the step is another one than weight - learning_rate * gradient"
+        why = ". The new weights are not weight - learning_rate * gradient"
         if replaced:
-            seen = "backward passes saw other weights than their forward passes did."
+            seen = "backward passes used different weights from their forward passes."
             why = f". Nothing crashed: {seen}"
         at = "after 16 microbatches the weights of the 4 stages"
         raise WrongAnswer(f"{at} are off by {shown}{why}")

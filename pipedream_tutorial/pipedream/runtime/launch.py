@@ -36,7 +36,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     given = [environment.get(name, "") for name in names]
     if not all(map(str.isdecimal, given)):
-        what = f"RANK is set, and not each of {', '.join(names)} is a number"
+        what = f"RANK is set, but {', '.join(names)} are not all numbers"
         raise UserError(what, "start with torchrun, or unset RANK")
     rank, world_size, local_size = map(int, given)
     if world_size != num_stages:
@@ -47,7 +47,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     if local_size != world_size:
         raise UserError(
             f"{world_size} processes on more than one machine",
-            "start all stages on one machine, because their times are compared on its clock",
+            "start all stages on one machine, because their times must come from one clock",
         )
     return rank
 
@@ -85,10 +85,10 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             if ended.signal_name is not None:  # otherwise the process has printed why
                 what = f"was killed by {ended.signal_name}"
                 if ended.exit_code == -signal.SIGKILL:
-                    what += ", which also happens if memory runs out"
+                    what += ", possibly because memory ran out"
                 print(
                     f"error: stage {ended.error_index} of {num_stages} (process {ended.error_pid}) "
-                    f"{what}; the other stages were ended",
+                    f"{what}; the other stages were stopped",
                     file=sys.stderr,
                 )
             return ended.exit_code if ended.exit_code in (2, DIFFERENT) else 1
@@ -126,11 +126,11 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
             message = str(error)
     except StageLostError as error:
         time.sleep(GRACE_S + 0.1 * rank)  # one rank prints it, and the others are terminated
-        message = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
+        message = f"stage {rank} of {num_stages} stops: {error}; the other stages are stopped"
     except BaseException as error:
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
-        message = f"stage {rank} of {num_stages} failed: {why}; the other stages are ended"
+        message = f"stage {rank} of {num_stages} failed: {why}; the other stages are stopped"
     if message is not None:
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.stdout.flush()

@@ -248,11 +248,11 @@ def render(record: Record) -> str:
         f"{'measured':>8} {'simulated':>9} {'points':>7}",
         *map(_line, cases),
         "",
-        f"* the run that the durations are from ({calibration['schedule']}, "
-        f"m={calibration['num_microbatches']}): forward + backward in ms, {average}; "
-        f"from stage to stage {calibration['communication_ms']:.2f} ms",
+        f"* Durations were measured in this run ({calibration['schedule']}, "
+        f"m={calibration['num_microbatches']}). Forward + backward, in ms: {average}; "
+        f"transfer between stages: {calibration['communication_ms']:.2f}",
         "bubble: idle share of all stages' time; utilization is 100% minus this",
-        "simulated: from mean durations; other programs on this machine can lengthen single "
+        "simulated: from mean durations; other programs on this machine can slow down single "
         "operations",
         "results received before they were sent: "
         f"{sum(case['measured']['received_before_sent'] for case in cases)}",
@@ -265,8 +265,8 @@ def render(record: Record) -> str:
     late = waited_for_host(record)
     if late:
         lines.append(
-            f"the GPU waited for the host to start its work in {', '.join(late)}, so computing "
-            "times there include launching; set a larger microbatch_size"
+            f"the GPU waited for the host to start its work in {', '.join(late)}, so these "
+            "compute times include launch overhead; set a larger microbatch_size"
         )
     return "\n".join(lines)
 

@@ -44,9 +44,11 @@ def build_cases(config: Config) -> list[Case]:
             cases.append(Case(name, m, schedule, policy, limit))
     first = cases[0]
     if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
-        what = "nothing runs" if first.memory else f"{first.name} does not cut its backward passes"
+        what = "no schedule runs before it"
+        if not first.memory:
+            what = f"{first.name}, which runs first, does not cut its backward passes"
         raise UserError(
-            f"schedule=search needs measured times of F, I and W, but {what} before it",
+            f"schedule=search needs measured times of F, I and W, but {what}",
             "set schedule=zb-h1,search",
         )
     return cases
@@ -172,7 +174,10 @@ def run_session(config: Config, command: str, rank: int) -> None:
         torch.save(named, config["weights"])
     differ = [run.case.name for run in runs if run.measured["weights_equal"] is False]
     if differ:
-        print(f"error: weights differ from one process's: {', '.join(differ)}", file=sys.stderr)
+        print(
+            f"error: weights differ from training in one process: {', '.join(differ)}",
+            file=sys.stderr,
+        )
         raise SystemExit(DIFFERENT)
 
 
@@ -181,7 +186,7 @@ def describe(station: Station) -> str:
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
     where = "NCCL, one GPU per process" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":
-        where += f", as there are {gpus} GPUs for {p} stages"
+        where += f", because there are only {gpus} GPUs for {p} stages"
     text = f"{count(p, 'stage')}, one process per stage ({where}): {station.workload.text}"
     if any(station.slept_ms):
         forward, backward = station.slept_ms

@@ -119,7 +119,7 @@ def chimera(p: int, m: int) -> Orders:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
             f"m={m}",
-            f"use p={p + p % 2} and a multiple of it",
+            f"use p={p + p % 2} and a multiple of {p + p % 2} microbatches",
         )
     # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot s +
     # 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the previous one. No rank

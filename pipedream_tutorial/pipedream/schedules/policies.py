@@ -32,7 +32,7 @@ POLICIES: dict[str, Policy] = {
         per_microbatch=True,
     ),
     "vertical": Policy(
-        text="as above, and a microbatch uses the same version number on every stage",
+        text="as above, but a microbatch uses the same version number on every stage",
         per_microbatch=True,
         forward_version=lambda updates, i, m, p: max(0, i - (p - 1)),
     ),
@@ -96,7 +96,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             version = forward[i] = policy.forward_version(updates, i, m, p)
             if version > updates:
                 raise UserError(
-                    f"microbatch {i} would run with version {version} before there is one",
+                    f"microbatch {i} would run with version {version}, which does not exist yet",
                     f"use {p - 1} microbatches per batch or more",
                 )
             in_use[version] += 1

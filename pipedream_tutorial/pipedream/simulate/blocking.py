@@ -40,7 +40,7 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
     if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(
             f"{schedule.name} has several stages per rank",
-            "choose one with a single stage, as 1f1b",
+            "choose a schedule with one stage per rank, such as 1f1b",
         )
     ranks = schedule.ranks()
     programs = []

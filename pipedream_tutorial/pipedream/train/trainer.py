@@ -74,7 +74,8 @@ class _InFlight:
     out: Tensor  # freed by I
     linears: CutLinears  # empty if backward passes are whole
     gradients: Sequence[Tensor | None] = ()
-    """Weight gradients that I has computed. They are None for split linear layers."""
+    """Weight gradients computed during I (the input-gradient half). They are None for split linear
+    layers."""
 
 
 class StageTrainer:

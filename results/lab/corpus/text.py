@@ -99,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("size", help="size of the text, such as 200MB or 10GB")
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--tokenizer", type=Path, default=EMBEDDED_DIR, help="folder of a tokenizer"
+        "--tokenizer",
+        type=Path,
+        default=EMBEDDED_DIR,
+        help="tokenizer folder (default: the embedded tokenizer)",
     )
     parser.add_argument(
         "--work", type=Path, help="folder for the text and the cache (default: one in /tmp)"

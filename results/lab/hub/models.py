@@ -143,7 +143,7 @@ def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = checkout.Parser(description="Measure models through transformers' code.")
     parser.add_argument("output", type=Path, nargs="?")
-    parser.add_argument("--tiny", action="store_true", help="a smoke test on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="run a smoke test on a CPU")
     parser.add_argument("--only", nargs="*", default=[*CASES, TRAINER])
     arguments = parser.parse_args(argv)
     tiny = arguments.tiny

@@ -97,7 +97,9 @@ def our_span(name: str, p: int, m: int, times: Times) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("clone", type=Path, help="a clone of zero-bubble-pipeline-parallelism")
-    parser.add_argument("--cases", type=int, default=300, help="per schedule (default 300)")
+    parser.add_argument(
+        "--cases", type=int, default=300, help="random cases per schedule (default: 300)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     chance = random.Random(given.seed)

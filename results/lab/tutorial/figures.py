@@ -108,8 +108,8 @@ def asynchronous() -> Picture:
         panels.append(Panel(text, row.stream))
     ends = [number(panel.timeline.makespan) for panel in panels]
     title = (
-        f"Two batches of 4 microbatches: with a flush after each until time {ends[0]}, "
-        f"without until {ends[1]}"
+        f"Two batches of 4 microbatches end at time {ends[0]} with a flush after each batch, "
+        f"and at {ends[1]} without"
     )
     return Picture(title, panels)
 
@@ -124,10 +124,10 @@ def interleaving() -> Picture:
 def zero_bubble() -> Picture:
     panels = _batches(("1f1b", "zb-h1", "zb-h2", "zb-v"))
     zero = [panel.text.partition(":")[0] for panel in panels if not any(idle(panel.timeline).span)]
-    title = f"Zero is the idle time between a rank's first and last operation: {' and '.join(zero)}"
+    title = f"No idle time between a rank's first and last operation: {' and '.join(zero)}"
     notes = (
-        "It stays zero from batch to batch only if the optimizer's step does not wait for all "
-        "ranks, as clipping by the global norm does",
+        "From batch to batch, ranks do not idle either, unless the optimizer step waits for all "
+        "ranks, for example to clip the global gradient norm",
     )
     return Picture(title, panels, notes=notes)
 
@@ -229,12 +229,13 @@ def plan() -> Picture:
                for _ in range(stage.replicas)]  # fmt: skip
     rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
     most = max(range(len(names)), key=lambda place: plan.stages[place].replicas)
-    text = f"1F1B of 24 microbatches; once it is full, one every {float(plan.period_s):.3f} s"
+    period = f"{float(plan.period_s):.3f} s"
+    text = f"1F1B with 24 microbatches; when the pipeline is full, one per {period}"
     alone = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
     speed = f"{float(alone / plan.period_s):.2f}"
     title = (
         f"{len(workers)} workers at 1 Gbit/s train GPT-2 {speed} times as fast as one if "
-        f"{plan.stages[most].replicas} of them have the {names[most]}"
+        f"{plan.stages[most].replicas} of them run the {names[most]}"
     )
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
 
@@ -273,10 +274,10 @@ def draw_frontier(record: Record, path: Path) -> Figure:
     """Draw the time of a batch against the memory limit. Fixed schedules are points, and searched
     orders are a curve. There is one panel per communication time."""
     proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
-    least = "the shortest there is, proved" if proved else "the shortest found"
+    least = "proved to be the shortest" if proved else "the shortest found"
     figure, axes = new_figure(
         f"{record['num_stages']} ranks, {record['num_microbatches']} microbatches: with "
-        "communication memory buys time, and search finds what lies between ZB-H1 and ZB-H2",
+        "communication, more memory saves time; search finds orders between ZB-H1 and ZB-H2",
         [4.6],
         columns=2,
         legend=[
@@ -349,7 +350,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         f"{within} of {len(predicted)} predicted runs are within {GPU_GOAL.most:g} points of the "
         f"measured utilization; the worst is off by {abs(points_error(worst)):.1f}",
         [4.4], legend=legend, legend_columns=4, left=1.05,
-        notes=[f"Farthest off: {where}"],
+        notes=[f"Largest error: {where}"],
     )  # fmt: skip
     ax.axhspan(-GPU_GOAL.most, GPU_GOAL.most, color="#EFEFEF", linewidth=0, zorder=0)
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
@@ -418,7 +419,8 @@ def draw_gib(record: Record, path: Path) -> Figure:
     gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
     figure, axes = new_figure(
-        f"What p - r is in GiB: under 1F1B rank 0 takes {first:.1f}, rank {RANKS - 1} {last:.1f}",
+        f"Under 1F1B, rank r holds p - r microbatches: {first:.1f} GiB on rank 0, {last:.1f} GiB "
+        "on the last rank",
         [4.2], columns=2, left=0.95, right=0.3,
         notes=[
             record["workload"].replace(" a stage", " per stage").replace(" a micro", " per micro"),
@@ -515,7 +517,7 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
     )
     largest = max((row["median_relative_error"] or 0 for row in right), default=0)
     with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
-    return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
+    return f"Without stashing, gradients are off by {low} to {high}; with stashing, by {with_it}"
 
 
 def darker(color: str) -> tuple[float, ...]:

@@ -261,8 +261,10 @@ def main() -> None:
     """Write or check the files. Print the names of the files that change."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="make pages and pictures again")
-    action.add_argument("--check", action="store_true", help="only say what is not up to date")
+    action.add_argument("--write", action="store_true", help="regenerate the pages and pictures")
+    action.add_argument(
+        "--check", action="store_true", help="only list the pages and pictures that are out of date"
+    )
     if parser.parse_args().write:
         names = write(FOLDER)
         print("\n".join(f"wrote {name}" for name in names) or "all files are up to date")
@@ -270,7 +272,7 @@ def main() -> None:
     names = stale(FOLDER)
     if names:
         fix = "type python results/lab/tutorial/pages.py --write"
-        print(f"error: not up to date: {', '.join(names)}; {fix}", file=sys.stderr)
+        print(f"error: out of date: {', '.join(names)}; {fix}", file=sys.stderr)
         sys.exit(1)
     print("all files are up to date")
 

@@ -145,7 +145,7 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
         raise UserError(
             f"ZeRO-{layout.zero} communicates at every microbatch, and a pipeline sums gradients "
             "over all of them first",
-            "take ZeRO-1",
+            "use ZeRO-1",
         )
     return sequences // (layout.data * microbatch)
 

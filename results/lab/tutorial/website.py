@@ -105,7 +105,7 @@ def add_fetching_cell(path: Path, repository: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--repository", default="", help="OWNER/NAME on GitHub")
     given = parser.parse_args()
     build_site(given.output, given.repository)
