@@ -53,7 +53,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     nodes, here = [1] * (2 - len(numbers)) + numbers
     if nodes * here > MOST_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
-        raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,}")
+        raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,} GPUs")
     kind = known_gpu(gpu or name)
     machine = Machine(
         num_gpus=here,
