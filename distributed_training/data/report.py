@@ -111,7 +111,9 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         lines.append(line)
     if counts["cut"]:
         line = f"{_number(counts['cut'], 'sample')} truncated to max_length={max_length}"
-        if counts["ends_cut"]:
+        if counts["ends_cut"] == counts["cut"]:
+            line += " within an answer"
+        elif counts["ends_cut"]:
             line += f", {counts['ends_cut']:,} of them within an answer"
         lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
