@@ -102,10 +102,8 @@ class HubDecoder(Decoder):
         norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
         # Plain references, because these modules already have names in `net`. A model without a
         # norm after the blocks has an identity.
-        vars(self).update(
-            inner=inner, token_embedding=net.get_input_embeddings(), head=head,
-            norm_out=norms[-1] if norms else nn.Identity(),
-        )  # fmt: skip
+        vars(self).update(inner=inner, head=head, token_embedding=net.get_input_embeddings())
+        vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
             head._parameters.pop("weight")
         for module in self.modules():
@@ -144,8 +142,7 @@ class HubDecoder(Decoder):
         if past is not None:
             past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
             options["past_key_values"] = past.cache
-        hidden_states: torch.Tensor = self.inner(input_ids=x, **options).last_hidden_state
-        return hidden_states
+        return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
@@ -166,8 +163,7 @@ class HubDecoder(Decoder):
     @property
     def output_weight(self) -> torch.Tensor:
         holder: Any = self.token_embedding if self.size.tied else self.head
-        weight: torch.Tensor = holder._parameters["weight"]
-        return weight
+        return holder._parameters["weight"]  # type: ignore[no-any-return]
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
         """Return a source of weights, initialized on the CPU as transformers does. The weights
@@ -177,11 +173,10 @@ class HubDecoder(Decoder):
 
         def draw(name: str, box: Box) -> Any:
             owner, _, last = name.rpartition(".")
-            module = self.get_submodule(owner)
-            blank: Any = copy.copy(module)
+            blank: Any = copy.copy(self.get_submodule(owner))
             blank.cast_dtype = None  # Initial values written to a cast copy would be lost.
-            blank._parameters = dict(module._parameters)
-            for key, value in module.named_parameters(recurse=False):
+            blank._parameters = dict(blank._parameters)
+            for key, value in list(blank.named_parameters(recurse=False)):
                 blank._parameters[key] = nn.Parameter(torch.empty(value.shape))
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed * 100_003 + indices[name])

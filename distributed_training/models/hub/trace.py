@@ -75,8 +75,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     """Return the forward and backward graphs of the first block for a sample of `length` tokens.
     They are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
     _, inner, (block, *_) = model.find_blocks(net)
-    parameters = dict(block.named_parameters())
-    tensors = parameters | dict(block.named_buffers())
+    tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     cut = aot.min_cut_rematerialization_partition if fused else aot.default_partition
     table = select_decomp_table() if fused else None  # the operations that Inductor sees
     graphs: list[Any] = []
@@ -99,7 +98,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     with contextlib.suppress(_TracedError):
         inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
-    for name, gradient in zip(parameters, gradients, strict=False):
+    for (name, _), gradient in zip(block.named_parameters(), gradients, strict=False):
         if gradient is None:  # for example, a parameter of attention to an encoder
             raise UnsupportedError(f"has blocks that do not use {name}")
     return graphs
