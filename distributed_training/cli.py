@@ -93,7 +93,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     restarts = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
     add(*DRY_RUN, action="store_true", help="check the run and print its settings without training")
-    elsewhere = "with plan or --dry-run: plan for other machines, such as 2x8xH100-80GB"
+    elsewhere = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
     add(
@@ -101,7 +101,9 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start the run even if it is predicted not to fit in memory",
     )
-    strict = "fail if data, weights or tokenizer are missing, instead of using the embedded ones"
+    strict = (
+        "fail if the data, weights or tokenizer are missing, instead of using the embedded ones"
+    )
     add("--strict", action="store_true", help=strict)
     for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
         group = parser.add_argument_group(title)
@@ -240,7 +242,7 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Check this machine for training. With --nodes, measure the links between processes."""
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
-    processes = "with --nodes: start N processes. Under torchrun, leave it out"
+    processes = "with --nodes: number of processes to start. Omit this option under torchrun"
     add("--num_gpus", metavar="N", help=processes)
 
     def act(a: argparse.Namespace) -> int:
@@ -307,14 +309,14 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
         default=40,
         help="sample from this number of most likely tokens (default: 40)",
     )
-    add("--seed", type=int, default=42, help="seed of the sampling (default: 42)")
+    add("--seed", type=int, default=42, help="random seed for sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
 
 
 def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
     add = parser.add_argument
-    run = "a run's folder, such as runs/latest, its hf/, or a folder of adapters or of a model"
+    run = "folder of a run, such as runs/latest, or of an export, adapters or a model"
     add("run", help=run)
     add_model(parser)
     dataset = "data to evaluate on. If it has a validation split, that split is used (default: "
@@ -332,7 +334,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
 def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face's format."""
     add = parser.add_argument
-    add("run", help="a checkpoint's folder, or a run's folder for its newest checkpoint")
+    add("run", help="a checkpoint's folder, or a run's folder, to export its newest checkpoint")
     add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
     merge = "after LoRA training, export the whole model instead of the adapters"

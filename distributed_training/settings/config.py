@@ -54,8 +54,8 @@ class RunConfig(Options):
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
     available, otherwise embedded."""
     validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
-    """Data to evaluate on, in any form that `dataset` accepts. None: the validation split of the
-    dataset, or its last 5%."""
+    """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
+    validation split or, without one, the last 5% of the dataset."""
     columns: Text | None = data(None)
     """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
     columns by their names."""
@@ -105,7 +105,7 @@ class RunConfig(Options):
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(1.0,
         aliases=("gradient_clipping",))
-    """Clip the norm of the whole gradient to this value. None: do not clip."""
+    """Clip the global gradient norm to this value. None: do not clip."""
     dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
     """Dropout on embeddings, attention and residuals."""
     lora_rank: CountOrZero = learning(0, aliases=("lora_r",))
@@ -117,7 +117,7 @@ class RunConfig(Options):
     lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
     """Matrices in each block that get adapters, such as qkv,mlp_in. None: all matrices."""
     strategy: Text = layout(AUTO)
-    """Parallelism strategy, from a folder in `strategies/`. auto: the planner's first choice."""
+    """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout(None)
     """Path of a DeepSpeed JSON to use instead of the strategy's own."""
     dp_replicate: Axis = layout(None)
@@ -216,8 +216,8 @@ class RunConfig(Options):
     push: Text | None = keeping(None, aliases=("hub_model_id",))
     """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
-    """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint
-    and skip the batch, at most once per run."""
+    """Reaction to a loss or gradient that is not finite. stop: end the run. skip: skip the update.
+    rollback: return to the last checkpoint and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = trouble(None)
     """End the run after this many seconds without progress. 0: never. None: no limit for one
     process. With several processes, 600 s, and during a step 20 times the usual step time but at

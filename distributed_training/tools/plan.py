@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also print how long training on N tokens takes, such as 300M or 1B",
     )
-    add("--price", type=float, metavar="P", help="price per GPU-hour: also print the cost")
+    add("--price", type=float, metavar="P", help="also print the cost at this price per GPU-hour")
     add("--json", action="store_true", help="print all layouts as JSON")
     add("--all", action="store_true", help=f"list all layouts instead of the best {SHOWN}")
 

@@ -59,12 +59,12 @@ def test_rollback_is_done_once_and_from_a_checkpoint(tmp_path):
     said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
     assert "after step 5 was skipped" in said
     said = run("dp", tmp_path / "early", steps=[EVERY - 1], on_nonfinite="rollback")
-    assert "Nothing was saved before" in said
+    assert "The run has no earlier checkpoint" in said
 
 
 def test_skip_gives_up_where_no_step_is_finite(tmp_path):
     steps = range(2, 40)
     said = run("dp", tmp_path, steps=steps, on_nonfinite="skip", epochs=3, max_steps=-1)
-    assert ", as in the 10 steps before" in said
+    assert ", as in the previous 10 steps" in said
     record = only_record(tmp_path)
     assert (record["step"], record["skipped_steps"]) == (12, list(range(2, 13)))

@@ -1,4 +1,4 @@
-"""Check that every layout computes the same as one process.
+"""Check that every layout computes the same results as a single process.
 
 The reference is one process without compilation. This process trains twice, the second time with
 another micro-batch size. The difference between these two runs is the rounding error. A layout

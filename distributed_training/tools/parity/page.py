@@ -23,15 +23,19 @@ def summary(trials: Sequence[Trial]) -> list[str]:
     names: dict[str, list[str]] = {}
     for trial in trials:
         names.setdefault(trial.verdict, []).append(trial.name)
-    text = f"{len(names.get(OK, ()))} of {plural(len(trials), 'layout')} agree with one process"
+    agreeing = len(names.get(OK, ()))
+    text = (
+        f"{agreeing} of {plural(len(trials), 'layout')} {'agrees' if agreeing == 1 else 'agree'} "
+    )
+    text += "with the single-process run."
     for verdict, adjective in (
-        ("differs", "differing"), ("failed", "failed"), ("skipped", "skipped"),
-        ("other work", "not comparable by design"),
+        ("differs", "Differing"), ("failed", "Failed"), ("skipped", "Skipped"),
+        ("other work", "Not comparable by design"),
     ):  # fmt: skip
         if layouts := names.get(verdict):
-            text += f", {len(layouts)} {adjective} ({', '.join(layouts)})"
-    reasons = [f"{trial.name} {trial.verdict}: {trial.why}" for trial in trials if trial.why]
-    return [f"{text}.", *reasons]
+            text += f" {adjective}: {len(layouts)} ({', '.join(layouts)})."
+    reasons = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in trials if trial.why]
+    return [text, *reasons]
 
 
 def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
@@ -48,9 +52,9 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     )
     limits = ", ".join(f"{limit:g} for {quantity}" for quantity, limit in LIMITS.items())
     rule = (
-        "Largest relative difference from the single-process run, over all steps and all tensors "
-        "of the weights and of AdamW's state. The tolerance is the larger of a fixed limit "
-        f"({limits}) and {SPREADS} times the difference between the two single-process runs."
+        "Each value is the largest relative difference from the single-process run, over all "
+        "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
+        f"of a fixed limit ({limits}) and {SPREADS} times the difference between the two single-process runs."
     )
     columns = {"layout": [trial.name for trial in trials]}
     for quantity in LIMITS:
