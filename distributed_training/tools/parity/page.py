@@ -54,7 +54,8 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     rule = (
         "Each value is the largest relative difference from the single-process run, over all "
         "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
-        f"of a fixed limit ({limits}) and {SPREADS} times the difference between the two single-process runs."
+        f"of a fixed limit ({limits}) and {SPREADS} times the difference between the two "
+        "single-process runs."
     )
     columns = {"layout": [trial.name for trial in trials]}
     for quantity in LIMITS:
