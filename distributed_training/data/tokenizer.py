@@ -175,6 +175,9 @@ class Tokenizer:
                 raise self._unreadable(f"{name} adds more than {MAX_ADDED:,} tokens")
         if self.is_gpt2:
             return self._load_gpt2()
+        fix = "use the folder that the model's tokenizer was saved in"
+        if not self._files:
+            raise self._unreadable("the folder has no files of a tokenizer", fix)
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -188,7 +191,6 @@ class Tokenizer:
             )
         except BaseException as error:  # transformers can raise any error here.
             _pass_on_interrupts(error)
-            fix = "use the folder that the model's tokenizer was saved in"
             # After this warning, transformers tries tiktoken, whose error would mislead the user.
             matching = [text for text in warnings.texts if _NO_SENTENCEPIECE.match(text)]
             why = matching[0] if matching else ""

@@ -71,18 +71,27 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
+def base_name(folder: Path) -> str:
+    """Return the folder of the base weights of adapters, or their name on the Hub. Raises UserError
+    if the adapters name neither."""
+    name = read_adapters(folder).base_model_name_or_path
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    if not hub.is_repo_id(name):
+        what = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={shown(name)} is not available"
+        why = "it is neither a folder nor the name of a model on the Hub"
+        raise UserError(what, why, "set it to the folder of the base model")
+    return name
+
+
 def base_folder(folder: Path) -> Path:
     """Return `folder` or, if it contains adapters, the folder of their base weights. Raises
     UserError if the base is not available."""
     if not is_adapter(folder):
         return folder
-    name = read_adapters(folder).base_model_name_or_path
+    name = base_name(folder)
     if Path(name).is_dir():
-        return Path(name).resolve()
-    if not hub.is_repo_id(name):
-        what = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={shown(name)} is not available"
-        why = "it is neither a folder nor the name of a model on the Hub"
-        raise UserError(what, why, "set it to the folder of the base model")
+        return Path(name)
     try:
         return fetch_weights(name)
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.models import ModelSpec, find_model
-from distributed_training.models.adapters import is_adapter, read_adapters
+from distributed_training.models.adapters import base_name, is_adapter, read_adapters
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.settings.config import AUTO, Request, with_values
@@ -95,9 +95,8 @@ def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
     from distributed_training.models.peft import read_initial
 
     adapters = read_adapters(folder)
-    base = adapters.base_model_name_or_path
     if config.model == AUTO:
-        decided["model"] = str(Path(base).resolve()) if Path(base).is_dir() else base
+        decided["model"] = base_name(folder)
     spec = find_model(decided.get("model", config.model))
     initial = read_initial(spec, folder)
     targets = None if initial.targets == spec.size.matrix_names else ",".join(initial.targets)
@@ -115,7 +114,8 @@ def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
         decided[key] = value
     if not config.is_set("lora_dropout"):
         decided["lora_dropout"] = adapters.lora_dropout
-    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on {base}"
+    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on "
+    note += adapters.base_model_name_or_path
     if initial.rank != adapters.r:
         note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
         note += "and up) each have their own A matrix"

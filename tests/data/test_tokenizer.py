@@ -310,6 +310,12 @@ def test_a_token_for_half_a_character_has_a_size():
     assert count_bytes(canine, np.array([2]), 3).tolist() == [1, 3, 0]
 
 
+def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with refused(f"tokenizer {tmp_path} cannot be read", "The folder has no files of a tokenizer"):
+        assert Tokenizer(tmp_path).facts
+
+
 def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(EMBEDDED_DIR / name, tmp_path)

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from distributed_training.models import find_model, peft, save_tensors
 from distributed_training.models.adapters import base_folder
 from distributed_training.models.weights import weight_files
+from distributed_training.planner.model import choose_model
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
-from tests.support import refused
+from distributed_training.settings.request import build_config
+from tests.support import CPU_MACHINE, refused
 
 INDEX = "model.safetensors.index.json"
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}
@@ -203,6 +205,9 @@ def test_adapters_whose_base_is_no_folder_here(base, adapters):
     (folder / "adapter_config.json").write_text(json.dumps(document))
     with refused(str(folder), f"{base!r} is not available", "neither a folder"):
         base_folder(folder)
+    config = build_config({"weights": str(folder)})
+    with refused(str(folder), f"{base!r} is not available", "neither a folder"):
+        choose_model(config, CPU_MACHINE, 1, None, [])
 
 
 @pytest.mark.parametrize("damage", ["absent", "pipe", "cut"])
