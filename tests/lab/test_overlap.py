@@ -92,8 +92,8 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
     assert_ok(shown)
     run = only_record(tmp_path)
     (folder,) = run_folders(tmp_path)
-    traces = "trace-rank*.json.gz in the run's folder, for ui.perfetto.dev"
-    assert f"profile steps 4 to 5 in {traces}" in " ".join(shown.stdout.split())
+    traces = "trace-rank*.json.gz in the run's folder (open at ui.perfetto.dev)"
+    assert f"profile steps 4 to 5, in {traces}" in " ".join(shown.stdout.split())
     assert "USDT" not in shown.stderr
     with gzip.open(folder / "trace-rank0.json.gz") as file:
         names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
