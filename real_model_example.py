@@ -54,16 +54,19 @@ def main() -> int:
         keep_bytecode()  # this precedes the imports that it speeds up
         from distributed_training import cli
 
-        return cli.main(CONFIG, __doc__, __file__)
+        return cli.main(CONFIG, str(__doc__), __file__)
     except KeyboardInterrupt:  # Ctrl-C during the imports
         print("interrupted before training began", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         root = Path(os.path.relpath(Path(__file__).parent))
         pinned = (root / "requirements.txt").read_text().splitlines()
-        if (error.name or "").partition(".")[0] not in [line.partition("=")[0] for line in pinned]:
+        required = [line.partition("=")[0] for line in pinned]
+        if (error.name or "").partition(".")[0] not in [*required, "distributed_training"]:
             raise  # the missing module is not one of this project's requirements
         fix = f"{sys.executable} -m pip install -r {root / 'requirements.txt'}"
+        if error.name == "distributed_training":  # python -I and -P skip this script's folder
+            fix = f"{sys.executable} -m pip install -e {root}"
         made = root / ".venv" / "bin" / "activate"
         if made.is_file() and not made.parent.samefile(Path(sys.prefix, "bin")):
             fix = f"source {made}"

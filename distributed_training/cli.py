@@ -203,7 +203,7 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
     its own options."""
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
-    parser.description = tool.__doc__.partition("\n")[0]
+    parser.description = str(tool.__doc__).partition("\n")[0]
     tool.add_options(parser)
     add_keys(parser)
 

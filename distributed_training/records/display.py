@@ -114,7 +114,7 @@ def pasteable(command: str) -> str:
     """Return the command, indented. A long command continues on the next line after a backslash,
     and an option stays on the same line as its value."""
     arguments: list[str] = []
-    for word in map(shlex.quote, shlex.split(command)):
+    for word in map(_quote, shlex.split(command)):
         follows_option = arguments and re.fullmatch(r"--\w+", arguments[-1])
         if follows_option and not word.startswith("--"):
             arguments[-1] += f" {word}"
@@ -127,6 +127,14 @@ def pasteable(command: str) -> str:
             lines.append("   ")
         lines[-1] += f" {argument}"
     return "\n".join(lines)
+
+
+def _quote(word: str) -> str:
+    """Quote a word for bash. Nonprintable characters are escaped as in `$'\\n'`."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = word.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{printable(escaped)}'"
 
 
 def gib(num_bytes: float) -> str:

@@ -40,6 +40,7 @@ from distributed_training.start.ranks import (
     Ranks,
     compute_in_fork,
     current_process,
+    require_loopback,
     run_ranks,
     single_process,
     starting,
@@ -81,6 +82,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
     """Plan the run, write plan.json and run the plan, in this process or in new processes. Return
     the run's exit code."""
     startup = Startup()
+    require_loopback()
     machine = cluster.machine
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:

@@ -125,6 +125,18 @@ def _refuse_other_launchers() -> None:
         raise UserError(what, why, "use --num_gpus N instead of accelerate")
 
 
+def require_loopback() -> None:
+    """Raise UserError if processes of this machine cannot connect to one another, as in a network
+    namespace whose loopback interface is down. Otherwise, they would wait forever."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=5.0).close()
+    except OSError as error:
+        what = f"processes cannot connect to {LOOPBACK}"
+        fix = "enable the loopback interface. Run: ip link set lo up"
+        raise UserError(what, str(error.strerror or error), fix) from None
+
+
 def single_process() -> Process:
     """Return the only process of a run. Set the variables that libraries read, as a launcher
     would."""
@@ -248,6 +260,7 @@ def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
 
 
 def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:
+    require_loopback()
     with socket.create_server((LOOPBACK, 0)) as listener:
         environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,

@@ -85,6 +85,11 @@ def test_a_python_without_the_packages_is_named():
     assert_refused(result, "is not installed in this Python", sys.executable, fix)
 
 
+def test_a_python_that_skips_the_scripts_folder_is_told_to_install_it():
+    result = run_command([sys.executable, "-I", SCRIPT, "plan"])
+    assert_refused(result, "distributed_training is not installed", "-m pip install -e .")
+
+
 def test_what_a_file_of_ones_own_lacks_is_not_looked_for_in_our_packages(tmp_path):
     (tmp_path / "__init__.py").write_text("import no_such_module\n")
     result = run_command([sys.executable, SCRIPT, "--model", tmp_path, "--dry-run"])

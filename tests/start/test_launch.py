@@ -21,7 +21,7 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import launch, rendezvous, run_dir, worker
 from distributed_training.start import launch as launch_module
-from distributed_training.start.ranks import Ended, current_process, single_process
+from distributed_training.start.ranks import Ended, current_process, run_ranks, single_process
 from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.planner.helpers import plan_for
@@ -161,6 +161,15 @@ def test_one_process_is_a_launchers_only_one(monkeypatch):
     with worker.process_group(torch.device("cpu"), store):
         ends = psutil.Process().net_connections("inet")
         assert {end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_processes_that_could_not_connect_are_not_started(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    server = SimpleNamespace(getsockname=lambda: address, close=lambda: None)  # closed
+    monkeypatch.setattr(socket, "create_server", lambda *_: contextlib.nullcontext(server))
+    with refused("cannot connect to 127.0.0.1. Connection refused", "ip link set lo up"):
+        run_ranks(lambda: 0, 2)
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

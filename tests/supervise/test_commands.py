@@ -1,6 +1,7 @@
 """Test the commands that a run prints for its user."""
 
 import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,3 +55,11 @@ def test_long_commands_can_be_pasted():
     text = pasteable(shlex.join(words))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert shlex.split(text.replace("\\\n", "")) == words
+
+
+def test_names_with_control_characters_can_be_pasted():
+    words = ["printf", "%s;", "\x1b[31mit's \\n", "a\nb", "\u202eü"]
+    text = pasteable(shlex.join(words))
+    assert text.isprintable()
+    printed = subprocess.check_output(["bash", "-c", text], env={"LC_ALL": "C.UTF-8"}, text=True)
+    assert printed == "".join(f"{word};" for word in words[2:])
