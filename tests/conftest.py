@@ -17,8 +17,10 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
-# Background processes of a shell without job control ignore Ctrl-C, and nohup ignores hang-ups.
+# Background processes of a shell without job control ignore Ctrl-C and SIGQUIT, and nohup ignores
+# hang-ups.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Ignore the measurements of `plan --calibrate` on this machine.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull

@@ -76,5 +76,7 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
 
 def test_several_stages_a_rank_are_refused() -> None:
     for name in ("interleaved", "zb-v", "chimera"):
-        with pytest.raises(UserError, match=f"{name} has several stages per rank; choose one"):
+        with pytest.raises(
+            UserError, match=f"{name} has several stages per rank; choose a schedule with one"
+        ):
             blocking_programs(build_schedule(name, 2, 4))

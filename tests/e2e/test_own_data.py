@@ -39,7 +39,7 @@ def test_a_model_of_chats_answers(tmp_path):
     assert record["data"]["num_train_samples"] == 40
     assert record["data"]["num_validation_samples"] == HELD_OUT
     (note,) = [note for note in record["notes"] if "answers" in note]
-    assert 10 < float(re.search(r"the loss: ([\d.]+)%", note)[1]) < 60
+    assert 10 < float(re.search(r"([\d.]+)% of the tokens", note)[1]) < 60
     assert record["sample"] == "user: And of Italy?\nassistant: Rome."
     run_dir = record["run_dir"]
     asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)
