@@ -196,7 +196,7 @@ def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
 
 
 def started(run_dir: Path) -> RunRecord:
-    """Create the record of a run that starts, and return it."""
+    """Create and return the record of a run that has just started."""
     values = record_values(finished=False)
     del values["started_at"]
     return start_record(run_dir, **values)

@@ -61,7 +61,8 @@ class Samples:
         return replace(self._select(order), firsts=firsts, max_documents=most)
 
     def _select(self, parts: Any) -> "Samples":
-        """Return samples with some of the parts, given as an index of arrays."""
+        """Return samples with only the given parts, in the given order. `parts` is a slice or an
+        array of part indices."""
         return replace(
             self,
             starts=self.starts[parts],

@@ -139,7 +139,8 @@ def _update(
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Hash int32 values ("lowbias32" of hash-prospector, whose shifts are logical)."""
+    """Hash int32 values with lowbias32 from hash-prospector. Its shifts are logical, so the sign
+    bits that torch's shifts copy are masked out."""
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)

@@ -118,8 +118,9 @@ def replace_by_dequantized(module: nn.Module) -> None:
 
 
 def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
-    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place. The
-    matrices are first rounded to the dtype of the model's parameters."""
+    """Read the matrices of a model's blocks from `source`, quantize them to NF4 on `device` one at
+    a time, and replace the model's parameters with the codes. Each matrix is first rounded to the
+    dtype of the parameter that it replaces."""
     scales: dict[str, torch.Tensor] = {}
     for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):

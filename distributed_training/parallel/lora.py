@@ -71,9 +71,9 @@ class Adapter(nn.Module):
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
-        """Create the adapter from a [rank, in] and b [out, rank]. Set `mask_rank` to this process's
-        rank along tp if the ranks have the same random state but different columns of the input.
-        Each rank then draws a different dropout mask."""
+        """Create the adapter from the matrices `a`, [lora_rank, in], and `b`, [out, lora_rank]. Set
+        `mask_rank` to this process's rank along tp if the ranks have the same random state but
+        different columns of the input. Each rank then draws a different dropout mask."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)

@@ -120,7 +120,8 @@ def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 
 
 def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
-    """Return the bytes of each component of a process when their sum is largest."""
+    """Return the bytes of each memory component of a process at the moment of a step when the
+    process uses the most memory."""
     kept = sum(mechanism.kept(at) for mechanism in mechanisms)
     backward = sum(mechanism.backward(at) for mechanism in mechanisms)
     held = partial(_held, at, mechanisms, _state_of(at, mechanisms))

@@ -199,7 +199,7 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
-    """Return one line for each count that differs from its formula."""
+    """Return one line for each rank of each case whose counts differ from the formulas."""
     lines = []
     for name, case in cases.items():
         for rank in case["ranks"]:

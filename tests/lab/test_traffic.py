@@ -1,5 +1,6 @@
-"""Test the formulas for communication volume against recorded counts, the figures that documents
-quote, and the tables of smaller and fewer exchanges."""
+"""Test the formulas for communication volume against recorded counts and against the figures in
+documents. Also test that the tables about smaller and less frequent exchanges match the recorded
+runs."""
 
 import json
 

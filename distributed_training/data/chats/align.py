@@ -46,11 +46,12 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    One sample contains all answers that the template renders in the whole conversation as it would
-    for generation. Every other answer gets a separate sample. `skip` contains the indices of
-    messages that are not in the loss. `marked` contains the spans between the template's generation
-    marks, or is None if the template has no such marks. `marks` matches special tokens. Raises
-    AlignmentError if an answer cannot be found."""
+    If `marked` is None, one sample contains all answers that the template renders in the whole
+    conversation as it would for generation. Every other answer gets a separate sample. If the
+    template marks the text to train on, `marked` contains the marked spans. The result is then one
+    sample with these spans, or no sample if none remain. `skip` contains the indices of messages
+    that are not in the loss. The pattern `marks` matches special tokens. Raises AlignmentError if
+    an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:

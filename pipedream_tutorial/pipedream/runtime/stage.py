@@ -109,10 +109,9 @@ class Clock:
     all processes of a host share. (Zero points taken after a barrier would differ, because
     processes leave the barrier at different times.)
 
-    A GPU works after the call has returned, so its clock consists of CUDA events. Before each run,
-    the events are related to the host's time: an event is recorded and awaited 20 times. The time
-    of the event is the middle of the shortest wait.
-    """
+    On a GPU, calls return before their computation has finished, so the clock uses CUDA events. A
+    new clock records 20 events and waits for each. The event with the shortest wait becomes the
+    zero point, and its host time is the middle of that wait."""
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event` creates an event like torch.cuda.Event with timing: record(), synchronize(),

@@ -47,11 +47,13 @@ class Row:
 
     @property
     def memory_compares(self) -> bool:
-        """Return whether the measured peak can be compared with the prediction. Earlier runs of the
-        process may have left at most a quarter of the fullest rank's peak. Early records do not
-        contain how much of this memory was in use. Runs with a searched order are excluded, because
-        early records do not contain the order. Early runs with a loss in chunks are excluded,
-        because their chunks took more memory."""
+        """Return whether the measured peak can be compared with the prediction.
+
+        Memory that previous runs left in the process counts toward the peak. Old records do not say
+        how much of this memory was in use, so they are excluded unless it is less than a quarter of
+        the fullest rank's peak. Runs with a searched order are excluded, because old records do not
+        contain the order. Old runs that computed the loss in chunks are excluded, because their
+        chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False
