@@ -1,9 +1,12 @@
-"""Test AdamW with Adam moments in bf16 and in 8 bits."""
+"""Test AdamW with Adam moments in bf16 and in 8 bits, and clipping."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distributed_training.engines import optimizers
+from distributed_training.engines.native import NativeEngine
 from distributed_training.engines.optimizers import AdamWBf16, build_optimizer
 from tests.planner.helpers import merged
 
@@ -77,3 +80,23 @@ def test_an_update_that_is_left_out_changes_nothing():
     optimizer.step()
     assert torch.equal(parameter, weights)
     assert all(torch.equal(before[key], now) for key, now in optimizer.state[parameter].items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_does_what_torch_does(fused):
+    """Fused AdamW divides by the clipping factor itself. Without a GPU, only this test runs it."""
+    weights = []
+    for engine_clips in (True, False):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))
+        optimizer = torch.optim.AdamW([parameter], lr=RATE, fused=fused)
+        config = merged({"max_grad_norm": 3.0})
+        engine = SimpleNamespace(config=config, optimizer=optimizer, local={parameter: parameter})
+        for seed in range(6):
+            parameter.grad = normal(seed, scale=0.02 * seed)  # norms from 0 to 9
+            if engine_clips:
+                NativeEngine._clip(engine, parameter.grad.norm())
+            else:
+                torch.nn.utils.clip_grad_norm_(parameter, 3.0)
+            optimizer.step()
+        weights.append(parameter.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-7)
