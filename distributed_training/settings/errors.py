@@ -115,12 +115,15 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
 
 def refused_variable(error: ValueError | RuntimeError) -> UserError | None:
     """Return an error that names the environment variable of torch or Hugging Face that a library
-    refused. The message of `error` has its name or value. Return None if there is none."""
+    refused. Return None if there is none.
+
+    The message of `error` contains the name of the variable, or its value in quotes or after a
+    colon. A value elsewhere in the message, such as 9.0 or True, has another cause."""
     message = str(error)
     for name, value in os.environ.items():
+        quoted = rf"(: |['\"]){re.escape(value)}(?!\w)"
         if name.startswith(("TORCH", "PYTORCH_JIT", "HF_")) and (
-            re.search(rf"\b{name}\b", message)
-            or (len(value) > 2 and value in message and not os.path.isabs(value))
+            re.search(rf"\b{name}\b", message) or (value and re.search(quoted, message))
         ):
             what = f"{name} has a value that is not accepted"
             return UserError(what, describe(error), f"unset {name}")
