@@ -418,7 +418,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             raise UserError("the current folder has been removed", fix=fix) from None
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
-            fix = did_you_mean(name, COMMANDS, "see --help")
+            options = [f"--{key}" for key in KEYS]
+            fix = did_you_mean(name, [*COMMANDS, *options], "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
         use_private_caches()
         program = Program(

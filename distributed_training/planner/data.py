@@ -172,7 +172,13 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
         notes.append(f"records are padded, because {whose} cannot keep packed records apart")
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
-    steps_per_epoch = math.ceil(len(train) / draft.batch.global_batch_size)
+    batch_size = draft.batch.global_batch_size
+    if len(train) < batch_size:
+        note = f"each step trains on the whole dataset, because the batch of {batch_size} samples "
+        notes.append(
+            f"{note}is larger than the dataset ({len(train)}). Consider a lower batch_size"
+        )
+    steps_per_epoch = math.ceil(len(train) / batch_size)
     num_steps = config.epochs * steps_per_epoch
     # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small text
     # may have fewer steps.
