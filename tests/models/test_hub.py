@@ -147,8 +147,9 @@ def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
             torch.testing.assert_close(parameter, reference.get_parameter(name))
 
 
-def test_arithmetic_in_bf16_rounds_weights_and_leaves_rotary_frequencies(tmp_path):
-    folder = make_folder("gemma2", tmp_path)
+@pytest.mark.parametrize("kind", ["gemma2", "xglm"])  # xglm adds fp32 positions
+def test_arithmetic_in_bf16_rounds_weights_and_leaves_buffers(kind, tmp_path):
+    folder = make_folder(kind, tmp_path)
     _, model = build(folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     model.compute_dtype = torch.bfloat16

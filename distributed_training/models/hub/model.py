@@ -114,6 +114,8 @@ class HubDecoder(Decoder):
                 module.register_forward_hook(_cast_output)
             elif names := tuple(name for name, _ in module.named_parameters(recurse=False)):
                 module.__class__ = _cast_class(type(module), names)  # type: ignore[arg-type]
+        # Embeddings of positions may be fp32 buffers, which would make the whole residual fp32.
+        self.blocks["0"].register_forward_pre_hook(_cast_input)
         self.compute_dtype = None
 
     @property
@@ -202,6 +204,10 @@ def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
     return x.to(module.cast_dtype or x.dtype)
 
 
+def _cast_input(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (_cast_output(block, None, args[0]), *args[1:])
+
+
 @functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
 def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
     """Return a subclass of `cls` that reads the parameters `names` in its `cast_dtype`."""
@@ -235,6 +241,5 @@ def read_head(net: Any) -> dict[str, float]:
     scale = float(f"{float(y[0] / z[0]):.9g}")
     cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
     if not torch.allclose(y, limit(scale * z, cap), rtol=1e-4):
-        what = "changes its logits by more than a factor and a tanh cap"
-        raise UnsupportedError(what)
+        raise UnsupportedError("changes its logits by more than a factor and a cap")
     return {"scale": scale, "cap": cap}
