@@ -57,7 +57,7 @@ def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> 
     index = (site / "index.html").read_text()
     assert "colab.research.google.com/github/owner/name/blob/gh-pages/lecture.ipynb" in index
     assert 'href="explorer.html#schedule=zb-v&amp;other=1f1b"' in index
-    assert 'id="6-what-production-runs"' in index
+    assert 'id="6-pipelines-in-production"' in index
     book = json.loads((site / "lecture.ipynb").read_text())
     assert "git clone --quiet --depth 1 https://github.com/owner/name" in book["cells"][0]["source"]
 

@@ -49,14 +49,14 @@ def utilization_comparison(work: Work) -> Figure:
         family = "pipedream" if row.name.startswith("pipedream") else row.name
         bars[tuple(1 - idle for idle in idles), family].append(row.title)
     ordered = [
-        (shares, f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0])
+        (shares, f"{titles[0]}, all {len(titles)} variants" if len(titles) > 1 else titles[0])
         for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
     ]
     steady = sum(row.steady_idle == 0 for row in work.found)
     title = (
         f"{work.config['num_stages']} ranks, {work.config['num_microbatches']} microbatches: busy "
-        f"from {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's "
-        f"makespan; {steady} of {len(work.found)} schedules never idle when batch follows batch"
+        f"for {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
+        f"{steady} of {len(work.found)} schedules never idle between consecutive batches"
     )
     colors = LINE_COLORS[1], LINE_COLORS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
@@ -66,7 +66,7 @@ def utilization_comparison(work: Work) -> Figure:
             facecolor=colors[1],
             label="span: from each rank's first to its last operation in a batch",
         ),
-        Line2D([], [], label="steady: batch after batch", **diamond),
+        Line2D([], [], label="steady: consecutive batches", **diamond),
     ]
     figure, (ax,) = new_figure(
         title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95,
@@ -137,10 +137,11 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
     least, *_, most = falling
     title = (
-        f"More microbatches, less bubble: on {p} ranks GPipe idles {percent(falling[least][0])} of "
-        f"its makespan at m = {least} and {percent(falling[most][0])} at m = {most}"
+        f"More microbatches shrink the bubble: on {p} ranks, GPipe idles for "
+        f"{percent(falling[least][0])} of its makespan at m = {least} and "
+        f"{percent(falling[most][0])} at m = {most}"
     )
-    notes = ["Lines: closed forms, where they hold; points: simulation"]
+    notes = ["Lines: closed forms, for the m for which they hold; points: simulation"]
     legend = [
         Line2D([], [], label=", ".join(curve.titles), **_curve_style(index))
         for index, curve in enumerate(curves)
@@ -204,11 +205,16 @@ def memory_vs_bubble(work: Work) -> Figure:
             front.append((x, y))
     best = [text.partition(" (")[0] for point in front for text in places[point]]
     are = "are" if len(best) > 1 else "is"
-    title = f"Idle time against memory: only {', '.join(best)} {are} beaten by no other schedule"
-    legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
+    title = f"Idle time against memory: only {', '.join(best)} {are} Pareto-optimal"
+    legend = [
+        Line2D(
+            [], [], label="Pareto-optimal: no other schedule is at least as good in both", **BEST
+        ),
+        Line2D([], [], label="other schedules", **BEATEN),
+    ]
     wrong = [row.title for row in work.found if not row.policy.stashed]
-    size = f"A copy of a rank's weights counts as {number(weights)}"
-    notes = [STEADY, f"{size}. Left out, because its gradients are wrong: {', '.join(wrong)}"]
+    size = f"A copy of a rank's weights takes {number(weights)} times the memory of a microbatch"
+    notes = [STEADY, f"{size}. Not shown, because its gradients are wrong: {', '.join(wrong)}"]
     figure, (ax,) = new_figure(title, [5.6], legend=legend, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
@@ -216,7 +222,7 @@ def memory_vs_bubble(work: Work) -> Figure:
         ax.plot([float(x) for x, _ in points], [float(y) for _, y in points], **style)
     ax.grid(color="#E6E6E6")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.set_xlabel("idle share of the ranks' time, batch after batch", fontsize=TEXT)
+    ax.set_xlabel("idle share of the ranks' time, with consecutive batches", fontsize=TEXT)
     ax.set_ylabel("peak memory of the fullest rank, in microbatches", fontsize=TEXT)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel_title(ax, "In brackets: microbatches whose activations are held + copies of the weights")
@@ -237,8 +243,8 @@ def activations_and_versions(work: Work) -> Figure:
     most = max(shown, key=lambda row: max(row.weight_copies))
     held, kept = max(fullest.peak_activations), max(most.weight_copies)
     title = (
-        f"Two batches: {fullest.title} holds up to {number(held)} microbatches' activations on a "
-        f"rank, {most.title} up to {number(kept)} weight versions"
+        f"Two batches: a rank holds the activations of up to {number(held)} microbatches under "
+        f"{fullest.title}, and up to {number(kept)} weight versions under {most.title}"
     )
     lines = Line2D([], [], color=LINE_COLORS[4], linewidth=2.5, label="weight versions kept")
     legend = [Patch(color=LINE_COLORS[6], label="activations held"), lines]

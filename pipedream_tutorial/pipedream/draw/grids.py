@@ -204,7 +204,7 @@ def cost_text(timeline: Timeline) -> str:
     """Return a timeline's end, its idle share, and the microbatches that each rank holds."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
     ends = number(timeline.makespan)
-    return f"ends at {ends}, idle {idle_share(timeline)}; microbatches held at most by rank {held}"
+    return f"ends at {ends}, idle {idle_share(timeline)}; most microbatches held, by rank: {held}"
 
 
 def durations_text(timeline: Timeline) -> str:
@@ -224,7 +224,7 @@ def naive_pipeline(work: Work) -> Figure:
     """Draw one microbatch at a time, which leaves most of the picture idle."""
     timeline = measure("naive", work.config).batch
     title = (
-        f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
+        f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
         f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
     )
     return lay_out(title, [Panel("", timeline)], tall=1.6)
@@ -242,8 +242,8 @@ def microbatch_forward(work: Work) -> Figure:
         f"time {number(cut.makespan)} instead of {number(whole.makespan)}"
     )
     all_of_it = f"0-{m - 1}" if m > 1 else "0"
-    above = f"The batch in one piece: ranks idle {idle_share(whole)}"
-    below = f"The same batch as {m} microbatches: ranks idle {idle_share(cut)}"
+    above = f"The batch in one piece: ranks idle for {idle_share(whole)}"
+    below = f"The same batch as {m} microbatches: ranks idle for {idle_share(cut)}"
     panels = [Panel(above, whole, [lambda _: all_of_it]), Panel(below, cut)]
     return lay_out(title, panels, tall=1.4)
 
@@ -260,8 +260,8 @@ def microbatch_backward(work: Work) -> Figure:
     timeline = measure("gpipe", work.config).batch
     last = forwards_only(timeline).makespan
     title = (
-        f"GPipe, {work.config['num_microbatches']} microbatches: forwards until time "
-        f"{number(last)}, backwards until {number(timeline.makespan)}; ranks idle "
+        f"GPipe, {work.config['num_microbatches']} microbatches: forward passes until "
+        f"time {number(last)}, backward passes until {number(timeline.makespan)}; ranks idle for "
         f"{idle_share(timeline)}"
     )
     return lay_out(title, [Panel("", timeline)], tall=1.6)
@@ -322,7 +322,7 @@ def weight_versioning(work: Work) -> Figure:
         both = used | {op: f"{used[op]}\u2260{forward[op]}" for op in wrong}
         color = {op: shades[version[op]] for op in ops}
         peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
-        title = f"{text.capitalize()}: versions kept by rank {peaks}"
+        title = f"{text.capitalize()}: versions kept, by rank: {peaks}"
         labels = [cells.__getitem__ for cells in (both, used, name)]
         panels.append(Panel(title, timeline, labels, color.__getitem__, set(wrong)))
         counts.append(f"{len(wrong)} {text}")

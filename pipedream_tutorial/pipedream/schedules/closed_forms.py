@@ -157,7 +157,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
             (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
         ),
         peak_activations=lambda c, r: min(c.m, c.p),
-        idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's span min(F,W) for min(F,I,W)",
+        idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); own span of rank 0 has min(F,W)",
         published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
         source="2401.10241",
     ),

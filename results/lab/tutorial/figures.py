@@ -90,11 +90,11 @@ def one_f_one_b() -> Picture:
     for name in ("gpipe", "1f1b"):
         row = row_of(name)
         held = ", ".join(map(number, row.peak_activations))
-        text = f"{row.title}: ends at {number(row.batch.makespan)}; microbatches held at most"
-        panels.append(Panel(f"{text} by rank {held}", row.batch))
+        text = f"{row.title}: ends at {number(row.batch.makespan)}; most microbatches held"
+        panels.append(Panel(f"{text}, by rank: {held}", row.batch))
     most = [number(max(row_of(name).peak_activations)) for name in ("gpipe", "1f1b")]
     title = (
-        f"1F1B takes as long as GPipe, and a rank holds {most[1]} microbatches instead of {most[0]}"
+        f"1F1B takes as long as GPipe, but a rank holds {most[1]} microbatches instead of {most[0]}"
     )
     return Picture(title, panels)
 
@@ -137,7 +137,7 @@ def two_directions() -> Picture:
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
     flushed = number(max(idle(row_of("1f1b").batch).makespan))
     title = (
-        f"Filled from both sides: a rank idles for {idles[0]} time units under "
+        f"Filled from both ends: a rank idles for {idles[0]} time units under "
         f"{SCHEDULES['dualpipe-v'].title}, {idles[1]} under {SCHEDULES['chimera'].title}, "
         f"{flushed} under 1F1B"
     )
@@ -150,8 +150,8 @@ def communication() -> Picture:
     without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b", "zb-h2")]
     costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=True)]
     title = (
-        f"A message takes {number(c)}, as long as a forward: it costs GPipe {costs[0]}, 1F1B "
-        f"{costs[1]} and ZB-H2 {costs[2]} time units"
+        f"Messages take {number(c)}, as long as a forward pass. They delay GPipe by {costs[0]}, "
+        f"1F1B by {costs[1]} and ZB-H2 by {costs[2]} time units"
     )
     return Picture(title, panels, legend=[*kind_legend([p.timeline for p in panels]), MESSAGE])
 
@@ -220,8 +220,9 @@ def plan() -> Picture:
         for stage in plan.stages
     ]
     notes = tuple(
-        f"{name[:1].upper()}{name[1:]}: F + B are drawn as long as its {stage.replicas} workers "
-        f"synchronize, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
+        f"{name[:1].upper()}{name[1:]}: F + B are drawn with the {float(stage.sync_s):.2f} s for "
+        f"which its {stage.replicas} workers synchronize. They compute for only "
+        f"{float(stage.compute_s):.2f} s"
         for name, stage in zip(names, plan.stages, strict=True)
         if stage.sync_s > stage.compute_s
     )
@@ -281,10 +282,10 @@ def draw_frontier(record: Record, path: Path) -> Figure:
         [4.6],
         columns=2,
         legend=[
-            Line2D([], [], label=f"search: {least} (one stage per rank)", **CURVE),
+            Line2D([], [], label=f"search: {least}, with one stage per rank", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
-        notes=["F = I = W = 1 on every rank; two stages per rank may beat one: ZB-V does at c = 0"],
+        notes=["F = I = W = 1 on every rank. Two stages per rank can be faster: ZB-V is at c = 0"],
     )
     times = sorted({row["communication"] for row in record["rows"]})
     for ax, communication in zip(axes, times, strict=True):
@@ -302,7 +303,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
         ax.set_ylim(0.9 * min(y for _, y in (*curve, *named)), 1.1648 * max(y for _, y in named))
         ax.set_xlim(2.5, max(x for x, _ in curve) + 1.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("activations held on the fullest rank, microbatches", fontsize=TEXT)
+        ax.set_xlabel("peak activations on the fullest rank, in microbatches", fontsize=TEXT)
         ax.grid(color="#E6E6E6")
         line = [
             (float(x), float(y))
@@ -345,10 +346,10 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     for kind, marker in markers.items():
         legend.append(Line2D([], [], label=kind, **dot | {"marker": marker}))
     filled = dot | {"marker": "o", "markerfacecolor": "black"}
-    legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
+    legend.append(Line2D([], [], label="run that provided the times (filled)", **filled))
     figure, (ax,) = new_figure(
         f"{within} of {len(predicted)} predicted runs are within {GPU_GOAL.most:g} points of the "
-        f"measured utilization; the worst is off by {abs(points_error(worst)):.1f}",
+        f"measured utilization; the largest error is {abs(points_error(worst)):.1f}",
         [4.4], legend=legend, legend_columns=4, left=1.05,
         notes=[f"Largest error: {where}"],
     )  # fmt: skip
@@ -367,7 +368,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     ax.set_xlabel("measured utilization", fontsize=TEXT)
     ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
     ax.annotate(
-        f"the goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),
+        f"goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),
         xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
         fontsize=SMALL, color=GRAY,
     )  # fmt: skip
@@ -378,9 +379,10 @@ SEARCHED = "order found by search"
 KIND_OF = {
     "gpipe": "whole backward passes", "1f1b": "whole backward passes",
     "interleaved": "whole backward passes", "pipedream": "no flush",
-    "zb-h1": "backward passes cut", "zb-h2": "backward passes cut",
-    "zb-v": "cut, in a V", "zb-v-fixed": "cut, in a V", "v-half": "cut, in a V",
-    "v-min": "cut, in a V",
+    "zb-h1": "split backward passes", "zb-h2": "split backward passes",
+    "zb-v": "split, stages in a V", "zb-v-fixed": "split, stages in a V",
+    "v-half": "split, stages in a V",
+    "v-min": "split, stages in a V",
 }  # fmt: skip
 """Kind of a record's schedule, for prediction.png."""
 
@@ -424,8 +426,8 @@ def draw_gib(record: Record, path: Path) -> Figure:
         [4.2], columns=2, left=0.95, right=0.3,
         notes=[
             record["workload"].replace(" a stage", " per stage").replace(" a micro", " per micro"),
-            f"{_machine(record)}, m = 8; ZB-V in torch's fixed order, V-Half and V-Min as their "
-            "block repeated",
+            f"{_machine(record)}, m = 8; ZB-V in torch's fixed order, V-Half and V-Min "
+            "without reordering",
         ],
     )  # fmt: skip
     ranks = range(RANKS)
@@ -448,7 +450,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
         ax.set_xlabel("rank r", fontsize=TEXT)
         ax.set_ylim(0)
         ax.grid(color="#E6E6E6")
-    panel_title(axes[0], "Simulated: microbatches held at most")
+    panel_title(axes[0], "Simulated: most microbatches held")
     panel_title(axes[1], "Measured: peak memory, GiB")
     return save(figure, path, gib_digest(record))
 
@@ -481,8 +483,8 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
             _error_line(axes[0], curve, dashes, i, f"p = {p}" if dashes == "-" else "")
     axes[0].set_xscale("log")
     axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes[0].set_xlabel("learning rate (of a batch)", fontsize=TEXT)
-    panel_title(axes[0], "All stages: without stashing, and with (dotted)")
+    axes[0].set_xlabel("learning rate of a batch", fontsize=TEXT)
+    panel_title(axes[0], "All stages: without stashing, and with stashing (dotted)")
     rates = sorted({row["learning_rate"] for row in numbers})
     rate = rates[len(rates) // 2]
     for row in numbers:
@@ -491,7 +493,7 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
             name = f"p = {row['num_stages']}"
             _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, at=0)
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[1].set_xlabel("stage (the last one sees no update in between)", fontsize=TEXT)
+    axes[1].set_xlabel("stage (on the last, B directly follows F)", fontsize=TEXT)
     panel_title(axes[1], f"By stage, without stashing, learning rate {rate:g}")
     axes[1].set_xlim(-0.3, 0.3 + max(depths) - 1)
     drawn = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])

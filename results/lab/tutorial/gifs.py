@@ -117,12 +117,12 @@ def w_fills_holes() -> Animation:
     whole = _run(build_schedule("1f1b", 4, 8))
     at_once = _cut_in_place(whole.schedule)
     steps = [
-        ("1F1B, the backward pass whole", whole),
+        ("1F1B with whole backward passes", whole),
         ("Each backward pass is I and W", _halved(whole, at_once)),
-        ("A stage waits only for the next one's I", _run(at_once)),  # prose: published text
+        ("A stage waits only for the next stage's I", _run(at_once)),  # prose: published text
         ("W waits until its rank would idle (ZB-H1)", _run(build_schedule("zb-h1", 4, 8))),
     ]
-    return _moving("Zero bubble: W fills the holes", steps)
+    return _moving("Zero bubble: W fills idle time", steps)
 
 
 def _run(schedule: Schedule) -> Timeline:
@@ -226,7 +226,7 @@ def weight_stashing() -> Animation:
     """Animate PipeDream on 3 stages over time, with the weight versions of each stage below."""
     timeline = _run(build_schedule("1f1b", 3, 6))
     use = weight_use(timeline.schedule, POLICIES["stash"], 6)
-    title = "Weight stashing: a version stays until its last microbatch has come back"
+    title = "Weight stashing: a stage keeps a version until its last microbatch returns"
     # The middle of every time unit, and the end.
     moments = [Fraction(2 * t + 1, 2) for t in range(int(timeline.makespan))]
     moments.append(timeline.makespan)

@@ -106,7 +106,7 @@ which microbatch i is behind."""
 def activation_table() -> str:
     """Return a table with one line for each formula in ACTIVATIONS."""
     texts = {name: (text,) for name, text in ACTIVATIONS.items()}
-    return _law_table(("microbatches held at most on rank r",), texts)
+    return _law_table(("most microbatches held on rank r",), texts)
 
 
 def version_table() -> str:

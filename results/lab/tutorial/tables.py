@@ -16,7 +16,7 @@ def title_of(name: str) -> str:
     """Return the title of a schedule, or of an order that the runtime searched for."""
     if name in SCHEDULES:
         return SCHEDULES[name].title
-    return f"Search, {name.removeprefix(FOUND)} held" if name.startswith(FOUND) else name
+    return f"Search, {name.removeprefix(FOUND)} in memory" if name.startswith(FOUND) else name
 
 
 def wrapped(text: str) -> str:
@@ -33,8 +33,8 @@ def study_intro(study: Record) -> str:
     ]
     agrees = f"is up to {max(stashed):.2g} off" if any(stashed) else "equals"
     return wrapped(
-        "`python results/lab/tutorial/staleness.py` trained a residual network under each order in "
-        f"{study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
+        "`python results/lab/tutorial/staleness.py` trained a residual network under each schedule "
+        f"in {study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
         f"gradient {agrees} autograd's at the same weights. The table gives the median final loss "
         "of 5 seeds. A microbatch's update uses 1/m of the learning rate."
     )
@@ -126,7 +126,7 @@ def _idle(case: Record) -> str:
 WAYS = {
     "cut": "cut as above",
     "torch": "torch's `stage_backward_input` and `stage_backward_weight`",
-    "twice": "autograd asked twice",
+    "twice": "autograd called twice",
 }
 
 

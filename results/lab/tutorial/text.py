@@ -40,7 +40,7 @@ def summary(records: Mapping[str, Record]) -> str:
     """Return a table with one line per record: the simulator's largest errors, and whether they
     meet the goal."""
     lines = [
-        "| record | times from | runs predicted | makespan off by | points off by | goal |",
+        "| record | times from | runs predicted | makespan error | points of error | goal |",
         "|---|---|---:|---:|---:|---|",
     ]
     for name, record in records.items():
@@ -70,22 +70,22 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator gets the mean times of one run and predicts the others. The makespan "
-            "lasts from the first start to the last end. The utilization is the share of the "
-            "makespan in which stages compute; its error is in percentage points. "
+            "The simulator gets the mean times of one run and predicts the other runs. The "
+            "makespan lasts from the first start to the last end. The utilization is the share of "
+            "the makespan in which stages compute, and its error is in percentage points. "
             f"The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
-            "The tables below are for the largest machine. They show the makespan in ms, the "
-            "utilization, and in brackets the error of the simulated utilization. The run marked "
+            "The tables below are for the largest machine. Each cell shows the makespan in ms, the "
+            "utilization and, in brackets, the error of the simulated utilization. The run marked "
             "\\* provided the times. If a run was repeated, the table shows the repetition with "
             "the largest error."
         ),
         *sections(records),
     ]
-    parts += ["## What weight stashing is for", study_intro(study), final_loss_table(study)]
+    parts += ["## Effect of weight stashing", study_intro(study), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -103,12 +103,12 @@ def verdict(records: Mapping[str, Record]) -> str:
     late = [
         f"{title(record)}: {run}" for record in records.values() for run in waited_for_host(record)
     ]
-    missing = f" (missed: {'; '.join(missed)})" if missed else ""
+    missing = f" (goal missed: {'; '.join(missed)})" if missed else ""
     return (
         f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
-        f"their goal{missing}. "
+        f"the goal{missing}. "
         f"{_share_of([same for same in equal if same is not None])} final weights that were "
-        f"compared equal those of one process bit for bit. "
+        f"compared equal the weights of one process bit for bit. "
         f"{_share_of(same_versions)} simulated runs kept as many weight versions as predicted. "
         f"{early or 'No'} results arrived before they were sent, so the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
@@ -143,7 +143,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
-            groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
+            groups.setdefault(wrapped(f"The next runs used {workload}."), {})[name] = record
     parts: list[str] = []
     for work, alike in groups.items():
         parts.append(work)
