@@ -86,7 +86,7 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "59.5": ("interleaved", "num_microbatches=16 communication=1/2"),
     "59.5 and 75.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/2"),
     "V-Half takes 26.5": ("v-half", ""),
-    "(`reorder=False`), it takes 30": ("v-half", "reorder=False"),
+    "(`reorder=False`), V-Half takes 30": ("v-half", "reorder=False"),
     "DualPipeV takes 27": ("dualpipe-v", ""),
     "DualPipeV takes 24.5": ("dualpipe-v", "overlap_saving=1/2"),
     "two chunks take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
@@ -94,9 +94,9 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "Two: 56": ("interleaved", "num_microbatches=16 communication=1/4"),
     "The fastest order takes 31": ("search", "memory=3"),
     "33.28 + 3.06 = 36.34": ("zb-h1", "input_gradient=1.02 weight_gradient=2.14"),
-    "A third: 25.33": ("dualpipe-v", "overlap_saving=1/3"),
+    "DualPipeV then takes 25.33": ("dualpipe-v", "overlap_saving=1/3"),
     "takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
-    "the shortest order takes 30": ("search", "memory=7 communication=1"),
+    "the shortest order with `memory=7` takes 30": ("search", "memory=7 communication=1"),
     "35 x 3 + 2 (34 - 8) = 157": ("1f1b", "num_microbatches=32 communication=1"),
 }
 
