@@ -167,7 +167,7 @@ def test_utilization_is_the_measures(shipped: dict[str, Figure]) -> None:
         shares[row.title] = tuple(1 - share for share in idles)
     kinds = [title for title in shares if title.startswith("PipeDream")]
     assert len({shares.pop(title) for title in kinds[1:]} | {shares[kinds[0]]}) == 1
-    shares[f"{kinds[0]}, all {len(kinds)} kinds"] = shares.pop(kinds[0])
+    shares[f"{kinds[0]}, all {len(kinds)} variants"] = shares.pop(kinds[0])
     assert set(drawn) == {(title, *map(float, values)) for title, values in shares.items()}
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
 
