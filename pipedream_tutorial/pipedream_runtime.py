@@ -1,4 +1,4 @@
-"""Run pipelines with one process per stage over gloo or NCCL, and compare with predictions.
+"""Run pipelines with one process per stage and compare the times with predictions.
 
     python pipedream_runtime.py --num_stages 4
     torchrun --nproc_per_node=4 pipedream_runtime.py

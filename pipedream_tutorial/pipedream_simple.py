@@ -3,9 +3,9 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: operations, orders, the clock, costs, printing. ZB-V, the longest order,
-comes last. The file runs alone. Beside the folder `pipedream/`, it also accepts the options of
-`python -m pipedream`.
+Read it from top to bottom: operations, orders, the clock, costs, printing. ZB-V, whose order
+needs the most code, comes last. The file needs no other files. If the folder `pipedream/` is next
+to it, it also accepts the options of `python -m pipedream`.
 """
 
 import math
@@ -35,8 +35,8 @@ DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
 # --- Operations ------------------------------------------------------------------------------
 
 Op = tuple[str, int, int]
-"""(kind, stage, microbatch). The kinds are F forward and B backward, or B's halves I and W. I
-computes the gradient of the stage's input, and W the gradients of its weights."""
+"""(kind, stage, microbatch). The kinds are F (forward) and B (backward), or I and W, the two
+halves of B. I computes the gradient of the stage's input, and W the gradients of its weights."""
 
 Order = list[Op]  # operations of one rank, from first to last
 

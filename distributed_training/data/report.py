@@ -128,7 +128,9 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         line = f"{_number(count, subject.removesuffix('s'))} {verb} {rest}"
         if note == FILLED:
             samples = _number(count, "sample")
-            line = f"{samples} of records with several answers left out ({note}). {_remedy(counts)}"
+            line = (
+                f"{samples} from records with several answers left out ({note}). {_remedy(counts)}"
+            )
         lines.append(line)
     return lines
 

@@ -214,10 +214,7 @@ def refuse_stale_lock(name: str) -> None:
         age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
         folders = (process.info["cwd"] for process in psutil.process_iter(["cwd"]))
         if age_s > STALE_LOCK_S and str(lock.parent) not in folders:
-            what = (
-                f"{lock} is {age_s / 60:.0f} minutes old, but no process on this machine builds in "
-            )
+            what = f"{lock} is {age_s / 60:.0f} minutes old, but no process on this machine is "
+            what += "building in that folder"
             fix = f"if no other machine is building there either, run:  rm {lock}"
-            raise UserError(
-                what + "that folder", "a build would wait forever for the lock to disappear", fix
-            )
+            raise UserError(what, "a build would wait forever for the lock to disappear", fix)

@@ -252,7 +252,7 @@ def _choose_weights(
             and its_folder is not None
             and its_folder.resolve() != folder
         ):
-            what = f"weights={weights_key!r} are adapters for the weights in {folder}"
+            what = f"weights={weights_key!r} is a folder of adapters for the model in {folder}"
             raise UserError(what, f"model is set to {its_folder}", "set model to auto")
         return weights_key, folder
     if spec.weights_dir is not None:

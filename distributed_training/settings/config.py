@@ -219,9 +219,9 @@ class RunConfig(Options):
     """Reaction to a loss or gradient that is not finite. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = trouble(None)
-    """End the run after this many seconds without progress. 0: never. None: no limit for one
-    process. With several processes, 600 s, and during a step 20 times the usual step time but at
-    least 60 s."""
+    """End the run after this many seconds without progress. 0: never. None: a single process has no
+    limit. With several processes, the limit is 600 s. During a step, it is 20 times the usual step
+    time, but at least 60 s."""
     rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on

@@ -94,7 +94,7 @@ class Watch:
         self._min_limit_s = 0.0
         # Durations of the last steps, to the nearest second
         self._steps_s: deque[float] = deque(maxlen=1000)
-        self._activity = "starting"
+        self._activity = "startup"
         self._since = 0.0
         self._count = 0  # number of activities so far; startup has no limit
         self._is_step = False
@@ -239,7 +239,10 @@ class Watch:
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             beat = self._heartbeats.get(self._next_rank, {})
             lost_rank = f"rank {self._next_rank}" + (f" on {beat['host']}" if beat else "")
-            reason = f"lost {lost_rank} in {self._activity}: {silent}, so it is frozen or cut off"
+            reason = (
+                f"lost {lost_rank} during {self._activity}: {silent}, so the rank is frozen or "
+            )
+            reason += "cut off"
             # A frozen process does not react to SIGTERM, so kill it.
             self._give_up(reason, noted_s, [beat["pid"]] if beat.get("host") == host else [])
 

@@ -287,7 +287,7 @@ class Trainer:
         if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
             self.history.best = row
             self._finish_saving()
-            self.at(f"exporting step {self.step}")
+            self.at(f"the export after step {self.step}")
             if written := self._export(self.plan.run_dir / records.BEST, {}):
                 written.result()
 
@@ -296,7 +296,7 @@ class Trainer:
         method."""
         self._finish_saving()
         self._says_saved = says_saved
-        self.at(f"saving step {self.step}")
+        self.at(f"the save after step {self.step}")
         # The checkpoint stores the record, so the record must be complete before the save begins.
         self.write_record()
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)

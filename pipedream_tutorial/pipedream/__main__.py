@@ -212,10 +212,10 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
         if row.batch.makespan == row.bound:
             tell(
                 "shorter",
-                f"impossible with one stage per rank in this memory: the minimum is {least}",
+                f"impossible with one stage per rank and this memory limit: the minimum is {least}",
             )
         else:
-            order = "no order with one stage per rank in this memory"
+            order = "no order with one stage per rank that fits in this memory"
             tell("shorter", f"possibly, but {order} takes less than {least}")
     tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)

@@ -67,7 +67,10 @@ def test_other_weights_than_one_process_has_are_a_failure():
     done = run(arguments, start=[sys.executable, "-c", OTHER_WEIGHTS])
     assert done.returncode == DIFFERENT
     assert "DIFFER" in done.stdout
-    assert last_line(done.stderr) == "error: weights differ from training in one process: gpipe"
+    assert (
+        last_line(done.stderr)
+        == "error: The weights of these schedules differ from the weights of one process: gpipe"
+    )
 
 
 @pytest.mark.timeout(90)
@@ -166,7 +169,8 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     done = run(["-c", FAILING, *arguments], start=[sys.executable])
     assert done.returncode == 1
     assert last_line(done.stderr) == (
-        "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages are stopped"
+        "error: stage 1 of 3 failed: ValueError: boom in microbatch 5. "
+        "The other stages are being stopped"
     )
     assert "in backward" in done.stderr  # from the traceback before the error
     assert "stage 0" not in done.stderr

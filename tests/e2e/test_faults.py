@@ -37,7 +37,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     rank_1 = f"rank 1 on {platform.node()}"
     error, *also = {
         "frozen": (
-            f"lost {rank_1} in step 5: no heartbeat for 10 s",
+            f"lost {rank_1} during step 5: no heartbeat for 10 s",
             r"exit codes \[1, -9\]",  # the frozen rank is killed
         ),
         "hangs": (

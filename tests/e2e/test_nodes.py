@@ -38,7 +38,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
     said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said
     silent = "no heartbeat for 15 s"
-    assert "error: lost rank 1 on node1 in " in said
+    assert "error: lost rank 1 on node1 during " in said
     assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
     assert "note: restarted from step-00000003; the global batch stays 6: " in said
     assert left_over(str(tmp_path / "runs")) == []

@@ -251,7 +251,7 @@ def test_a_plan_that_continues_adapters(tmp_path):
     assert (draft.config.model, draft.config.lora_rank) == (str(base), 8)
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    with refused("are adapters for the weights in", "Set model to auto"):
+    with refused("is a folder of adapters for the model in", "Set model to auto"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
 
 

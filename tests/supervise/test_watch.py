@@ -112,7 +112,7 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
 @pytest.mark.parametrize(
     ("heard_s", "answered_s", "reason"),
     [
-        (LOST_S + 1, 2, "lost rank 0 in starting: no heartbeat for 30 s, so it is"),
+        (LOST_S + 1, 2, "lost rank 0 during startup: no heartbeat for 30 s, so the rank is"),
         # The last heartbeat was read twice before the node was disconnected. The node's launcher is
         # also disconnected and must end.
         (LOST_S + 1, LOST_S - 1, ""),

@@ -238,7 +238,7 @@ def microbatch_forward(work: Work) -> Figure:
     uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
     whole, cut = (forwards_only(measure("gpipe", settings).batch) for settings in (uncut, config))
     title = (
-        f"Cut into {m} microbatches, the forward pass through {config['num_stages']} ranks ends at "
+        f"With {m} microbatches, the forward pass through {config['num_stages']} ranks ends at "
         f"time {number(cut.makespan)} instead of {number(whole.makespan)}"
     )
     all_of_it = f"0-{m - 1}" if m > 1 else "0"

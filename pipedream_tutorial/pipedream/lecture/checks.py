@@ -195,7 +195,7 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
     try:
         run(schedule)
     except (RuntimeError, ValueError) as error:
-        raise WrongAnswer(f"with p={p}, m={m} this cannot run: {error}") from error
+        raise WrongAnswer(f"with p={p} and m={m}, your order cannot run: {error}") from error
     return schedule
 
 

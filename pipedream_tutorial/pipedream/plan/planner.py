@@ -125,7 +125,7 @@ def plan_pipeline(
         raise UserError("no layer takes any time", "use a profile with times above 0 s")
     if not replication and use_all_workers and num_workers > len(layers):
         raise UserError(
-            f"{num_workers} workers cannot each have a stage of {len(layers)} layers",
+            f"{len(layers)} layers are too few to give each of {num_workers} workers a stage",
             f"use at most {len(layers)} workers, or allow replication or idle workers",
         )
     most = num_workers if replication else 1

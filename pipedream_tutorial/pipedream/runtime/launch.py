@@ -126,11 +126,13 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
             message = str(error)
     except StageLostError as error:
         time.sleep(GRACE_S + 0.1 * rank)  # one rank prints it, and the others are terminated
-        message = f"stage {rank} of {num_stages} stops: {error}; the other stages are stopped"
+        message = (
+            f"stage {rank} of {num_stages} stopped: {error}. The other stages are being stopped"
+        )
     except BaseException as error:
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
-        message = f"stage {rank} of {num_stages} failed: {why}; the other stages are stopped"
+        message = f"stage {rank} of {num_stages} failed: {why}. The other stages are being stopped"
     if message is not None:
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.stdout.flush()

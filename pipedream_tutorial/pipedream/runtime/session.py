@@ -175,7 +175,8 @@ def run_session(config: Config, command: str, rank: int) -> None:
     differ = [run.case.name for run in runs if run.measured["weights_equal"] is False]
     if differ:
         print(
-            f"error: weights differ from training in one process: {', '.join(differ)}",
+            "error: The weights of these schedules differ from the weights of one process: "
+            + ", ".join(differ),
             file=sys.stderr,
         )
         raise SystemExit(DIFFERENT)

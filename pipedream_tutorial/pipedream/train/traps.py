@@ -68,7 +68,7 @@ def run_trap(update: Update, *, norm: bool) -> float | str:
 
 
 if __name__ == "__main__":
-    print("Error of the gradient if weights are updated between forward and backward pass:")
+    print("Error of the gradient if weights are updated between the forward and backward passes:")
     for text, update in WAYS.items():
         for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
             result = run_trap(update, norm=norm)

@@ -285,7 +285,9 @@ def draw_frontier(record: Record, path: Path) -> Figure:
             Line2D([], [], label=f"search: {least}, with one stage per rank", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
-        notes=["F = I = W = 1 on every rank. Two stages per rank can be faster: ZB-V is at c = 0"],
+        notes=[
+            "F = I = W = 1 on every rank. Two stages per rank can be faster, as ZB-V is at c = 0"
+        ],
     )
     times = sorted({row["communication"] for row in record["rows"]})
     for ax, communication in zip(axes, times, strict=True):
