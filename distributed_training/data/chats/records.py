@@ -79,15 +79,17 @@ class Shape:
         answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
         self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
         if TEXT in keys and not self.has_copy:
-            self.form, self.names = TEXT, (TEXT,)
+            self.form = TEXT
+            self.names = (TEXT,)
         # Datasets of conversations often repeat the first question as "prompt".
         elif pair and (MESSAGES not in keys or pair[1] == "completion"):
-            self.form, self.names = PROMPT, pair
-            is_chat = isinstance(keys[pair[0]], list) or isinstance(keys[pair[1]], list)
-            if is_chat or pair[0] == "instruction" or keys.keys() & {*_CONTEXT}:
-                self.form = MESSAGES
+            has_messages = any(isinstance(keys[name], list) for name in pair)
+            is_chat = has_messages or pair[0] == "instruction" or keys.keys() & {*_CONTEXT}
+            self.form = MESSAGES if is_chat else PROMPT
+            self.names = pair
         elif chat:
-            self.form, self.names = MESSAGES, (chat,)
+            self.form = MESSAGES
+            self.names = (chat,)
         else:
             column = "completion" if PROMPT in keys else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
@@ -96,17 +98,21 @@ class Shape:
                 f"it has {name_some(keys)}",
                 f"{fix}prompt=...,completion=...",
             )
+        self.unread = self._find_unread(keys, names or record)
+
+    def _find_unread(self, keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        """Return the dataset's `names` of columns that are not read, given the first record."""
         read = {*self.names}
         if self.form != TEXT:
             read |= {*_CONTEXT, "chat_template_kwargs"}
         if len(self.names) == 1 or isinstance(keys[self.names[0]], list):
-            read.discard("history")
+            read.discard("history")  # the messages contain it
         elif self.names[0] == "instruction":
             read.add("input")
         if self.has_copy:  # The copy has a separate note.
             read.add(TEXT)
-        read_names = {columns.get(name, name) for name in read}
-        self.unread = [name for name in names or record if name not in read_names]
+        read_names = {self.columns.get(name, name) for name in read}
+        return [name for name in names if name not in read_names]
 
     def _renamed(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
