@@ -1,4 +1,4 @@
-"""Fill in a strategy's DeepSpeed JSON from CONFIG, and refuse a JSON that contradicts CONFIG.
+"""Fill in a strategy's DeepSpeed JSON from CONFIG, and reject a JSON that contradicts CONFIG.
 
 This module does not import torch."""
 
@@ -74,7 +74,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         why = "CONFIG sets it with pipeline_cut and activation_checkpointing"
         raise UserError(f"{source}: {unwanted[0]} is not accepted in the JSON", why, "remove it")
     if scheduler:
-        # Refuse a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
+        # Reject a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
         # logarithmic and ours is linear.
         kind = scheduler.get("type") if isinstance(scheduler, dict) else None
         same = SCHEDULES.get(str(kind), "linear, cosine or constant")

@@ -1,8 +1,8 @@
-"""Decide which sections of a user's DeepSpeed JSON are passed on and which are refused.
+"""Decide which sections of a user's DeepSpeed JSON are passed on and which are rejected.
 
 Sections that DeepSpeed uses without changing results are passed on. Sections that would change
-results, memory or speed without appearing in the record are refused. Sections that DeepSpeed does
-not know are also refused. DeepSpeed's own classes check unusual values. They run in a child
+results, memory or speed without appearing in the record are rejected. Sections that DeepSpeed does
+not know are also rejected. DeepSpeed's own classes check unusual values. They run in a child
 process, because importing DeepSpeed takes seconds. This module does not import torch."""
 
 import json

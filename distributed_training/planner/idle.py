@@ -1,6 +1,6 @@
 """Find settings that have no effect with a layout. This module does not import torch.
 
-A setting without an effect is refused on the command line. In CONFIG or a preset, which several
+A setting without an effect is rejected on the command line. In CONFIG or a preset, which several
 strategies may share, such a setting only causes a note, unless the key is strict. A value that the
 plan has in any case, such as a default, also causes only a note. Therefore the values of a resolved
 CONFIG can be repeated on the command line."""
@@ -27,7 +27,7 @@ class Need:
     off: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
     # Values, besides the default, that the keys have in a plan that does not meet the condition
     resolved: tuple[Any, ...] = ()
-    is_strict: bool = False  # True if the keys are also refused in CONFIG or a preset
+    is_strict: bool = False  # True if the keys are also rejected in CONFIG or a preset
 
 
 def _used_axes(candidate: Candidate) -> set[str]:
@@ -92,7 +92,7 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for a setting that is refused because it has no effect with the layout or
+    """Raise UserError for a setting that is rejected because it has no effect with the layout or
     with the engine's other `options`. Add a note for each other setting without an effect."""
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"

@@ -28,7 +28,7 @@ from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value that overrides the user's value
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
-# With these values, a layout can be refused only because of its axes.
+# With these values, a layout can be rejected only because of its axes.
 RELAXED_SETTINGS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
@@ -162,7 +162,7 @@ def _changes(config: RunConfig, wanted: Settings) -> Settings:
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
     """Return the settings of RELAXED_SETTINGS that this layout needs: no setting, one setting or
-    all settings that differ from CONFIG. Return None if the layout is refused even with all
+    all settings that differ from CONFIG. Return None if the layout is rejected even with all
     of them."""
     changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):

@@ -64,7 +64,7 @@ class RunConfig(Options):
     name on the Hub. auto: the model's own tokenizer."""
     weights: Text = data(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face's format. auto: the
-    published weights. If they are not available, the run is refused if you named the model;
+    published weights. If they are not available, the run is rejected if you named the model;
     otherwise, it starts from random weights."""
     num_samples: CountOrAll | Auto = data(AUTO)
     """Number of samples to train on, from the start of the data. A sample is a block of running

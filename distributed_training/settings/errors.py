@@ -81,7 +81,7 @@ def print_error(text: str) -> None:
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """Call `act` and return the exit code. Print a UserError or a refused file access without a
+    """Call `act` and return the exit code. Print a UserError or a rejected file access without a
     traceback. `trains`: whether `act` trains, for the message that Ctrl-C prints."""
     try:
         code = act()
@@ -115,7 +115,7 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
 
 def refused_variable(error: ValueError | RuntimeError) -> UserError | None:
     """Return an error that names the environment variable of torch or Hugging Face that a library
-    refused. Return None if there is none.
+    rejected. Return None if there is none.
 
     The message of `error` contains the name of the variable, or its value in quotes or after a
     colon. A value elsewhere in the message, such as 9.0 or True, has another cause."""

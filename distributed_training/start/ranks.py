@@ -304,7 +304,7 @@ def _end(ranks: Ranks, *, told: bool) -> None:
     ranks can save or, if a rank failed, report the cause. `told`: whether the ranks already
     received a signal."""
     patience_s = PATIENCE_S
-    with contextlib.suppress(ValueError):  # torchrun refuses such a value, but here ranks must end
+    with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end
         patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)

@@ -91,7 +91,7 @@ class Run:
     num_processes: int
     work: str = ""  # keys that define the work, as text
     name: str = ""  # strategy and the keys that distinguish this run from the others
-    config: Request | None = None  # None if CONFIG was refused
+    config: Request | None = None  # None if CONFIG was rejected
     record: records.Record | None = None  # None if the run has not started
     why: str = ""  # reason why the run did not start or failed; "" if there is none
     seconds: float = 0.0
@@ -187,7 +187,7 @@ def plan_runs(
     arguments: argparse.Namespace, build: Build, script: Path, always: Values
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. `always` contains defaults that
-    typed keys and the plan override. Raises UserError if CONFIG refuses every run."""
+    typed keys and the plan override. Raises UserError if CONFIG rejects every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
@@ -249,7 +249,7 @@ def plan_runs(
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
     """Return the keys that have no effect with these values and do not change the work. Return an
-    empty set if CONFIG refuses the values, because the run reports the reason."""
+    empty set if CONFIG rejects the values, because the run reports the reason."""
     with contextlib.suppress(UserError):
         config = build(texts(values))
         strategy = load_strategy(config)
@@ -264,7 +264,7 @@ def plan_run(
     values: Values, seed_offset: int, build: Build, command: list[str], num_processes: int
 ) -> Run:
     """Return a run with these values and with `seed_offset` added to CONFIG's seed. If CONFIG
-    refuses the values, the run's `why` contains the reason."""
+    rejects the values, the run's `why` contains the reason."""
     known_values = {"strategy": "?", **values, "seed": seed_offset}
     run = Run(values=known_values, command=command, num_processes=num_processes)
     try:

@@ -138,7 +138,7 @@ def each_run(
     """Build each run, call `use` with it, free its memory, and yield its name and results.
 
     A run is defined by some CONFIG values or by a complete CONFIG. The results are the list of the
-    values that `use` returned on each rank, or the error message if the run is refused. The values
+    values that `use` returned on each rank, or the error message if the run is rejected. The values
     must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank. `kept`
     holds objects that runs share. If a run fails, this process exits, because the other ranks wait
     in a collective that cannot complete. All ranks must iterate over this generator."""
@@ -164,7 +164,7 @@ def each_run(
 def every_run(
     group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the results of `each_run`, but exit if a run is refused. All ranks must iterate over
+    """Yield the results of `each_run`, but exit if a run is rejected. All ranks must iterate over
     this generator."""
     for name, results in each_run(group, runs, use):
         if isinstance(results, str):
@@ -175,9 +175,9 @@ def every_run(
 def _do_run(
     values: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
-    """Build the plan, data, sampler and engine as in a training run, then call `use`. Return the
-    list of the values that `use` returned on each rank, or the error message if the run is refused.
-    All ranks must call this function."""
+    """Build the plan, data, sampler and engine as in a training run, then call `use`. Return a
+    list of the values that `use` returned on each rank. If the run is rejected, return the error
+    message. All ranks must call this function."""
     try:
         if isinstance(values, Request):
             config = values

@@ -15,7 +15,7 @@ def generate_sample(
     engine: Engine, plan: Plan, data: Data, display: Display, when: str
 ) -> str | None:
     """Generate, print and return a text that continues CONFIG's prompt. Return None if CONFIG has
-    no prompt or the chat template refuses it. If the model is trained on conversations, the prompt
+    no prompt or the chat template rejects it. If the model is trained on conversations, the prompt
     is a user message. All ranks must call this function."""
     config = plan.config
     if config.generate is None:

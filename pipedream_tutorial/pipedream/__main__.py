@@ -101,7 +101,7 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
 
 def read(config: dict[str, Any]) -> dict[str, Any]:
-    """Return CONFIG with the command line's changes. Refuse keys that the schedule does not use."""
+    """Return CONFIG with the command line's changes. Reject keys that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():

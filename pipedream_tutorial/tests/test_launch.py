@@ -179,11 +179,11 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
 
 NO_PICKLE = """
 import pickle, sys
-class Refused(pickle.Unpickler):
+class Rejected(pickle.Unpickler):
     def __init__(self, *args, **kwargs):
         raise RuntimeError("unpickled")
-pickle.Unpickler = Refused
-pickle.load = pickle.loads = Refused
+pickle.Unpickler = Rejected
+pickle.load = pickle.loads = Rejected
 import pipedream_runtime
 pipedream_runtime.start(sys.argv[1:])
 """

@@ -157,7 +157,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("5_missing_flush", (lambda p, m, n: build_schedule("1f1b", p, m * n),), "runs F4, of batch 1"),
     ("5_missing_flush", (lambda p, m, n: build_schedule("naive", p, m * n),), "right weights, but"),
     ("5_missing_flush", (lambda p, m, n: repeat(build_schedule("gpipe", p, m), n),), "hold more"),
-    ("6_in_place_update", (sub_in_place,), "autograd refuses"),
+    ("6_in_place_update", (sub_in_place,), "autograd rejects"),
     ("6_in_place_update", (new_data,), "different weights from their forward"),
     ("6_in_place_update", (lambda w, g, rate: None,), "has to return a dict"),
     ("7_two_halves", (lambda dy, y, w: (w @ dy, dy), lambda x, dz: x.T @ dz), "your code raises"),

@@ -1,4 +1,4 @@
-"""Test how profiles are loaded, refused and measured, and the GPT-2 layers that are measured."""
+"""Test how profiles are loaded, rejected and measured, and the GPT-2 layers that are measured."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test orders, refused sizes, and exact times with uneven stages, communication and consecutive
+"""Test orders, rejected sizes, and exact times with uneven stages, communication and consecutive
 batches."""
 
 import hashlib

@@ -177,7 +177,7 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
 
 
 def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
-    """A pickle in place of a tensor file is refused, because loading a pickle can execute code."""
+    """A pickle in place of a tensor file is rejected, because loading a pickle can execute code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
     with refused(str(folder), "cannot be loaded", f"mv {folder}"):

@@ -251,8 +251,8 @@ def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
 
 
 def test_random_ids_are_refused(folder, tmp_path):
-    """A tokenizer with BPE dropout is refused. transformers drops random merges at each call if the
-    file sets dropout, so calls give different ids."""
+    """A tokenizer with BPE dropout is rejected. If the file sets dropout, transformers drops random
+    merges at each call, so calls give different ids."""
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     document = json.loads((folder / "tokenizer.json").read_text())
     text = read_prose()[0][:200]

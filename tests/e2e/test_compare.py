@@ -78,7 +78,7 @@ def test_a_typed_key_reaches_the_strategies_that_use_it():
     assert ("fsdp_prefetch=2" in fsdp, "gpipe" in fsdp) == (True, False)
     assert ("fsdp_prefetch=2" in pp, "gpipe" in pp) == (False, True)
     assert ("fsdp_prefetch=2" in zero2, "gpipe" in zero2) == (False, False)
-    # A key that no strategy uses is passed to every run, which then refuses the key.
+    # A key that no strategy uses is passed to every run, which then rejects the key.
     assert rows("dp,fsdp", "--pipeline_schedule", "gpipe").stdout.count("gpipe") == 2
 
 

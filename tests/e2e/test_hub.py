@@ -1,4 +1,4 @@
-"""Test use of the Hub with a stub on loopback that serves files, refuses requests, cuts off
+"""Test use of the Hub with a stub on loopback that serves files, rejects requests, cuts off
 downloads, never answers, or has stopped."""
 
 import functools

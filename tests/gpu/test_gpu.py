@@ -210,7 +210,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
         "strategy": "dp", "batch_size": 2048, "max_length": 1024, "epochs": 1, "num_samples": -1,
         "output_dir": tmp_path, "compile": False, "eval_samples": 1, "checkpoint_every": 0,
     }  # fmt: skip
-    result = run_script(values, 1, "--force")  # without --force, the run is refused
+    result = run_script(values, 1, "--force")  # without --force, the run is rejected
     assert result.returncode == 1
     assert "Out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr

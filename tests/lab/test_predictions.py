@@ -25,7 +25,7 @@ def test_published_runs_on_gpus():
 
 def test_runs_that_others_published(tmp_path):
     """Predict runs that others published, including GPT-2 models on A100s. None of our records was
-    used to set the rates of the A100. No finished run may be refused."""
+    used to set the rates of the A100. No finished run may be rejected."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
         time, _, fits = blind.errors(row, tmp_path)

@@ -1,4 +1,4 @@
-"""Test that invalid configs, weight indexes and adapters are refused quickly with a one-line
+"""Test that invalid configs, weight indexes and adapters are rejected quickly with a one-line
 error."""
 
 import json

@@ -1,5 +1,5 @@
 """Compare the traced costs of a block with the formulas for native models, and test which
-strategies refuse traced models."""
+strategies reject traced models."""
 
 import dataclasses
 import json

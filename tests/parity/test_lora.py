@@ -264,7 +264,7 @@ def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
-    """Frozen fp32 weights are refused, because DeepSpeed runs with and without files differed in
+    """Frozen fp32 weights are rejected, because DeepSpeed runs with and without files differed in
     fp32 on a CPU."""
     values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
     assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4

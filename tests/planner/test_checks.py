@@ -1,4 +1,4 @@
-"""Test the checks that refuse a plan before processes start. Each check is tested at its
+"""Test the checks that reject a plan before processes start. Each check is tested at its
 boundary."""
 
 import dataclasses

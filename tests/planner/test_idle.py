@@ -1,4 +1,4 @@
-"""Test that a typed key without effect is refused, and that a CONFIG key without effect gives a
+"""Test that a typed key without effect is rejected, and that a CONFIG key without effect gives a
 note."""
 
 import pytest
@@ -32,7 +32,7 @@ def notes_of(config, *typed):
 
 
 def test_every_key_is_tested():
-    # False requests nothing and True is the default, so sequence_parallel is never refused.
+    # False requests nothing and True is the default, so sequence_parallel is never rejected.
     assert {key for need in NEEDS for key in need.keys} == {*TYPED, "sequence_parallel"}
 
 

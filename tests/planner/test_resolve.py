@@ -202,7 +202,7 @@ TWO = {"world_size": 2}
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
     """ "auto" switches the option off and gives a note, except for options that few users request.
-    An explicit True is refused."""
+    An explicit True is rejected."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

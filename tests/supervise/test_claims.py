@@ -79,7 +79,7 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     for _ in range(2):
         claims.claim(run_dir, IDENTITY)
     assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
-    claims.refuse_held(run_dir)  # this process holds the claim, so nothing is refused
+    claims.refuse_held(run_dir)  # this process holds the claim, so nothing is rejected
     for _ in range(2):
         claims.release(run_dir)
     assert not claims.is_locked(run_dir)

@@ -75,7 +75,7 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """Keys of a config.json with GPT-2's published architecture. Other values are refused."""
+    """Keys of a config.json with GPT-2's published architecture. Other values are rejected."""
 
     model_type: Literal["gpt2"]
     vocab_size: Count

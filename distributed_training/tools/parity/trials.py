@@ -66,7 +66,7 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
 
 
 def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
-    """Return one trial per layout. Layouts that CONFIG refuses have the verdict "skipped"."""
+    """Return one trial per layout. Layouts that CONFIG rejects have the verdict "skipped"."""
     return [
         Trial(
             key=f"layout-{number}", name=run.name, values=run.values, why=run.why,

@@ -327,7 +327,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
         if "inplace operation" not in str(error):
             raise
         raise WrongAnswer(
-            "autograd refuses a backward pass: the weights that its forward pass used were changed "
+            "autograd rejects a backward pass: the weights that its forward pass used were changed "
             "in place"
         ) from error
     pairs = zip(weights, exact, strict=True)

@@ -27,7 +27,7 @@ def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place. autograd counts this change and refuses the graph."""
+    """Update in place. autograd counts this change and rejects the graph."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
@@ -64,7 +64,7 @@ def run_trap(update: Update, *, norm: bool) -> float | str:
     try:
         return relative_difference(torch.autograd.grad(in_flight, weights), exact)
     except RuntimeError as error:
-        return f"autograd refuses: {str(error).partition(':')[0]}"
+        return f"autograd rejects: {str(error).partition(':')[0]}"
 
 
 if __name__ == "__main__":

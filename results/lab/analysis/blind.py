@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         within = sum(abs(error) <= 0.10 for error in source_errors)
         median = statistics.median(source_errors)
         print(f"{name:32} {within} of {len(source_errors)} within 10%, median {median:+.1%}")
-    print(f"The planner would have refused {refused} of {len(rows)} published runs.")
+    print(f"The planner would have rejected {refused} of {len(rows)} published runs.")
 
 
 if __name__ == "__main__":

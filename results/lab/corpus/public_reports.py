@@ -2,7 +2,7 @@
 
     python -m results.lab.corpus.public_reports CASES    (make_inputs.py CASES builds them)
 
-A case passes if the program refuses it with the expected message or if three conditions hold:
+A case passes if the program rejects it with the expected message or if three conditions hold:
 
 - The token ids of each sample equal those of `tokenizer(text)`, or those of `apply_chat_template`
   for the conversation or a part of it that ends with an answer.
@@ -45,7 +45,7 @@ def check(case: str, model: Path, data: Path) -> str:
 
     code, out, err = show(model, data)
     if case in REFUSED:
-        return "" if code == 2 and REFUSED[case] in err else f"not refused: {code} {err}"
+        return "" if code == 2 and REFUSED[case] in err else f"not rejected: {code} {err}"
     if code:
         return err
     preview: dict[str, Any] = json.loads(out)
