@@ -58,6 +58,9 @@ def main() -> int:
     except KeyboardInterrupt:  # Ctrl-C during the imports
         print("interrupted before training began", file=sys.stderr)
         return 130
+    except MemoryError:
+        print("error: Not enough memory to start. Raise the limit (ulimit -v).", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         root = Path(os.path.relpath(Path(__file__).parent))
         pinned = (root / "requirements.txt").read_text().splitlines()

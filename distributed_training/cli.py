@@ -5,8 +5,6 @@ import argparse
 import importlib
 import itertools
 import logging
-import os
-import platform
 import re
 import signal
 import sys
@@ -32,6 +30,7 @@ from distributed_training.settings.keys import (
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
 from distributed_training.settings.request import build_config, typed_values
+from distributed_training.settings.system import require_system
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
@@ -408,14 +407,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
 
     def act() -> int:
-        if sys.platform != "linux":
-            fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
-            raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            fix = "change to another folder"
-            raise UserError("the current folder has been removed", fix=fix) from None
+        require_system()
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
             options = [f"--{key}" for key in KEYS]

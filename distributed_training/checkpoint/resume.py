@@ -39,6 +39,7 @@ from distributed_training.settings.files import (
     parse_as,
     parse_json,
     read_small,
+    relative_path,
     require_writable,
     shown,
 )
@@ -229,7 +230,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 def _start_from(checkpoint: Path) -> str:
     """Return the --weights option that starts a new run from the weights of a checkpoint's run. If
     these weights are not exported yet, the option is preceded by the export command."""
-    run_dir = os.path.relpath(checkpoint.parents[1])
+    run_dir = relative_path(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
 
@@ -246,7 +247,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
-                run_path = os.path.relpath(run_dir)
+                run_path = relative_path(run_dir)
                 why = f"used different settings: {differences}. To continue that run, add --resume "
                 why += run_path
             else:

@@ -1,7 +1,6 @@
 """Print the header, progress and summary of a run on rank 0, and fill page templates. This module
 does not import torch."""
 
-import os
 import re
 import shlex
 import sys
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import folder_label, plural
+from distributed_training.settings.files import folder_label, plural, relative_path
 from distributed_training.settings.machine import GIB
 
 MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
@@ -157,7 +156,7 @@ def duration(seconds: float | None) -> str:
 def short_path(path: str | Path) -> str:
     """Return the text of a path for printing. A path inside the current folder is shown as a
     relative path."""
-    relative = os.path.relpath(path)
+    relative = relative_path(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 

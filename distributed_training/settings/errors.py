@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +13,11 @@ from distributed_training.settings.launchers import is_first
 # A full or read-only disk, a file-size limit, missing permissions, and a file in a folder's place
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+)  # fmt: skip
+# Phrases in errors of Python, torch and the dynamic linker if memory or threads are refused
+_OUT_OF_MEMORY = (
+    "annot allocate memory", "can't allocate memory", "failed to map segment",
+    "can't start new thread", "Resource temporarily unavailable",
 )  # fmt: skip
 
 
@@ -94,23 +100,45 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         if is_first(os.environ):  # every rank detects the same mistake, and one rank prints it
             print_error(error.printed)
         return error.exit_code
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        prefix = f"{printable(str(error.filename))}: " if error.filename else ""
-        print_error(f"error: {prefix}{error.strerror}")
-        return UserError.exit_code
     except KeyboardInterrupt:
         # Once training has begun, Ctrl-C saves a checkpoint instead.
         print_error("interrupted before training began" if trains else "interrupted")
         return 128 + signal.SIGINT
-    except (ValueError, RuntimeError) as error:
-        refusal = refused_variable(error)
-        if refusal is None:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            prefix = f"{printable(str(error.filename))}: " if error.filename else ""
+            print_error(f"error: {prefix}{error.strerror}")
+            return UserError.exit_code
+        explained = explain(error)
+        if explained is None:
             raise
-        if is_first(os.environ):
-            print_error(refusal.printed)
-        return refusal.exit_code
+        if is_first(os.environ) or isinstance(explained, RunError):
+            print_error(explained.printed)
+        return explained.exit_code
+
+
+def explain(error: Exception) -> UserError | None:
+    """Return an error that says which defect of the system or of the environment made a library
+    fail with `error`. Return None if there is no such defect."""
+    if gone := current_folder_is_gone():
+        return gone
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        fix = "use a smaller model or fewer processes"
+        if limit >= 0:  # a negative value means no limit
+            fix = f"raise the limit of {limit / 1e9:.2f} GB of address space (ulimit -v)"
+        return RunError("Not enough memory", describe(error), fix)
+    return refused_variable(error) if isinstance(error, (ValueError, RuntimeError)) else None
+
+
+def current_folder_is_gone() -> UserError | None:
+    """Return an error if the current folder has been removed, otherwise None."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fix = "change to another folder"
+        return UserError("the current folder has been removed", fix=fix)
+    return None
 
 
 def refused_variable(error: ValueError | RuntimeError) -> UserError | None:

@@ -59,6 +59,15 @@ def expand_home(key: str, text: str) -> str:
     return os.path.expanduser(text)
 
 
+def relative_path(path: str | Path) -> str:
+    """Return `path` relative to the current folder. If the current folder has been removed, return
+    the absolute path."""
+    try:
+        return os.path.relpath(path)
+    except FileNotFoundError:
+        return str(path)
+
+
 def given_path(text: str | Path) -> Path:
     """Return the path of a file or folder that the user names. A relative path refers to the
     current folder, or to the checkout if the path exists only there."""

@@ -132,10 +132,11 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def is_first(environment: Mapping[str, str]) -> bool:
     """Return whether this process prints messages for the whole run. Rank 0 and a single process
-    do. So does a process with an invalid rank, because no other process would report the rank."""
+    do. So does a process with an invalid rank, because no other process would report the rank, and
+    a process whose launcher set no number of processes, because there may be no rank 0."""
     source = find_source(environment)
-    if source is None and (uncounted := find_uncounted(environment)):
-        return environment[uncounted] == "0"
+    if source is None and find_uncounted(environment):
+        return True
     rank = environment.get(source.rank if source else "RANK", "0")
     world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")
     if not (rank + world_size).isascii() or not (rank.isdecimal() and world_size.isdecimal()):

@@ -3,7 +3,6 @@ import torch."""
 
 import argparse
 import json
-import os
 import secrets
 import shlex
 import textwrap
@@ -19,6 +18,7 @@ from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.records.display import describe_prediction
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, printable
+from distributed_training.settings.files import relative_path
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.launch import requested_cluster
@@ -58,7 +58,7 @@ def print_plan(
         notes.append(f"{note}preview it, use the command data")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, os.path.relpath(script), arguments)
+    command = launch_command(plan, relative_path(script), arguments)
     print(describe_plan(plan, "(this one)" if process else command))
     return 0
 
@@ -86,7 +86,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
 def describe_plan(plan: Plan, typed_command: str) -> str:
     """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed JSON."""
     requested = plan.requested.to_user_words()
-    source = os.path.relpath(plan.strategy.source)
+    source = relative_path(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
     lines = ["resolved CONFIG"]

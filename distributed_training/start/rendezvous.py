@@ -6,6 +6,7 @@ which the host's name resolves. On many machines, this is a loopback address (12
 `meet` therefore sets the network interface for gloo and NCCL."""
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
@@ -128,14 +129,32 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
             is_dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if is_dual else socket.AF_INET
             listener = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         what = f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}"
-        fix = (
+        fix = _fix_address(host, error) or (
             "wait until the run that uses this port ends, or pass another --master_port to the "
             "launcher"
         )
-        raise UserError(what, str(error.strerror or error), fix) from None
+        raise UserError(what, _reason(error), fix) from None
     return {"is_master": True, "master_listen_fd": listener.detach()}
+
+
+def _fix_address(host: str, error: OSError | UnicodeError) -> str:
+    """Return the remedy if `error` is about the name or address `host` in MASTER_ADDR, and
+    otherwise ""."""
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        why = f"this machine cannot resolve MASTER_ADDR={shown(host)}"
+        return f"{why}. Set it to the name or the IP address of the first node"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"MASTER_ADDR={shown(host)} is not an address of this machine. Set it to the address "
+            "of the machine with rank 0"
+        )
+    return ""
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tuple[str, str]:
@@ -148,12 +167,12 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
                 ends = connection.getsockname(), connection.getpeername()
                 own_address, peer_address = (name[0].partition("%")[0] for name in ends)
                 return own_address, peer_address
-        except OSError as error:
-            if time.monotonic() > end:
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end or isinstance(error, UnicodeError):
                 what = f"{label} cannot reach rank 0 at {host}:{port}"
                 failed = f"all attempts failed for {limit_s:g} s (rendezvous_timeout_s)"
-                why = f"{failed}: {error.strerror or error}"
-                fix = (
+                why = f"{failed}: {_reason(error)}"
+                fix = _fix_address(host, error) or (
                     f"start the same command on the first node. If {host} does not resolve to that "
                     "node, add --local_addr=ADDRESS to its torchrun command"
                 )

@@ -14,7 +14,7 @@ from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.record import FAULTS_FILE, free_path
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, explain
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import ACCELERATE_JSON
 from distributed_training.supervise import claims
@@ -74,9 +74,15 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
         message = str(error)
-    except OSError as error:  # most often, the disk of the cache is full or read-only
-        fix = "set output_dir to a folder on another disk"
-        message = str(UserError("Preparing the data failed", str(error), fix))
+    except Exception as error:
+        refusal = explain(error)
+        if refusal is None and isinstance(error, OSError):
+            # Most often, the disk of the cache is full or read-only.
+            fix = "set output_dir to a folder on another disk"
+            refusal = UserError("Preparing the data failed", str(error), fix)
+        if refusal is None:
+            raise
+        message = str(refusal)
     return json.dumps({"error": message})
 
 

@@ -23,9 +23,9 @@ from distributed_training.records.folder import list_checkpoints, remove_unfinis
 from distributed_training.settings.errors import (
     RunError,
     UserError,
+    explain,
     first_line,
     print_error,
-    refused_variable,
 )
 from distributed_training.supervise import claims, commands
 
@@ -46,8 +46,9 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
-    if isinstance(error, ValueError) and not isinstance(error, UserError):
-        error = refused_variable(error) or error
+    known = (UserError, torch.cuda.OutOfMemoryError)
+    if isinstance(error, Exception) and not isinstance(error, known):
+        error = explain(error) or error
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
     if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
         # One process per disk removes unfinished files. Other processes may still be writing files.

@@ -7,7 +7,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -32,7 +31,13 @@ from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, plural, require_writable, shown
+from distributed_training.settings.files import (
+    expand_home,
+    plural,
+    relative_path,
+    require_writable,
+    shown,
+)
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.settings.request import texts, typed_values
 from distributed_training.settings.strategies import named_strategy
@@ -140,7 +145,7 @@ def run(
     print()
     for _, choice in picks:
         options = options_of(choice.plan, arguments, configure)
-        print(f"  {launch_command(choice.plan, os.path.relpath(script), options)}")
+        print(f"  {launch_command(choice.plan, relative_path(script), options)}")
     if job_file is not None:
         options = options_of(first.plan, arguments, configure, elsewhere=True)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []

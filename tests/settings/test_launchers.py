@@ -152,10 +152,13 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
         ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
     ],
 )
-def test_launchers_that_tell_half_are_refused(told, words, environment):
+def test_launchers_that_tell_half_are_refused(told, words, environment, capsys):
     environment(**told)
     with refused(words):
         current_process()
+    if "WORLD_SIZE" not in told:  # there may be no other process that says it
+        assert exit_code(lambda: current_process() and 0) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])

@@ -182,6 +182,24 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
             rendezvous.meet(first, 5)
 
 
+@pytest.mark.parametrize(
+    ("host", "rank", "words"),
+    [
+        ("no-such-host.invalid", 0, "cannot resolve MASTER_ADDR='no-such-host.invalid'. Set it to"),
+        ("no-such-host.invalid", 1, "cannot resolve MASTER_ADDR='no-such-host.invalid'. Set it to"),
+        ("a" * 64, 1, "cannot resolve MASTER_ADDR="),
+        ("192.0.2.1", 0, "MASTER_ADDR='192.0.2.1' is not an address of this machine. Set it to"),
+    ],
+)
+def test_an_address_that_is_wrong_is_told_from_a_port(host, rank, words, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", "29555")
+    process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+    with refused(words) as caught:
+        rendezvous.meet(process, 0)
+    assert "port" not in str(caught.value)
+
+
 def test_a_node_is_missing_only_without_all_of_its_ranks():
     store = torch.distributed.HashStore()
     store.set(rendezvous._HOST.format(2), json.dumps({"host": "b"}))

@@ -1,0 +1,78 @@
+import os
+import resource
+
+import pytest
+
+from distributed_training.settings import system
+from distributed_training.settings.errors import RunError, exit_code, explain
+from distributed_training.settings.files import relative_path
+from tests.support import refused
+
+
+@pytest.fixture
+def gone(tmp_path, monkeypatch):
+    """Make the current folder one that has been removed."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "evil", ["2000", "0", " 5 "]),
+        ("TORCH_FR_BUFFER_SIZE", "", []),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "99999999999", ["2000"]),
+        ("TORCH_FR_CPP_STACK", "evil", ["0", "True"]),
+        ("GLOO_DEVICE_TRANSPORT", "tcp", ["TCP"]),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "abc", ["30"]),
+    ],
+)
+def test_values_that_a_library_would_fail_on_later_are_refused(name, value, accepted, monkeypatch):
+    for good in accepted:
+        monkeypatch.setenv(name, good)
+        system.require_system()
+    monkeypatch.setenv(name, value)
+    with refused(f"{name}={value!r} is not accepted. Set {name} to", ", or unset it"):
+        system.require_system()
+
+
+def test_a_system_in_which_nothing_works_is_named(monkeypatch):
+    monkeypatch.setattr(system, "_PROC_FILES", ("/proc/stat", "/proc/none"))
+    with refused("/proc/none cannot be read", "mount -t proc proc /proc"):
+        system.require_system()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10**9, -1))
+    monkeypatch.setattr(system, "_PROC_FILES", ())
+    with refused("The limit of 1.00 GB of address space (ulimit -v) is too low"):
+        system.require_system()
+
+
+def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, capsys):
+    with refused("the current folder has been removed"):
+        system.require_system()
+    assert relative_path("/some/run") == "/some/run"
+
+    def library() -> int:
+        os.path.abspath("a")
+        return 0
+
+    assert exit_code(library) == 2
+    assert capsys.readouterr().err.startswith("error: the current folder has been removed.")
+
+
+def test_memory_that_is_refused_is_said_in_a_line(monkeypatch):
+    for error in (
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        OSError(12, os.strerror(12)),
+    ):
+        explained = explain(error)
+        assert isinstance(explained, RunError)
+        assert str(explained).startswith("Not enough memory. ")
+        assert str(explained).endswith("Use a smaller model or fewer processes.")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * 10**9, -1))
+    assert str(explain(MemoryError())).endswith(
+        "Raise the limit of 2.00 GB of address space (ulimit -v)."
+    )
+    assert explain(RuntimeError("a fault of another kind")) is None
