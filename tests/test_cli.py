@@ -158,12 +158,12 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
 )
 def test_a_variable_that_a_library_refuses_is_named(name, message, run, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise ValueError(f"\n{message}\nmore")
+        raise AssertionError(f"\n{message}\nmore")
 
     monkeypatch.setattr(launch, "start", refuse)
     monkeypatch.setenv(name, "evil")
     assert run() == 2
-    said = f"{name} has a value that is not accepted. ValueError: {message} more. Unset {name}."
+    said = f"{name} has a value that is not accepted. AssertionError: {message} more. Unset {name}."
     assert capsys.readouterr().err == f"error: {said}\n"
 
 

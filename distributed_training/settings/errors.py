@@ -128,7 +128,7 @@ def explain(error: Exception) -> UserError | None:
         if limit >= 0:  # a negative value means no limit
             fix = f"raise the limit of {limit / 1e9:.2f} GB of address space (ulimit -v)"
         return RunError("Not enough memory", describe(error), fix)
-    return refused_variable(error) if isinstance(error, (ValueError, RuntimeError)) else None
+    return refused_variable(error)
 
 
 def current_folder_is_gone() -> UserError | None:
@@ -141,7 +141,7 @@ def current_folder_is_gone() -> UserError | None:
     return None
 
 
-def refused_variable(error: ValueError | RuntimeError) -> UserError | None:
+def refused_variable(error: Exception) -> UserError | None:
     """Return an error that names the environment variable of torch or Hugging Face that a library
     rejected. Return None if there is none.
 
