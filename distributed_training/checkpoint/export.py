@@ -32,10 +32,7 @@ LENGTHS = 64  # texts are padded to a multiple of this number of tokens
 # text changes with every token.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
-DTYPES = {
-    "auto": torch.float32,  # in plans that earlier releases wrote
-    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from distributed_training.models import ModelSize, ModelSpec, find_model
+from distributed_training.models import ModelSize, ModelSpec
 from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
@@ -146,32 +146,12 @@ class Plan(Draft):
 PLAN_AS_JSON = TypeAdapter(Plan)
 
 
-def _as_today(text: bytes) -> dict[str, Any]:
-    """Return plan.json as this release writes it. Earlier releases left out the model's shape, had
-    keys that have been removed, and stored the engine's options with CONFIG's keys."""
-    document: dict[str, Any] = parse_json(text.decode())
-    if "model" not in document:
-        spec = find_model(document["config"]["model"])
-        document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
-    config = document["config"]
-    if "from_defaults" in config:
-        document |= {key: config[key] for key in ("from_defaults", "engine_options")}
-        document["strategy"]["work_options"] = config["engine_work"]
-        request = document["requested"]
-        request["set_by"] = dict.fromkeys(config["typed"], "command line")
-        request["preset"] = "an earlier preset" if request["has_preset"] else None
-    for name, model in (("config", RunConfig), ("requested", Request)):
-        values = document[name]
-        document[name] = {key: values[key] for key in model.model_fields if key in values}
-    return document
-
-
 def load_plan(run_dir: Path) -> Plan:
     """Return the plan that the launching process wrote. Raises UserError if the file cannot be read
     or is not a plan that this version supports."""
     file = run_dir / PLAN_FILE
     try:
-        document = _as_today(read_small(file))
+        document = parse_json(read_small(file).decode())
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
     except OSError as error:
@@ -179,6 +159,6 @@ def load_plan(run_dir: Path) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
-    except (KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         why = "its content does not have the form that a run writes"
     raise UserError(f"{file} is not a plan that this version can read", why)
