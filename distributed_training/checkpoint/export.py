@@ -27,9 +27,9 @@ from distributed_training.records.record import BEST, RECORD_FILE, Record, load_
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import plural, publish
 
-LENGTHS = 64  # texts are padded to a multiple of this number of tokens
-# cuDNN is left out, because it compiles a new plan for each length, and the length of a growing
-# text changes with every token.
+LENGTHS = 64  # inputs are padded to a multiple of this many tokens
+# cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
+# with every generated token.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -49,21 +49,21 @@ def continuation(
     past: Past | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
-    """Yield up to `num_tokens` ids that continue `prompt_ids`, and stop early before one of
-    `eos_ids`. Each id is sampled from the `top_k` most likely tokens. With a temperature of 0, it
-    is always the most likely token.
+    """Yield up to `num_tokens` token ids that continue `prompt_ids`, stopping early before any of
+    `eos_ids`. Each id is sampled from the `top_k` most likely tokens. If `temperature` is 0, the
+    most likely token is always chosen.
 
     `logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
-    vocabulary size. If a cache `past` is given, `logits` receives each token only once while all
-    tokens fit in the context. `agree` changes the chosen id, int64 [1], in place, so that it is
-    equal on all ranks. Raises UserError if logits are not finite."""
+    vocabulary size. If a cache `past` is given, `logits` receives each token only once as long as
+    all tokens fit in the context. `agree` modifies the chosen id, int64 [1], in place so that all
+    ranks use the same id. Raises UserError if the logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
         model_ids = ids[past.length :] if past else ids[-context:]
-        # Padding leaves few distinct lengths, so kernels are selected only a few times.
+        # Padding limits the number of distinct lengths, so kernels are selected only a few times.
         padding = 0 if past else min(-len(model_ids) % LENGTHS, context - len(model_ids))
         with sdpa_kernel(ATTENTION):
             padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
@@ -109,10 +109,10 @@ def write_folder(
     *,
     merge: bool = False,
 ) -> None:
-    """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's names to
-    the weights. `folder` appears only when it is complete. A LoRA run writes only its adapters,
-    unless `merge` is set or the base model has random weights. Raises RunError if a value is not
-    finite, and keeps an existing folder."""
+    """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's parameter
+    names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
+    adapters are written unless `merge` is set or the base model has random weights. If a value is
+    not finite, raises RunError and leaves any existing folder unchanged."""
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():
@@ -153,8 +153,8 @@ def save_whole(
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Yield the path of a temporary folder that the block must create. Rename this folder to
-    `folder` if the block raises no error."""
+    """Yield the path of a temporary folder that the `with` block must create. If the block raises
+    no error, rename this folder to `folder`."""
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -171,7 +171,7 @@ def write_generation_config(
     the same tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
     document["eos_token_id"] = find_ends(tokenizer, chat, base)
-    # If this key stayed, transformers could generate the file again from config.json, without our
+    # If this key were kept, transformers could regenerate the file from config.json, without our
     # end tokens.
     document.pop("_from_model_config", None)
     document |= tokenizer.generation_tokens

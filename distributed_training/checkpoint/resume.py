@@ -53,7 +53,7 @@ MERGE_FOLDERS = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
-# Files in a run's folder that a resumed run continues to write
+# Files in a run's folder that a resumed run keeps writing to
 _WRITTEN = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class Meta(BaseModel, strict=True):
 
 
 def use_older(checkpoint: Path) -> str:
-    """Return advice on how to resume from the checkpoint before a damaged one. A renamed folder is
-    not a checkpoint."""
+    """Return advice on how to resume from the checkpoint that precedes a damaged one. The advice
+    renames the damaged folder, because a renamed folder is not treated as a checkpoint."""
     path = shlex.quote(str(checkpoint))
     return f"set resume to None. Or, for the previous checkpoint, run: mv {path} {path}.damaged"
 
@@ -92,7 +92,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint of this
+    """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
     format, if meta.json is damaged, or if meta.json belongs to another folder."""
     try:
         values = parse_json(read_small(folder / META_FILE).decode())
@@ -121,10 +121,10 @@ def file_of(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Return the names of the files that `rank` needs to load a checkpoint. Usually these are all
-    files. If some files are absent, nodes have no shared disk and the layout is unchanged, only the
-    files of the rank's node are needed. Raises ElsewhereError if a needed file is on another
-    host."""
+    """Return the names of the files that `rank` needs to load a checkpoint. Usually, these are all
+    of the checkpoint's files. Only the files written on the rank's node are needed if some files
+    are absent, the nodes have no shared disk, and the layout is unchanged. Raises ElsewhereError if
+    a needed file is on another host."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -163,8 +163,8 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
-    """Return the checkpoint that the setting `resume` requests. Return None to start a new run. Add
-    a note if the state must be resharded."""
+    """Return the checkpoint that the `resume` setting requests, or None if a new run should start.
+    Add a note if the state must be resharded."""
     resumed = find_resume(plan, notes)
     if resumed is None:
         return None
@@ -186,15 +186,15 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 
 
 def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    """Return the checkpoint to resume from and its metadata. Return None to start a new run.
+    """Return the checkpoint to resume from and its metadata, or None if a new run should start.
 
     If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
     same work. A run with the same strategy is preferred to a newer run with another strategy. Log a
     warning for each damaged checkpoint. Add a note if there is no usable checkpoint.
 
     Raises UserError if the run is in use or has files on other nodes. Also raises UserError if a
-    named checkpoint is missing or damaged, has no record of its run, or is from a run with other
-    work."""
+    named checkpoint is missing or damaged, has no record of its run, or is from a run with
+    different work."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -229,7 +229,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 def _start_from(checkpoint: Path) -> str:
     """Return the --weights option that starts a new run from the weights of a checkpoint's run. If
-    these weights are not exported yet, the option is preceded by the export command."""
+    these weights have not been exported yet, the export command precedes the option."""
     run_dir = relative_path(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
@@ -263,8 +263,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     def has_other_strategy(checkpoint: Path) -> bool:
         return candidates[checkpoint].spread.get("strategy") != plan.strategy.name
 
-    # Prefer the same strategy. If a user compares strategies, each strategy then resumes its
-    # previous run.
+    # Prefer runs with the same strategy, so that a user who compares strategies resumes each
+    # strategy's own run.
     for checkpoint in sorted(candidates, key=has_other_strategy):
         with _passing_over(checkpoint):
             check_files(checkpoint, candidates[checkpoint], plan)
@@ -278,8 +278,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 @contextlib.contextmanager
 def _passing_over(checkpoint: Path) -> Iterator[None]:
-    """Log a warning that a damaged checkpoint is skipped, instead of raising an error. Raises
-    ElsewhereError if files of the checkpoint are on other nodes."""
+    """Skip a damaged checkpoint with a warning instead of an error. Raises ElsewhereError if some
+    of the checkpoint's files are on other nodes."""
     try:
         yield
     except ElsewhereError:
@@ -312,15 +312,15 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 
 def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
-    """Return which of the keys "max_steps" and "epochs" the user typed with a new value. Return an
-    empty set if the run would not train beyond the checkpoint."""
+    """Return the keys among "max_steps" and "epochs" for which the user typed a new value. Return
+    an empty set if the run would not train beyond the checkpoint."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    # Runs of earlier releases lack keys that were added later.
+    # Runs from earlier releases lack keys that were added later.
     work = plan.work
     saved = {name: key.default for name, key in KEYS.items() if name in work}
     moved_keys = MOVED_KEYS - work.keys()
@@ -350,8 +350,8 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 def _same_contents(meta: Meta, plan: Plan) -> set[str]:
     """Return the keys whose files have the same contents as in the run that saved the checkpoint,
-    even if the path or its spelling differs. The files are texts, a tokenizer, weights or a
-    model."""
+    even if the path or its spelling differs. The files may be text files, tokenizer files, weights
+    or a model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

@@ -9,8 +9,8 @@
 A checkpoint appears under its final name only when it is complete, and the last `keep_checkpoints`
 are kept. Without a shared disk, each node stores meta.json and the files of that node's ranks.
 These files also contain copies of shards that the node's ranks hold but only ranks of other nodes
-write. The name of each copy has the prefix COPY. The sampler needs no file, because its position is
-the step. resume.py finds and checks checkpoints."""
+write. The name of each copy has the prefix COPY. The sampler needs no file, because the step number
+determines its position. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
@@ -51,12 +51,13 @@ from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
-MEMORY_MARGIN = 1.3  # make a copy if this factor times the copy's size is free
+MEMORY_MARGIN = 1.3  # a copy is made only if this many times its size is free
 
 
 class Saver:
     """Save checkpoints in the background during training. If the host has enough free memory, the
-    state is copied there first, and a thread writes the copy. Only one save runs at a time."""
+    state is first copied to host memory, and a thread writes the copy. Only one save runs at a
+    time."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
@@ -75,7 +76,7 @@ class Saver:
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """Start allocating memory for the first save. All ranks must call this method after the
+        """Start allocating memory for the first save. All ranks must call this method once the
         whole state exists."""
         if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
@@ -132,7 +133,7 @@ class Saver:
             self.memory = HostMemory(needed_bytes, self.topology.device if self._keeps else None)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return a dictionary from the model's names to all weights after `step`, taken from the
+        """Return all weights after `step`, keyed by the model's parameter names and taken from the
         copy in host memory. Return {} if the copy does not contain all weights after `step`."""
         if self.step != step or self.topology.world_size > 1:
             return {}
@@ -141,8 +142,8 @@ class Saver:
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for the current save. Return the checkpoint's folder and the save's row in the
-        record's `saves`. Raises on all ranks the error of any rank, such as OSError. Raises
-        FloatingPointError if the state is not finite; the state is then not saved."""
+        record's `saves`. If any rank fails, for example with OSError, the error is raised on all
+        ranks. Raises FloatingPointError, without saving, if the state is not finite."""
         assert self.ending is not None
         began = time.monotonic()
         try:
@@ -204,8 +205,8 @@ def load_checkpoint(
 ) -> int:
     """Restore the engine from a checkpoint and return the checkpoint's step. If the layout is
     unchanged, also restore the random number generators; otherwise seed them. Raises UserError if
-    the checkpoint cannot be loaded, or if it was trained on other tokens or base weights. All ranks
-    must call this function."""
+    the checkpoint cannot be loaded, or if it was trained on different tokens or base weights. All
+    ranks must call this function."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
         what = f"The dataset differs from the one used to train {folder}"
@@ -233,8 +234,8 @@ def load_checkpoint(
 
 
 def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
-    """Return copies of shards that ranks of this node hold but only ranks of other nodes write. The
-    ranks of a node share this work. The name of each copy has the prefix COPY. All ranks must call
+    """Return copies of shards that ranks on this node hold but only ranks on other nodes write. The
+    ranks on a node share this work. The name of each copy has the prefix COPY. All ranks must call
     this function."""
     part_by_key: dict[str, Part] = {}
     for part in parts:  # with the schedule zb-v, one rank holds the tied embedding twice

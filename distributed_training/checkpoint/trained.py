@@ -19,7 +19,7 @@ WEIGHT = "weight/"  # prefix of weights in checkpoints
 
 
 class Saved(Mapping[str, torch.Tensor]):
-    """Weights of a checkpoint, keyed by the model's names. Each tensor is read when it is
+    """Weights in a checkpoint, keyed by the model's parameter names. Each tensor is read when it is
     accessed."""
 
     def __init__(self, files: TensorFiles) -> None:
@@ -39,7 +39,7 @@ class Saved(Mapping[str, torch.Tensor]):
             try:
                 outline = plan.model.outline()
                 shapes = {name: part.shape for name, part in outline.named_parameters()}
-            except UserError:  # such as an error of a model family in the user's code
+            except UserError:  # such as an error from a model family in the user's code
                 raise
             except Exception:  # such as an error for a size of -1
                 shapes = {}
@@ -61,7 +61,7 @@ class Saved(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Weights of a trained model. Adapters are in memory, and other tensors are read when
+    """Weights of a trained model. Adapters are kept in memory; other tensors are read when
     needed."""
 
     spec: ModelSpec
@@ -117,7 +117,7 @@ class Trained:
 
 
 def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int) -> Trained:
-    """Return the trained weights of a run. `state` maps the model's names to the trained
+    """Return the trained weights of a run. `state` maps the model's parameter names to the trained
     tensors."""
     config = plan.config
     spec = plan.model

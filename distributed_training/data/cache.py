@@ -1,7 +1,7 @@
-"""Tokenize texts once and cache the ids in files, which every process memory-maps. This module does
+"""Tokenize text once and cache the ids in files that every process memory-maps. This module does
 not import torch.
 
-Each folder in the cache is named by a hash of everything that determines its contents: the texts,
+Each folder in the cache is named after a hash of everything that determines its contents: the text,
 the tokenizer, and whether running text is read line by line. While a folder is being filled, its
 name ends with .partial."""
 
@@ -46,9 +46,9 @@ _CHECKSUM = "sha256"  # checksums of all other files
 _BATCH = 2**21  # characters per batch, which all cores tokenize together
 _AHEAD = 2  # batches that are tokenized while one is written
 _READ = 16 * 2**20  # bytes read at a time
-_LONG = 20_000_000  # announce tokenizing if a corpus has more bytes than this
-_VERY_LONG = 2_000_000_000  # announce the checksum if a corpus has more bytes than this
-_THREADS = 64  # limit on the tokenizer's threads; 64 threads need 0.7 GiB
+_LONG = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
+_VERY_LONG = 2_000_000_000  # announce the checksum if a corpus exceeds this many bytes
+_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
@@ -59,8 +59,9 @@ def tokenize(
     exist or is damaged, tokenize the corpus first.
 
     If several processes call this function, one process fills the folder and the others wait.
-    Raises UserError if a text cannot be read or the cache cannot be written. Also raises UserError
-    if the tokenizer has more tokens than the model's embedding has `rows`."""
+    Raises UserError if the text cannot be read or the cache cannot be written. Also raises
+    UserError if the tokenizer has more than `rows` tokens, where `rows` is the size of the model's
+    embedding."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:
@@ -97,8 +98,8 @@ def token_cache() -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the description of the tokens in a complete folder: `form`, `splits`, `counts` of each
-    split (see Counts), and `tokenizer` (see Facts)."""
+    """Return the metadata of a complete folder: `form`, `splits`, `counts` of each split (see
+    Counts), and `tokenizer` (see Facts)."""
     return json.loads((folder / _META).read_bytes())
 
 
@@ -109,8 +110,8 @@ def load_bytes(folder: Path) -> np.ndarray:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder of the cache is complete, unchanged, and owned by this user or root.
-    Another user may have created a folder while the cache was writable for others."""
+    """Return whether a cache folder is complete, unchanged, and owned by this user or root. Another
+    user may have created a folder while the cache was writable by others."""
     try:
         owners = {path.stat().st_uid for path in (folder, *folder.iterdir())}
         return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM) == _checksum(folder)
@@ -138,10 +139,11 @@ def _checksum(folder: Path) -> bytes:
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
-    """Return (form of the texts, splits) of a complete folder. A split is a dictionary with
+    """Return (form of the text, splits) from a complete folder. Each split is a dictionary with
 
-    - `ids`: the ids of all texts, concatenated, including special tokens;
-    - `starts`: the index of each text's first id, then the number of ids, int64 [num_texts + 1];
+    - `ids`: the ids of all documents, concatenated, including special tokens;
+    - `starts`: the index of each document's first id, then the number of ids, int64 [num_documents
+      + 1];
     - `loss_mask`: whether each id is in the loss. This key is absent if all ids are."""
     meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
@@ -155,8 +157,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Tokenize a corpus into a folder of the cache. Raises UserError if there is no text to train
-    on."""
+    """Tokenize a corpus into a cache folder. Raises UserError if there is no text to train on."""
     num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
     if num_bytes > _LONG:
@@ -230,7 +231,7 @@ def _tokenize_split(
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
     at_ends = sum(map(len, tokenizer.ends))
-    num_special = num_unknown = 0  # special and unknown tokens in the pieces of the current text
+    num_special = num_unknown = 0  # special and unknown tokens in the current document so far
     with ThreadPoolExecutor(_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
         work = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)

@@ -39,15 +39,15 @@ WIKITEXT = "wikitext-2"
 # grammar
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
-# Folders of the standard library with tests, vendored code or generated tables
+# Standard library folders that contain tests, vendored code or generated tables
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Texts or records of a split. They are either in memory or in files that are read again for
-    each use."""
+    """Text or records of one split, either in memory or in files that are read again for each
+    use."""
 
     form: str  # RUNNING, or the form of the records (data/pieces.py)
     files: Sequence[Path] = ()
@@ -56,7 +56,7 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the text in bytes. Compressed files count with their compressed
+        """Approximate size of the text in bytes. Compressed files are counted at their compressed
         size."""
         return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
 
@@ -69,7 +69,7 @@ class Source:
             yield from cut(blocks)
 
     def read_records(self) -> Iterator[tuple[str, Any]]:
-        """Yield (place of the record for error messages, record), in order."""
+        """Yield (location of the record for error messages, record), in order."""
         assert self.shape is not None
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
@@ -110,11 +110,11 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
-    """Find the sources of `dataset`. If `validation` names another dataset, validation texts come
-    from this dataset. Files of running text are read later.
+    """Find the sources of `dataset`. If `validation` names another dataset, the validation text
+    comes from that dataset. Running-text files are read later.
 
-    `columns` is "our_name=dataset_name,...". Raises UserError if a dataset is missing, empty or of
-    an unsupported kind."""
+    `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
+    empty or of an unsupported kind."""
     names = parse_columns(columns)
     corpus = _find_corpus(dataset, "dataset", names)
     if validation is not None:
@@ -124,8 +124,8 @@ def read_corpus(dataset: str, validation: str | None = None, columns: str | None
 
 
 def find_unread(dataset: str, corpus: Corpus) -> list[str]:
-    """Return the files in a dataset's folder that no used split contains, as paths relative to this
-    folder. Hidden files and files that describe the dataset are left out."""
+    """Return the files in a dataset's folder that belong to no split in use, as paths relative to
+    that folder. Hidden files and files that describe the dataset are left out."""
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
@@ -136,8 +136,8 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
         for file in folder.rglob("*")
         if file not in used and file.is_file() and file.name not in about
     ]
-    # A link may lead to a used file by another name. Resolving many paths is slow, so only unread
-    # files are resolved.
+    # A link may point to a used file under another name. Resolving many paths is slow, so only
+    # unread files are resolved.
     resolved = {file.resolve() for file in used} if unread else set()
     names = sorted(file.relative_to(folder) for file in unread if file.resolve() not in resolved)
     return [
@@ -149,7 +149,7 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """Parse text such as "prompt=question,completion=answer" into {our name: the dataset's name}.
-    Raises UserError if the text has another form or if a name to the left of "=" is not in
+    Raises UserError if the text does not have this form or if a name to the left of "=" is not in
     COLUMNS."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
@@ -204,11 +204,11 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return the source of running text or records in `files`. All records must have the shape of
+    """Return the running text or records in `files` as a source. All records must have the shape of
     the first record. Raises UserError if text and records are mixed, or if there is no record."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXTS):
-        for file in files:  # reading them takes much longer
+        for file in files:  # reading all of their text would take much longer
             encoding_of(file)
         return Source(form=RUNNING, files=files)
     if not set(suffixes) <= set(RECORDS):
@@ -257,7 +257,7 @@ def read_prose() -> list[str]:
 
 
 def _shuffle(texts: dict[str, str]) -> list[str]:
-    """Return texts sorted by a hash of their names, so that the end, which is held out, is a
-    mixture."""
+    """Return the texts sorted by a hash of their names, so that the held-out end is a mixture of
+    all topics."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [texts[name] for name in names]

@@ -1,5 +1,4 @@
-"""Read files of texts and records piece by piece to save memory. This module does not import
-torch."""
+"""Read text and record files piece by piece to save memory. This module does not import torch."""
 
 import codecs
 import csv
@@ -18,16 +17,16 @@ from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import json_mistake, parse_json
 from distributed_training.settings.machine import available_ram_bytes
 
-TEXTS = (".txt", ".md")  # each file is one text
+TEXTS = (".txt", ".md")  # each file is one document
 RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # each line or row is one record
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK = 2**20  # bytes or characters read at a time
-# A compressed file may unpack to this many bytes, or to this many times its size if that is more.
+# A compressed file may unpack to _UNPACKED bytes or to _RATIO times its size, whichever is larger.
 _UNPACKED = 2**27
 _RATIO = 200
-_LONGEST_LINE = 2**30  # limit on the characters of a line
-# Bytes of memory that a JSON list needs per byte of its file, for two copies of the text and for
-# the values
+_LONGEST_LINE = 2**30  # maximum number of characters in a line
+# Memory that a JSON list needs for two copies of its text and for the values, in bytes per byte of
+# the file
 _LIST_BYTES = 6
 _ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
@@ -38,9 +37,9 @@ def suffix_of(path: Path) -> str:
 
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
-    """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be in
-    UTF-8, or in UTF-16 with a byte-order mark. CRLF becomes LF. Raises UserError if the file has
-    another encoding or cannot be read."""
+    """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
+    encoded in UTF-8, or in UTF-16 with a byte-order mark. CRLF is converted to LF. Raises UserError
+    if the file has another encoding or cannot be read."""
     encoding = encoding_of(path)
     with open_file(path) as file:
         # Lines end only at line feeds, because U+2028 and similar characters may occur inside a
@@ -93,8 +92,8 @@ def encoding_of(path: Path) -> str:
 
 
 def _first_hole(file: IO[bytes]) -> int:
-    """Return the position in bytes of the first hole in a file. If there is no hole, this is the
-    end of the file."""
+    """Return the byte offset of the first hole in a file, or the size of the file if there is no
+    hole."""
     descriptor = file.fileno()
     try:
         return os.lseek(descriptor, 0, os.SEEK_HOLE)
@@ -105,8 +104,8 @@ def _first_hole(file: IO[bytes]) -> int:
 
 
 def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (place of the record for error messages, record) for each line or row of the files. If
-    a Parquet file has any of `columns`, only these columns are read. Raises UserError if a file
+    """Yield (location of the record for error messages, record) for each line or row of the files.
+    If a Parquet file has any of `columns`, only these columns are read. Raises UserError if a file
     cannot be parsed."""
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
@@ -115,7 +114,7 @@ def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[
 
 
 def column_names(path: Path) -> list[str]:
-    """Return the names of all columns of a Parquet file. Return [] for any other file."""
+    """Return the names of all columns in a Parquet file, or [] for any other file."""
     if suffix_of(path) != ".parquet":
         return []
     import pyarrow.parquet
@@ -201,7 +200,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
             if path.suffix == ".arrow" and file.read(6) == b"ARROW1":
                 table = pyarrow.ipc.open_file(file)
                 batches = map(table.get_batch, range(table.num_record_batches))
-            elif path.suffix == ".arrow":  # a stream, as the datasets library writes it
+            elif path.suffix == ".arrow":  # a stream, as written by the datasets library
                 file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
@@ -215,7 +214,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 names = batch.schema.names
                 if len(names) > len(set(names)):
                     raise ValueError(f"it has the column {max(names, key=names.count)!r} twice")
-                if path.suffix == ".arrow":  # wrong offsets could lead out of the file's memory
+                if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
                 if batch.nbytes > most_unpacked(path):
                     raise bomb(path)
@@ -255,7 +254,8 @@ def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
 
 
 def _num_characters(value: Any) -> int:
-    """Return the total length of all texts in a record. Any other value counts as one character."""
+    """Return the total length of all strings in a record. Any other value counts as one
+    character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -282,8 +282,8 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return the maximum number of bytes that a file may unpack to. Texts compress to a tenth of
-    their size at best."""
+    """Return the maximum number of bytes that a file may unpack to. Text compresses to a tenth of
+    its size at best."""
     return max(_UNPACKED, _RATIO * path.stat().st_size)
 
 
@@ -295,8 +295,8 @@ def bomb(path: Path) -> UserError:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file to read its content, decompressed if necessary. Raises UserError if the file is
-    not regular or cannot be opened."""
+    """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
+    a regular file or cannot be opened."""
     try:
         # Files in /proc and /sys count as regular, but reading them may block or never end.
         if not path.is_file() or path.resolve().parts[1:2] in (("proc",), ("sys",)):

@@ -70,7 +70,7 @@ def _is_ours(file: Path, folder: Path) -> bool:
 
 
 def _by_convention(folder: Path, what: str) -> Splits:
-    """Return the files of each split as `datasets.load_dataset(folder)` finds them. Raises
+    """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
     UserError if the search fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
@@ -97,7 +97,7 @@ def _by_convention(folder: Path, what: str) -> Splits:
         files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
     except UserError:
         raise
-    except Exception as error:  # errors of datasets, of YAML, or of a file system
+    except Exception as error:  # errors from datasets, YAML or the file system
         raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
     splits: Splits = {}
     for split, names in files_by_split.items():
@@ -117,7 +117,7 @@ def _saved(folder: Path, what: str) -> Splits:
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except Exception as error:  # errors of datasets and pyarrow
+    except Exception as error:  # errors from datasets and pyarrow
         raise UserError(f"{what} cannot be read", describe(error)) from None
     saved_splits = saved if isinstance(saved, dict) else {"train": saved}
     splits = {

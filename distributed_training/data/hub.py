@@ -16,7 +16,7 @@ WIKITEXT_FILES = {
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
-# Words that occur in the names of tokenizer files
+# Strings that occur in the names of tokenizer files
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
@@ -66,7 +66,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
             split: [Path(file["filename"]) for file in part.cache_files]
             for split, part in builder.as_dataset().items()
         }
-    except Exception as error:  # errors of datasets, huggingface_hub, pyarrow or the HTTP client
+    except Exception as error:  # errors from datasets, huggingface_hub, pyarrow or the HTTP client
         error = unanswered or error
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)
         what = f"{key}={dataset!r} is neither a path nor an available dataset on the Hub"
@@ -84,13 +84,13 @@ def is_repo_id(name: str) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether `folder` contains files of a tokenizer."""
+    """Return whether `folder` contains tokenizer files."""
     return folder.is_dir() and any(is_tokenizer_file(file.name) for file in folder.iterdir())
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
-    """Return the folder with all files of a model's tokenizer. Raises OSError if the files are not
-    available."""
+    """Return the folder that contains all of a model's tokenizer files. Raises OSError if the files
+    are not available."""
     from huggingface_hub import HfApi
 
     try:
@@ -106,14 +106,14 @@ def fetch_tokenizer(repo_id: str) -> Path:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether a file with this name may belong to a tokenizer."""
+    """Return whether a file with this name may be a tokenizer file."""
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
 def cannot_fetch(missing: str, error: OSError, command: str, instead: str = "") -> UserError:
     """Return the error for files that are neither cached nor downloadable. `missing` names the
     files and ends with "is" or "are". `command` is a command that downloads the files, and
-    `instead` is another solution."""
+    `instead` suggests an alternative."""
     what = f"{missing} not in the Hugging Face cache and cannot be downloaded"
     fix = f"{instead}, or {_DOWNLOAD}" if instead else _DOWNLOAD
     return UserError(what, str(error), f"{fix}: {command}")
@@ -136,16 +136,16 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
-    """Return the folder of the Hub's cache that contains the files of a repository. Download the
-    files if any is missing. Raises OSError if a file is not available."""
+    """Return the folder in the local Hub cache that contains the given files of a repository.
+    Download the files if any are missing. Raises OSError if a file is not available."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError
         from huggingface_hub.utils import logging
-    except ValueError as error:  # The library reads HF_ENDPOINT and others when it is imported.
+    except ValueError as error:  # The library reads HF_ENDPOINT and similar variables on import.
         raise OSError(f"an HF_... environment variable is not valid: {error}") from None
 
-    logging.set_verbosity_error()  # The OSError contains what the warnings would say.
+    logging.set_verbosity_error()  # The OSError contains the same information.
     fetch = partial(hf_hub_download, repo_id, repo_type=repo_type, etag_timeout=TIMEOUT_S)
     try:
         try:
@@ -155,6 +155,6 @@ def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
             paths = [fetch(name) for name in filenames]
         return Path(paths[0]).parent
-    except Exception as error:  # errors of the library's HTTP client
+    except Exception as error:  # errors from the library's HTTP client
         reason = first_line(error)
         raise OSError(f"{repo_id}: {type(error).__name__}: {reason[:200]}") from None

@@ -1,5 +1,5 @@
-"""Define the forms of training text, and cut text into pieces. Concatenating the ids of the pieces
-gives the ids of the whole text."""
+"""Define the forms of training text, and cut documents into pieces. Concatenating the ids of the
+pieces gives the ids of the whole document."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,31 +15,31 @@ ANSWERS = (PROMPT, MESSAGES)  # forms in which only answers are in the loss
 ASSISTANT = "assistant"
 Message = dict[str, Any]  # role, content, and any other keys that a template reads
 Span = tuple[int, int]  # (index of the first character, index after the last character)
-_MIN_CHARACTERS = 2**15  # minimum length of a piece, except for the last piece of a text
+_MIN_CHARACTERS = 2**15  # minimum length of a piece, except for the last piece of a document
 # Maximum number of characters tokenized at once. Tokenizing needs 40 times as much memory as the
 # text.
 _MAX_UNCUT = 2**27
-# Pre-tokenizers of byte-level BPE (see Tokenizer.can_cut) split before a space that follows a
-# character other than white space, and before a line feed that follows a letter or digit.
+# Byte-level BPE pre-tokenizers (see Tokenizer.can_cut) split before a space that follows a
+# non-white-space character, and before a line feed that follows a letter or digit.
 _BREAK = re.compile(r"(?<=[^\s\u180e]) |(?<=[A-Za-z0-9\u4e00-\u9fff])\n")
 
 
 class Piece(NamedTuple):
-    """A text to tokenize, or a contiguous section of such a text."""
+    """A document to tokenize, or a contiguous section of one."""
 
     text: str
     spans: Sequence[Span] | None = None  # characters in the loss; None if all are
-    begins: bool = True  # whether the text begins with this piece
-    ends: bool = True  # whether the text ends with this piece
-    templated: bool = False  # whether a template wrote all special tokens, also those at both ends
-    eos: bool = True  # whether the text must end with an end-of-text token
+    begins: bool = True  # whether the document begins with this piece
+    ends: bool = True  # whether the document ends with this piece
+    templated: bool = False  # whether a template wrote all special tokens, even at the ends
+    eos: bool = True  # whether the document must end with an end-of-text token
 
 
 def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
-    """Cut a text, given in `blocks`, into pieces. A blank text has no pieces.
+    """Cut a document, given as `blocks` of text, into pieces. A blank document yields no pieces.
 
-    Concatenating the ids of the pieces gives the ids of the whole text. Raises UserError if the
-    text is too long to be tokenized at once and cannot be cut."""
+    Concatenating the ids of the pieces gives the ids of the whole document. Raises UserError if the
+    document is too long to be tokenized at once and cannot be cut."""
     pending = ""
     start = 0
     begins = True
@@ -67,7 +67,8 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
 
 
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
-    """Cut `blocks` of whole lines into one text per line, without blank lines."""
+    """Yield one piece per line of `blocks`, which contain only whole lines. Blank lines are
+    skipped."""
     for block in blocks:
         # `splitlines` would also end lines at form feeds and similar characters.
         yield from (Piece(line) for line in block.split("\n") if line.strip())

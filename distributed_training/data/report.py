@@ -1,5 +1,5 @@
-"""Compute statistics of a training set: records used and left out, lengths, and the share of tokens
-in the loss. Also read the first samples of the set."""
+"""Compute statistics for a training set: records used and left out, lengths, and the share of
+tokens in the loss. Also read the first samples of the set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +18,17 @@ FILLED = "prompt fills max_length"
 
 
 def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """Return the statistics of the training split in a folder of the cache, as a dictionary:
+    """Return the statistics of the training split in a cache folder, as a dictionary:
 
-    - `form`: form of the texts (data/pieces.py);
+    - `form`: form of the text (data/pieces.py);
     - `records`, `used`: number of records read and used;
     - `left_out`: number of records left out, by reason;
     - `samples`, `cut`: number of samples, and of samples that are cut at max_length;
     - `ends_cut`: number of cut samples that lose the end of an answer;
-    - `longest_prompt`: tokens of the longest prompt that fills max_length, or 0;
-    - `tokens`, `num_tokens`: quantiles of the tokens per record, and the total;
+    - `longest_prompt`: number of tokens in the longest prompt that fills max_length, or 0;
+    - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and the total;
     - `loss_share`: share of the tokens in samples that are in the loss;
-    - `notes`: a count by the text of each note."""
+    - `notes`: number of occurrences of each note."""
     meta = read_meta(folder)
     counts = meta["counts"]["train"]
     split = load_tokens(folder)[1][0]

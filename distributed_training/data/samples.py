@@ -31,7 +31,7 @@ class Samples:
     one token, so that each token except the first is a target exactly once. A sample is one part
     or, if records are packed, a block of parts."""
 
-    tokens: np.ndarray  # ids of all texts, concatenated
+    tokens: np.ndarray  # ids of all documents, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
     lengths: np.ndarray  # number of input tokens of each part, [num_parts]
     seq_len: int  # tokens per sample, including padding
@@ -140,9 +140,9 @@ class Data:
     train: Samples
     validation: Samples
     fingerprint: str  # equal for the same tokens in the same order
-    tokenizer: Tokenizer  # the tokenizer that made the tokens
+    tokenizer: Tokenizer  # the tokenizer that produced the tokens
     cache: str = ""  # name of the folder in the token cache
-    form: str = RUNNING  # form of the training texts (data/pieces.py)
+    form: str = RUNNING  # form of the training text (data/pieces.py)
     packs: bool = True  # True for full blocks and packed records, False for padded samples
     counts: dict[str, Any] = field(default_factory=dict)  # statistics (data/report.py)
     # Number of bytes of text that each token represents (data/text_bytes.py)
@@ -150,7 +150,7 @@ class Data:
 
     @property
     def is_chat(self) -> bool:
-        """True if the training texts are treated as conversations."""
+        """True if the training text is treated as conversations."""
         return self.tokenizer.talks(self.form)
 
 
@@ -166,11 +166,11 @@ class StepBatch:
 def cut_samples(
     folder: Path, tokenizer: Tokenizer, config: RunConfig, *, can_pack: bool = True
 ) -> Data:
-    """Cut the tokens in a folder of the cache into the samples that a run uses.
+    """Cut the tokens in a cache folder into the samples that a run uses.
 
-    `can_pack` says whether the model and the engine can keep packed records apart. Raises UserError
-    if `pack` is True but records cannot be packed. Also raises UserError if there are fewer samples
-    than `num_samples`, or none for training or validation."""
+    `can_pack` tells whether the model and the engine can keep packed records apart. Raises
+    UserError if `pack` is True but records cannot be packed. Also raises UserError if there are
+    fewer samples than `num_samples`, or none for training or validation."""
     form, splits = load_tokens(folder)
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
@@ -227,8 +227,8 @@ def cut_samples(
 def all_samples(
     folder: Path, config: RunConfig, *, padding_id: int = 0, with_tail: bool = False
 ) -> Samples:
-    """Return all samples of the first split in a folder of the cache. If `with_tail` is set,
-    include the end of running text that does not fill a block."""
+    """Return all samples of the first split in a cache folder. If `with_tail` is set, include the
+    end of running text that does not fill a block."""
     form, (split, *_) = load_tokens(folder)
     starts, lengths = find_parts(split, form, config)
     if with_tail and form == RUNNING and config.pack is not False:
@@ -255,8 +255,8 @@ def find_parts(
 
 
 def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) -> Parts:
-    """Return one part per text, with the first `seq_len` tokens of the text. If `split_long` is
-    set, cut a longer text into several parts that contain all its tokens."""
+    """Return one part per document, with the document's first `seq_len` tokens. If `split_long` is
+    set, cut a longer document into several parts that contain all its tokens."""
     starts = split["starts"][:-1]
     lengths = np.diff(split["starts"]) - 1
     if split_long:
@@ -315,7 +315,7 @@ class Sampler:
     order of all samples and takes its share."""
 
     num_samples: int
-    global_batch_size: int  # sequences of one optimizer step, over all replicas
+    global_batch_size: int  # sequences per optimizer step, over all replicas
     micro_batch_size: int  # sequences in one forward pass of one replica
     num_microbatches: int  # per replica and optimizer step
     num_replicas: int
@@ -351,10 +351,10 @@ class Sampler:
 
     def most_documents(self, samples: Samples, num_steps: int) -> int:
         """Return the largest number of documents in a micro-batch of packed `samples`, over all
-        replicas and all epochs that `num_steps` steps begin. Padding counts as one document per
-        sample."""
+        replicas and all epochs that begin within `num_steps` steps. Padding counts as one document
+        per sample."""
         assert samples.firsts is not None
-        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is that of EMPTY
+        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for EMPTY
         most = 0
         for epoch in range(math.ceil(num_steps / self.steps_per_epoch)):
             order = _order(self.seed, epoch, self.num_samples)

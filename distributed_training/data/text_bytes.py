@@ -14,9 +14,9 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
     """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]. Special
     tokens represent 0 bytes.
 
-    The sum over the ids of a text is the size of the normalized text. For example, some tokenizers
-    add a space before the text, and others remove accents. `tokenizer` may be an object of
-    transformers or of the library `tokenizers`."""
+    The sum over the ids of a string is the size of the normalized string. For example, some
+    tokenizers add a space before the string, and others remove accents. `tokenizer` may be an
+    object from transformers or from the `tokenizers` library."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     library = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -37,5 +37,5 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
 
 def _decoded_size(tokenizer: Any, ids: list[int]) -> int:
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    # Canine has a token for each code point, also for surrogates.
+    # Canine has a token for each code point, including surrogates.
     return len(tokenizer.decode(ids, **options).encode(errors="surrogatepass"))

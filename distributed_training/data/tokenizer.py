@@ -1,7 +1,7 @@
 """Load tokenizers with transformers, and only when text is tokenized.
 
 Tokenizers in GPT-2's two-file format, such as the tokenizer that this suite ships, need only the
-library `tokenizers`. This library imports much faster than transformers."""
+`tokenizers` library, which imports much faster than transformers."""
 
 import contextlib
 import filecmp
@@ -29,10 +29,10 @@ from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
-# Limit on the factor by which a tokenizer may lengthen a text, and on the number of tokens that it
-# adds to every text. Published tokenizers at most triple the length of a space.
+# Maximum factor by which a tokenizer may lengthen a string, and maximum number of tokens that it
+# may add to every string. Published tokenizers at most triple the length of a space.
 MAX_GROWTH = 64
-MAX_BYTES = 100_000_000  # size of a tokenizer's file; the largest published ones have 35 MB
+MAX_BYTES = 100_000_000  # maximum size of a tokenizer file; the largest published files have 35 MB
 # Maximum number of tokens added to a vocabulary. transformers needs 75 us per added token.
 MAX_ADDED = 100_000
 END_OF_TEXT = "<|endoftext|>"
@@ -40,7 +40,8 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `own_spans`
 SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
-# Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut a text.
+# Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
+# documents.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
@@ -52,7 +53,7 @@ SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.t
 
 
 class _Warnings(logging.Handler):
-    """Collect the warnings that transformers logs while it opens a tokenizer. These warnings often
+    """Collect the warnings that transformers logs while it loads a tokenizer. These warnings often
     explain an error that follows."""
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ class Facts:
     beyond: list[str]  # the three tokens with the largest ids, largest id first
 
     def check_rows(self, rows: int, model: str) -> None:
-        """Raise UserError if the tokenizer has more tokens than the embedding of `model` has
-        `rows`."""
+        """Raise UserError if the tokenizer has more tokens than `rows`, the number of rows in the
+        embedding of `model`."""
         if self.num_tokens > rows:
             tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
             what = f"the tokenizer has {self.num_tokens} tokens, but {model} has only {rows} rows"
@@ -87,8 +88,8 @@ class Facts:
 
 
 class Tokenizer:
-    """Tokenizer in a folder. The tokenizer is loaded when it is first needed. UserError is raised
-    then if the tokenizer cannot be read."""
+    """Tokenizer stored in a folder. The tokenizer is loaded when it is first needed, and UserError
+    is raised at that point if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,13 +119,13 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the ids of a text. Tokenizers with equal
+        """SHA-256 of everything that determines the ids of a string. Tokenizers with equal
         fingerprints produce equal ids."""
         digest = hashlib.sha256()
         if not self.is_gpt2:
             digest.update(importlib.metadata.version("transformers").encode())
             config = self.folder / "config.json"
-            if config.is_file():  # transformers chooses the class by this file.
+            if config.is_file():  # transformers selects the class based on this file.
                 values = load_json(config, "model")
                 digest.update(
                     f"{values.get('model_type')} {values.get('tokenizer_class')}".encode()
@@ -156,8 +157,8 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
-        """Convert an error of the library `tokenizers` into a UserError. For example, the
-        vocabulary may lack the unk_token."""
+        """Convert an error from the `tokenizers` library into a UserError. Such an error occurs,
+        for example, if the vocabulary lacks the unk_token."""
         try:
             yield
         except BaseException as error:
@@ -166,7 +167,7 @@ class Tokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        """Tokenizer object of transformers or, for GPT-2's files, of the library `tokenizers`.
+        """Tokenizer object from transformers or, for GPT-2's files, from the `tokenizers` library.
         Raises UserError if the tokenizer cannot be loaded."""
         for name in self._files:
             if (self.folder / name).stat().st_size > MAX_BYTES:
@@ -231,9 +232,9 @@ class Tokenizer:
 
     @cached_property
     def _library(self) -> Any:
-        """Object of the library `tokenizers` that computes the ids, or None if Python code computes
-        the ids. Raises UserError if the tokenizer can make a text more than MAX_GROWTH times as
-        long."""
+        """Object from the `tokenizers` library that computes the ids, or None if Python code
+        computes them. Raises UserError if the tokenizer can lengthen a string by more than a factor
+        of MAX_GROWTH."""
         if self.is_gpt2:
             return self._loaded
         from transformers import PreTrainedTokenizerFast as Fast
@@ -302,14 +303,14 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int:
-        """Id of the token that replaces unknown characters. Return -1 if there is no such token, or
-        if it is the end-of-text token, as in byte-level BPE, which knows all characters."""
+        """Id of the token that replaces unknown characters. The id is -1 if there is no such token,
+        or if it is the end-of-text token, as in byte-level BPE, which can encode all characters."""
         token = None if self.is_gpt2 else self._loaded.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """All special tokens, as they appear in a text."""
+        """All special tokens, as they appear in text."""
         if self.is_gpt2:
             return [END_OF_TEXT]
         return [
@@ -328,11 +329,12 @@ class Tokenizer:
 
     @cached_property
     def can_cut(self) -> bool:
-        """True if data/pieces.py may cut a text. Concatenating the ids of the pieces then gives the
-        ids of the whole text.
+        """True if data/pieces.py may cut documents. Concatenating the ids of the pieces then gives
+        the ids of the whole document.
 
-        Texts may be cut if the tokenizer uses byte-level BPE, and words end before a space and
-        before a line feed that follows a letter. No added token may contain or strip spaces."""
+        Documents may be cut if the tokenizer uses byte-level BPE, if words end before a space and
+        before a line feed that follows a letter, and if no added token contains or strips
+        spaces."""
         if self.is_gpt2:
             return True
         if self._library is None:
@@ -363,7 +365,7 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids added at the beginning of every text, such as bos, and ids added at the end. Raises
+        """Ids added at the beginning of every string, such as bos, and ids added at the end. Raises
         UserError if too many ids are added, or if an added id is not in the vocabulary."""
         bare = np.array(self._encode(["a"], special=False)[0])
         full = np.array(self._encode(["a"], special=True)[0])
@@ -389,14 +391,14 @@ class Tokenizer:
         return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """Return an int32 array of ids for each text. If `special` is set, add the special tokens
-        at both ends of the text."""
+        """Return an int32 array of ids for each string. If `special` is set, add the special tokens
+        at both ends of each string."""
         return [np.array(ids, np.int32) for ids in self._encode(texts, special=special)]
 
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
-        loss. Concatenating the ids of a text's pieces gives the ids of `tokenizer(text)`. No
-        special tokens are added to templated pieces."""
+        loss. Concatenating the ids of a document's pieces gives the ids of `tokenizer(document)`.
+        No special tokens are added to templated pieces."""
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for special in (False, True):
             plain = list[int]()  # indices of pieces that are entirely in the loss
@@ -458,7 +460,7 @@ class Tokenizer:
         """Return (index of the first character, index after the last character) of each token, from
         the library's offsets. Return None if the offsets are wrong.
 
-        If a character has no token, the library shifts the offsets of the following tokens of the
+        If a character has no token, the library shifts the offsets of the following tokens in the
         same word. No token then covers the end of the word."""
         offsets = np.array(pairs, np.int64).reshape(-1, 2)
         lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
@@ -492,7 +494,7 @@ class Tokenizer:
         raise UserError(what, f"{why}not begin with the ids of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of `ids`. Special tokens are omitted unless `special` is set."""
+        """Decode `ids` to a string. Special tokens are omitted unless `special` is set."""
         if self.is_gpt2:
             kept = [i for i in ids if special or i != self.eos_id]
             return str(self._loaded.decode(kept, skip_special_tokens=False))
@@ -529,7 +531,7 @@ class Tokenizer:
         return Renderer(self._templates, names, self.special_tokens)
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each conversation in `batch`, which contains pairs (place in the
+        """Return the samples of each conversation in `batch`, which contains pairs (location in the
         dataset, conversation). Conversations are rendered with the tokenizer's own chat template
         or, if there is none, with ours. Raises UserError if a conversation cannot be rendered."""
         if self.renderer is not None:
@@ -539,11 +541,11 @@ class Tokenizer:
 
     @property
     def is_templated(self) -> bool:
-        """True if the tokenizer's own template writes all special tokens of a conversation."""
+        """True if the tokenizer's own template writes all special tokens in a conversation."""
         return self.facts.has_template
 
     def talks(self, form: str | None) -> bool:
-        """Return whether texts of this form are treated as conversations."""
+        """Return whether text of this form is treated as conversations."""
         return form == pieces.MESSAGES or (form == pieces.PROMPT and self.facts.has_template)
 
     @cached_property
@@ -580,7 +582,7 @@ class Tokenizer:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Return the ids of a text that generation will continue."""
+        """Return the ids of a prompt that generation will continue."""
         before = self.ends[0].tolist()
         return [*before, *self.encode_batch([text])[0].tolist()]
 
@@ -595,7 +597,7 @@ class Tokenizer:
         return self.begin(sample.text[: sample.spans[-1][0]])
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
-        """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can open it. If
+        """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If
         `chat` is set and the tokenizer has no chat template of its own, include ours."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_gpt2:
@@ -609,15 +611,15 @@ class Tokenizer:
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
-    """Raise `error` again if it is a KeyboardInterrupt, SystemExit or UserError. A panic in the
-    Rust library, which is also a BaseException, is not raised again."""
+    """Re-raise `error` if it is a KeyboardInterrupt, SystemExit or UserError. A panic in the Rust
+    library, which is also a BaseException, is not re-raised."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
 
 
 def _random_setting(loaded: Any) -> tuple[str, str] | None:
-    """Return (setting, name of its file) for a setting that makes a tokenizer's ids random. Return
-    None if there is none."""
+    """Return (setting, name of its file) for a setting that makes a tokenizer's ids random, or None
+    if there is no such setting."""
     backend = getattr(loaded, "backend_tokenizer", None)
     dropout = getattr(backend.model, "dropout", None) if backend is not None else None
     if dropout and dropout < 1:  # 0 applies all merges and 1 applies none
@@ -628,7 +630,7 @@ def _random_setting(loaded: Any) -> tuple[str, str] | None:
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """Return the factor by which a normalizer or decoder can lengthen a text."""
+    """Return the factor by which a normalizer or decoder can lengthen a string."""
     members = part.get("normalizers") or part.get("decoders")
     if members:
         return math.prod(map(_growth, members))
@@ -644,7 +646,8 @@ def is_chat(folder: Path) -> bool:
 
 def _is_gpt2(folder: Path) -> bool:
     """Return whether the folder contains GPT-2's two files and no other file that affects ids.
-    Examples are our tokenizer, exports with this tokenizer, and GPT-2's folder from the Hub."""
+    Examples are the folders of our tokenizer, of exports with this tokenizer, and of GPT-2 from the
+    Hub."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:

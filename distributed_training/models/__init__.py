@@ -223,7 +223,7 @@ class ModelSpec:
 
     @property
     def path(self) -> str:
-        """Return the value of CONFIG's `model` that selects the model in `weights_dir`."""
+        """Return the value of CONFIG's `model` key that selects the model in `weights_dir`."""
         return f"{HUB_PREFIX if self.family == HUB else ''}{self.weights_dir}"
 
     @property
