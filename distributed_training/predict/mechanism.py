@@ -1,7 +1,8 @@
-"""Define the costs of a mechanism, and the values from which they are computed: sizes of tensors,
-and durations of elementary operations. This module does not import torch. For all-reduce,
-all-gather and reduce-scatter, the size of an exchange is the size of the whole tensor. `sent_bytes`
-converts this size to the number of bytes that a process sends."""
+"""Define the costs of a mechanism and the quantities from which they are computed: tensor sizes and
+durations of elementary operations. This module does not import torch.
+
+The size of an all-reduce, all-gather or reduce-scatter is the size of the whole tensor.
+`sent_bytes` converts it to the number of bytes that a process sends."""
 
 import itertools
 import math
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.rates import Rates, tiled
 
-# Operation -> number of times that data travel around a ring of all processes. "send" uses no ring.
+# Operation -> number of times that the data travels around the ring of processes. "send" uses no
+# ring.
 TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
     "send": 0,
@@ -25,8 +27,8 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
-# Moments of a step at which memory use may peak: during the passes, in the backward pass of the
-# first block (the last backward pass of the step), and in the optimizer step
+# Points in a step at which memory use may peak: during the passes, in the backward pass of the
+# first block (the last block to run backward), and in the optimizer step
 Moment = Literal["passes", "first block", "update"]
 Parts = Mapping[str, float]  # component of memory (predict/memory.py) -> bytes
 Passes = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
@@ -41,7 +43,7 @@ def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
 
 
 class Place:
-    """Sizes of tensors in the processes of one pipeline rank."""
+    """Tensor sizes in the processes of one pipeline rank."""
 
     def __init__(self, plan: Draft, place: int = 0) -> None:
         config = plan.config
@@ -56,17 +58,18 @@ class Place:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.micro_batches = plan.batch.num_microbatches
-        # Number of times per step that FSDP and ZeRO exchange a block. In a pipeline, it is 1.
+        # Number of times per step that FSDP and ZeRO exchange a block, which is 1 in a pipeline
         self.rounds = 1 if self.pp > 1 else self.micro_batches
-        # Whether the model's own weights are frozen, with adapters
+        # Whether the model's own weights are frozen and only adapters are trained
         self.frozen = config.lora_rank > 0
-        self.trained = 0 if self.frozen else 1  # share of the model's own weights
+        self.trained = 0 if self.frozen else 1  # trained share of the model's own weights
         # Whether DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
         self.width = 4 if config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * config.max_length
-        # Bytes of one micro-batch's hidden states between two blocks, and their number of shards
+        # Size in bytes of one micro-batch's hidden states between two blocks, and their number of
+        # shards
         self.hidden = self.tokens * size.hidden_size * self.width
         self.parts = self.tp if config.sequence_parallel else 1
         self.between = 1 / self.parts
@@ -74,7 +77,7 @@ class Place:
         values = size.values_in + size.values_out + size.kept_values
         self.split_values = values / size.hidden_size
         self.way = "compiled" if config.compile else "eager"
-        # Sizes from here on depend on the rank.
+        # The sizes below depend on the rank.
         self.place = place
         ranks = plan.layout.ranks
         self.first = ranks[0] == place
@@ -108,8 +111,9 @@ class Place:
             self.learning = self.adapters
 
     def traced_bytes(self, what: str, way: str) -> float:
-        """Return the number of bytes per block and micro-batch of a traced model. Traces are made
-        in bf16, and the bytes scale with the width of the compute dtype."""
+        """Return the traced number of bytes per block and micro-batch, such as the bytes that a
+        block keeps. Models are traced in bf16, so the number is scaled to the width of the compute
+        dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
@@ -117,7 +121,7 @@ class Place:
 
 
 class Timing(Place):
-    """Sizes of tensors of a plan, and durations of elementary operations on its machine."""
+    """Tensor sizes of a plan, and durations of elementary operations on the plan's machine."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan)
@@ -135,10 +139,10 @@ class Timing(Place):
         return num_bytes / self.rates.memory_bytes * MEMORY
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Return the time in seconds of `times` collectives over an axis. Together, they exchange
-        `tensor_bytes`."""
+        """Return the time in seconds for `times` collectives over an axis, which exchange
+        `tensor_bytes` in total."""
         members = self.mesh[axis]
-        # tp varies fastest with the rank. If a group spans nodes, each member has its own network
+        # tp is the fastest-varying axis. If a group spans nodes, each member has its own network
         # adapter, and NCCL's rings use all adapters of a node.
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
@@ -153,7 +157,7 @@ class Timing(Place):
 
 
 def all_places(plan: Draft) -> list[Place]:
-    """Return the sizes of tensors in the processes of each pipeline rank."""
+    """Return the tensor sizes for each pipeline rank."""
     return [Place(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
@@ -166,16 +170,16 @@ class Mechanism:
     # "parameters", "gradients" and "optimizer" on the device, and "host" and "disk" for offloading.
     state: Callable[[Place], Parts] = lambda _: {}
     frozen: Callable[[Place], Parts] = lambda _: {}
-    # Bytes in addition to the given state at a moment, and the share of all gradients that exists
-    # at this moment
+    # Bytes needed in addition to the given state at a moment, and the share of all gradients that
+    # exists at this moment
     held: Callable[[Place, Moment, Parts], Parts] = lambda _, moment, state: {}
     gradients: Callable[[Place, Moment], float] = lambda _, moment: 0
-    # Bytes of buckets that fill after the backward pass of the loss has freed the logits
+    # Bytes of the buckets that are filled after the backward pass of the loss has freed the logits
     buckets: Callable[[Place], float] = lambda _: 0
     # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
     kept: Callable[[Place], float] = lambda _: 0
     backward: Callable[[Place], float] = lambda _: 0
-    on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM besides offloaded state
+    on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM in addition to offloaded state
     # Bytes per step of exchanges inside blocks and between stages, and of data-parallel exchanges
     traffic: Callable[[Place], Bytes] = lambda _: Counter()
     exchange: Callable[[Place], Bytes] = lambda _: Counter()
@@ -183,13 +187,15 @@ class Mechanism:
     # repeats
     block: Callable[[Timing], Passes] = lambda _: np.zeros((3, 3))
     again: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
-    # Bytes per parameter of a block that one micro-batch moves for gradients and rounded weights
+    # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
     moved: Callable[[Place], float] = lambda _: 0
     # Bytes that clipping and the optimizer step of a process read and write
     updated: Callable[[Place], float] = lambda _: 0
     # Number of exchanges per block that the host launches
     launches: Callable[[Place], float] = lambda _: 0
-    # (times per step that Python code runs for each tensor, seconds that the GPU waits for it)
+    # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
+    # for this code)
     hooks: Callable[[Place, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
-    # Seconds per step off the device, by bottleneck, for the largest number of trained parameters
+    # Seconds per step spent off the device, by bottleneck. The second argument is the largest
+    # number of trained parameters in any process.
     off_device: Callable[[Place, float], dict[str, float]] = lambda _, learning: {}

@@ -1,5 +1,5 @@
-"""Estimate the peak memory of one process by component. The estimate adds up the mechanisms of
-predict/costs at three points of a step. This module does not import torch."""
+"""Estimate the peak memory of one process by component. The estimate adds up the memory of the
+mechanisms in predict/costs at three points in a step. This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,27 +19,27 @@ COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Peak bytes of the processes of each pipeline rank."""
+    """Estimated peak memory of the processes on each pipeline rank, in bytes."""
 
-    by_place: list[dict[str, int]]  # component -> bytes at the moment of the largest sum
-    likely_bytes: list[int]  # lower and upper end of the memory that a GPU is likely to need
+    by_place: list[dict[str, int]]  # component -> bytes when their sum is largest
+    likely_bytes: list[int]  # lower and upper ends of the GPU memory that is likely needed
     context_bytes: int  # on a GPU, outside PyTorch's allocator
-    host_bytes: int  # RAM of one process
-    disk_bytes: int  # files of one process
+    host_bytes: int  # RAM per process
+    disk_bytes: int  # size of the files per process
 
     @property
     def fullest(self) -> dict[str, int]:
-        """Components of the fullest process."""
+        """Memory by component, in bytes, of the process that uses the most."""
         return max(self.by_place, key=_total)
 
     @property
     def peak_bytes(self) -> int:
-        """Number of bytes of tensors in the fullest process."""
+        """Total size in bytes of the tensors in the process that uses the most memory."""
         return sum(self.fullest.values())
 
     @property
     def needed_bytes(self) -> int:
-        """Number of bytes of memory that a GPU must have."""
+        """Amount of memory that a GPU must have, in bytes."""
         return self.peak_bytes + self.context_bytes
 
 
@@ -65,7 +65,8 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
     # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
-    # process's shards of two parameters at a time. Without a GPU, a step's peak is also in RAM.
+    # process's shards of two parameters at a time. Without a GPU, the peak memory of a step is also
+    # in RAM.
     model = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
         parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
@@ -84,15 +85,16 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
 
 
 def estimate_state(plan: Draft) -> dict[str, int]:
-    """Return the bytes of model state in the process with the most parameters. The keys are the
-    components of STATE on the device, and "host" and "disk" for offloaded state."""
+    """Return the size in bytes of each component of the model state, for the process with the most
+    parameters. The keys are the components in STATE for the device, and "host" and "disk" for
+    offloaded state."""
     fullest = max(all_places(plan), key=lambda process: process.parameters)
     return _state_of(fullest, used_by(plan))
 
 
 def estimate_copy(plan: Draft) -> int:
-    """Return the number of bytes that a process copies for a checkpoint: its share of fp32 weights
-    and Adam moments, and the private state of its engine."""
+    """Return the number of bytes that a process copies for a checkpoint: its share of the fp32
+    weights and Adam moments, and its engine's private state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     held = max(process.learning for process in all_places(plan))
@@ -120,8 +122,8 @@ def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 
 
 def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
-    """Return the bytes of each memory component of a process at the moment of a step when the
-    process uses the most memory."""
+    """Return a process's memory by component, in bytes, at the point in a step where it uses the
+    most."""
     kept = sum(mechanism.kept(at) for mechanism in mechanisms)
     backward = sum(mechanism.backward(at) for mechanism in mechanisms)
     held = partial(_held, at, mechanisms, _state_of(at, mechanisms))
@@ -143,7 +145,7 @@ def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 def _held(
     at: Place, mechanisms: Sequence[Mechanism], state: Mapping[str, int], moment: Moment
 ) -> dict[str, float]:
-    """Return the bytes of state, gradients, copies and buffers at a moment."""
+    """Return the sizes in bytes of state, gradients, copies and buffers at a moment."""
     parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
     for mechanism in mechanisms:
         for part, size in mechanism.held(at, moment, state).items():
@@ -153,8 +155,9 @@ def _held(
 
 
 def _activations(at: Place, per_block: float, backward: float) -> tuple[float, float]:
-    """Return (bytes of blocks, bytes of logits) at the peak of the process's order of operations. A
-    block keeps `per_block` bytes, and its backward pass needs `backward` additional bytes."""
+    """Return (bytes of block activations, bytes of logits) at the memory peak of the process's
+    sequence of operations. A block keeps `per_block` bytes, and its backward pass needs `backward`
+    additional bytes."""
     blocks = at.plan.layout.blocks_per_stage
     loss = loss_bytes(at)
     pending = pending_bytes(at)
@@ -167,11 +170,11 @@ def _activations(at: Place, per_block: float, backward: float) -> tuple[float, f
     for operation, stage, _ in find_orders(at.plan)[at.place]:
         last = stage == len(blocks) - 1
         action = "B" if at.frozen and operation == "I" else operation
-        if at.frozen and action == "W":  # frozen blocks have no gradients of weights
+        if at.frozen and action == "W":  # frozen blocks have no weight gradients
             continue
         during = (held, held_logits)
-        # The first stage needs no gradients of its inputs. If the stage is not compiled, its W runs
-        # the whole backward pass.
+        # The first stage needs no input gradients. If this stage is not compiled, its W runs the
+        # whole backward pass.
         later = pending if stage or at.config.compile else 0.0
         of_block = {"F": per_block, "B": -per_block, "I": later, "W": -per_block - later}
         held += blocks[stage] * of_block[action]

@@ -17,8 +17,8 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
-RECORDED = (9, 0)  # compute capability of the GPUs with which the records were measured
-# The largest of three estimates of memory that fits: the upper end of the likely range ("yes"), the
+RECORDED = (9, 0)  # compute capability of the GPUs on which the records were measured
+# The largest of three memory estimates that fits: the upper end of the likely range ("yes"), the
 # prediction ("tight"), or the lower end ("unlikely"). "no" means that none of them fits.
 Room = Literal["yes", "tight", "unlikely", "no"]
 ROOMS: tuple[Room, ...] = get_args(Room)
@@ -26,7 +26,7 @@ ROOMS: tuple[Room, ...] = get_args(Room)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Processes of a plan on identical nodes."""
+    """Identical nodes on which the processes of a plan run."""
 
     num_processes: int
     processes_a_node: int
@@ -40,7 +40,7 @@ class Cluster:
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" with a
-    separate `gpu`. Raises UserError for text of another form, an unknown GPU, or more than
+    separate `gpu`. Raises UserError for text in any other form, an unknown GPU, or more than
     MOST_PROCESSES GPUs."""
     match = _FORM.fullmatch(text.strip())
     assert match is not None  # every part is optional
@@ -78,8 +78,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """Return a cluster of this machine and identical machines. `gpu`: name or JSON description of
-    the GPU whose rates are used instead of the rates of this machine's GPU."""
+    """Return a cluster that consists of this machine and identical machines. `gpu`: name or JSON
+    description of the GPU whose rates are used instead of the rates of this machine's GPU."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -112,15 +112,15 @@ class Prediction:
 
     @property
     def room(self) -> Room:
-        """Rate, as one of ROOMS, how likely the fullest process is to fit into GPU and host
-        memory."""
+        """Likelihood, as one of ROOMS, that the process that uses the most memory fits into GPU and
+        host memory."""
         on_host = self.memory.host_bytes * self.plan.processes_here
         return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
 
     @property
     def room_on_gpu(self) -> Room:
-        """Rate, as one of ROOMS, how likely the fullest process is to fit into its GPU. The value
-        is "yes" if there are no GPUs."""
+        """Likelihood, as one of ROOMS, that the process that uses the most memory fits into its
+        GPU. The value is "yes" if there are no GPUs."""
         machine = self.plan.machine
         least, most = self.memory.likely_bytes
         if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
@@ -143,7 +143,7 @@ class Prediction:
     @property
     def kind(self) -> str:
         """Kind of the main bottleneck of a step. If the rates are known, the kind is a key of
-        FITTED.likely_s, which has the typical errors."""
+        FITTED.likely_s, which contains the typical errors."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
@@ -161,7 +161,7 @@ class Prediction:
     @property
     def validated(self) -> bool:
         """True if similar runs were measured. With GPUs, these are runs of this model on one node
-        of such GPUs. Without GPUs, any model on one node counts."""
+        with the same kind of GPU. Without GPUs, runs of any model on one node count."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -174,7 +174,7 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """Lower and upper end of the likely time of a step, relative to the predicted time."""
+        """Lower and upper ends of the likely step time, relative to the predicted time."""
         least, most = vars(FITTED.likely_s)[self.kind]
         if not self.validated:
             wider = FITTED.unvalidated_s
@@ -183,7 +183,7 @@ class Prediction:
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Lower and upper end of the likely time of a step, in seconds."""
+        """Lower and upper ends of the likely step time, in seconds."""
         if self.step is None:
             return None
         return [share * self.step.seconds for share in self.likely_shares]

@@ -1,4 +1,5 @@
-"""Return the rates of a machine, as measured by `plan --calibrate` or estimated from datasheets."""
+"""Provide the rates of a machine, either measured by `plan --calibrate` or estimated from
+datasheets."""
 
 import itertools
 import json
@@ -18,7 +19,7 @@ _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
 # Fitted or measured values, such as FITTED.launching_s.step. constants.json also contains their
 # units, source records and observed ranges.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
-TILES = ((128, 256), (256, 128))  # rows and columns of a tile of a matrix multiplication's result
+TILES = ((128, 256), (256, 128))  # (rows, columns) of a tile in a matrix multiplication's result
 PARTS = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
 
 
@@ -29,14 +30,13 @@ def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Rates of one process, per second."""
+    """Rates and latencies of one process. The rates are per second."""
 
     gemm_flops: float  # FLOP/s of large 16-bit matrix multiplications
     fp32_gemm_flops: float
     memory_bytes: float  # bytes/s that element-wise kernels read and write
-    head_memory_bytes: float | None = (
-        None  # memory_bytes in the loss and, below, in the update; None: no separate rate
-    )
+    # memory_bytes in the loss and in the optimizer step; None if there is no separate rate
+    head_memory_bytes: float | None = None
     update_memory_bytes: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences
     link_bytes: float  # bytes/s that a process sends in a collective inside a node
@@ -46,7 +46,7 @@ class Rates:
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # whether no device computes while Python runs
-    peak_flops: float | None = None  # according to the datasheet, for MFU
+    peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
     measured_at: str = ""  # time of calibration; "" if the rates were not measured
     measured: tuple[str, ...] = ()  # measured parts: "host", "gpu"
 
@@ -54,10 +54,10 @@ class Rates:
 def rates_of(gpu: Gpu) -> Rates:
     """Return the rates of a GPU in the table.
 
-    Long matrix multiplications exceed the power limit of most GPUs, so that these GPUs lower their
+    Long matrix multiplications would exceed the power limit of most GPUs, so these GPUs lower their
     clock and voltage. The rate is then proportional to the square root of the power limit.
     Element-wise kernels are bound by memory bandwidth or, if the bandwidth is large, by the
-    throughput of multiprocessors."""
+    throughput of the multiprocessors."""
     shares = FITTED.gpu_shares
     powers = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)
@@ -76,7 +76,7 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> Rates:
-    """Return the rates of a process without a GPU and with an equal share of the cores. `has_bf16`:
+    """Return the rates of a process that runs on an equal share of the CPU cores. `has_bf16`:
     whether the cores have bf16 instructions. Without these instructions, matrix multiplications are
     25 times slower in bf16 than in fp32."""
     cores = num_cpus / num_processes
@@ -120,7 +120,7 @@ def measured_rates(device: str, base: Rates) -> Rates:
     document = json.loads(path.read_text()) if path.is_file() else {}
     if document and (
         "training_s" in document or not base.on_host
-    ):  # ignores files that an earlier version measured on a CPU
+    ):  # ignore CPU measurements from an earlier version
         return from_calibration(document, base)
     return base
 
@@ -172,8 +172,8 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
 
 
 def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:
-    """Return the bandwidth and the latency in the largest group. The bandwidth is from the largest
-    message. The latency is from the fastest message or, on a CPU, from the smallest message."""
+    """Return the bandwidth and latency of the largest group. The bandwidth comes from the largest
+    message. The latency comes from the fastest message or, on a CPU, from the smallest message."""
     members = max(entry["members"] for entry in collectives)
     entries = [entry for entry in collectives if entry["members"] == members]
     entries.sort(key=lambda entry: entry["bytes"])

@@ -1,5 +1,5 @@
-"""Simulate the time that a pipeline takes to run given orders of operations. This module does not
-import torch."""
+"""Simulate how long a pipeline takes to run its operations in a given order on each rank. This
+module does not import torch."""
 
 import itertools
 import math
@@ -11,7 +11,8 @@ from distributed_training.plan.plan import Draft
 
 
 def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """Map (kind, stage) to seconds. `stage_s`: durations of F, I and W of each stage."""
+    """Return the duration in seconds of each (kind, stage). `stage_s`: durations of F, I and W for
+    each stage."""
     return {
         (kind, stage): took
         for stage, durations in enumerate(stage_s)
@@ -21,7 +22,8 @@ def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
 
 def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
     """Map each operation to (the operation that needs its result, the time in seconds to send the
-    result). The time is 0 within a rank. `ranks`: the rank of each stage."""
+    result). The time is 0 if both operations run on the same rank. `ranks`: the rank of each
+    stage."""
     gives: dict[Step, tuple[Step, float]] = {}
     for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
         apart = 0.0 if rank == following else message_s
@@ -37,11 +39,12 @@ def simulate(
     gives: Mapping[Step, tuple[Step, float]],
     launching: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
-    """Return (start, end) of each operation in seconds, per micro-batch. `gives`: the result of
-    `flow`. If the orders deadlock, the returned mapping is empty.
+    """Return the (start, end) times of each operation in seconds, one pair per micro-batch. If the
+    orders deadlock, the returned mapping is empty. `gives`: the result of `flow`.
 
     `launching`: time in seconds that a rank's host needs to launch each operation. The host
-    launches ahead of the GPU, and no operation ends on the GPU before its launch has ended."""
+    launches operations ahead of the GPU, and no operation ends on the GPU before its launch has
+    ended."""
     # Times at which each micro-batch's input, or the gradient of its output, arrives
     ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
@@ -83,8 +86,8 @@ def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
 
 
 def expect_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
-    """Return the expected (start, end) of each operation in seconds, given the durations that the
-    schedule search used."""
+    """Return the expected (start, end) times of each operation in seconds, given the durations that
+    the schedule search used."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
     spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))

@@ -1,11 +1,11 @@
-"""Estimate the time of one optimizer step in seconds, and the step's main bottleneck. No torch
-import.
+"""Estimate the duration of one optimizer step in seconds, and the step's main bottleneck. This
+module does not import torch.
 
 Matrix multiplications take FLOPs / rate, and attention's rate grows with the sequence length.
 Element-wise operations take bytes / bandwidth, and each kernel takes time to start. A collective
 takes its latency plus (bytes sent in a ring) / bandwidth. A pipeline is simulated in its schedule's
 order. The host launches kernels while the GPU computes, so the slower of the two counts. With a
-CUDA graph, the time of the host does not count."""
+CUDA graph, the host's time does not count."""
 
 from typing import NamedTuple
 
@@ -81,14 +81,14 @@ class Work(Timing):
         self.mechanisms = used_by(plan)
 
     def operations(self) -> dict[Step, Cost]:
-        """Return the cost of each kind of operation of each stage, for one micro-batch."""
+        """Return the cost of each kind of operation on each stage, for one micro-batch."""
         forward, inputs, weights = self.block()
         blocks = self.plan.layout.blocks_per_stage
         costs = {}
         for stage, number in enumerate(blocks):
             costs["F", stage] = number * forward
             costs["I", stage] = number * inputs
-            costs["W", stage] = number * weights  # only for the matrices of blocks
+            costs["W", stage] = number * weights  # only for the blocks' matrices
             if stage == len(blocks) - 1:
                 of_head = head(self)
                 costs["F", stage] += of_head[0]
@@ -116,12 +116,12 @@ class Work(Timing):
         return per_parameter * (whole - split + split / self.tp)
 
     def update(self, process: Place) -> float:
-        """Return the time in seconds of clipping and the optimizer step in a process."""
+        """Return the time in seconds that a process needs for clipping and the optimizer step."""
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
         return sum(mechanism.updated(process) for mechanism in self.mechanisms) / rate
 
     def data_parallel(self, process: Place, computing: float) -> float:
-        """Return the time in seconds that data-parallel exchanges add to computation."""
+        """Return the time in seconds that data-parallel exchanges add to the computation time."""
         steps = self.plan.steps_between_exchanges
         times = 1 / steps if steps else (process.num_blocks + 1.0) * self.rounds
         seconds = sum(
@@ -130,13 +130,13 @@ class Work(Timing):
             for (axis, kind), size in mechanism.exchange(process).items()
             if self.mesh[axis] > 1
         )
-        if self.pp > 1 or steps:  # no overlap: after the pipeline's phase or the update
+        if self.pp > 1 or steps:  # no overlap: they run after the pipeline phase or the update
             return seconds
         overlapped = min(seconds, computing)
         return FITTED.interference * overlapped + seconds - overlapped
 
     def launching(self) -> dict[Step, float]:
-        """Return the time in seconds in which the host launches each operation of each stage."""
+        """Return the time in seconds that the host needs to launch each operation on each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
             (kind, stage): self.host_block() * number * share + self.rates.host.exchange
@@ -145,13 +145,14 @@ class Work(Timing):
         }
 
     def host_block(self) -> float:
-        """Return the time in seconds in which the host launches the forward and backward passes of
-        one block, including the block's exchanges."""
+        """Return the time in seconds that the host needs to launch the forward and backward passes
+        of one block, including the block's exchanges."""
         exchanges = sum(mechanism.launches(self) for mechanism in self.mechanisms)
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
     def host_step(self, process: Place) -> tuple[float, float]:
-        """Return (seconds of host work outside blocks, seconds that the GPU waits for hooks)."""
+        """Return (seconds of host work outside the blocks, seconds that the GPU waits for
+        hooks)."""
         host = self.rates.host
         calls = [mechanism.hooks(process, self.rates) for mechanism in self.mechanisms]
         visits, waits = map(sum, zip(*calls, strict=True))

@@ -1,5 +1,5 @@
-"""Compute the communication volume of a step by the formulas of strategies/*/README.md. No torch
-import."""
+"""Compute the communication volume of a step with the formulas in strategies/*/README.md. This
+module does not import torch."""
 
 from collections import Counter, defaultdict
 
@@ -9,8 +9,8 @@ from distributed_training.predict.mechanism import Bytes, Place, all_places, sen
 
 
 def tensor_bytes(at: Place) -> Bytes:
-    """Return the bytes that a process exchanges per step, by axis and operation. Exchanges of at
-    most 8 bytes are omitted."""
+    """Return the number of bytes that a process exchanges per step, by axis and operation.
+    Exchanges of at most 8 bytes are omitted."""
     total: Bytes = Counter()
     for mechanism in used_by(at.plan):
         total += mechanism.traffic(at) + mechanism.exchange(at)

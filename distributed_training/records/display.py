@@ -41,7 +41,7 @@ class Display:
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
-        """Print a generated text. Control characters are replaced by spaces."""
+        """Print generated text. Control characters are replaced by spaces."""
         self.say(title)
         for line in text.split("\n"):
             shown = "".join(char if char.isprintable() else " " for char in line)
@@ -61,7 +61,7 @@ class Display:
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
-        """Print a title, and below the title the commands as lines that can be pasted."""
+        """Print a title and, below it, the commands on lines that can be pasted into a shell."""
         self.say("\n".join([title, *map(pasteable, commands)]))
 
     def start(self, num_done: int, total: int, compiles: bool) -> None:
@@ -103,7 +103,7 @@ class Display:
 
 
 def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
-    """Wrap text to `width` with indented continuation lines. Addresses and paths are not broken."""
+    """Wrap text to `width` with indented continuation lines. URLs and paths are not broken."""
     return textwrap.fill(
         text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
     )
@@ -142,7 +142,7 @@ def gib(num_bytes: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a predicted time as rounded text, such as "about 5 minutes"."""
+    """Format a predicted time as a rounded string, such as "about 5 minutes"."""
     if seconds is None:
         return "time unknown"
     if 0 <= seconds < 1:
@@ -154,20 +154,21 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """Return the text of a path for printing. A path inside the current folder is shown as a
-    relative path."""
+    """Return a path in printable form. A path inside the current folder is shown as a relative
+    path."""
     relative = relative_path(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 
 def last_part(source: str) -> str:
-    """Return a short name for a dataset or for weights. The short name of a path is the last
+    """Return a short name for a dataset or for weights. The short name of a path is its last
     component."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 
 def in_markdown(text: str) -> str:
-    """Escape characters that Markdown reads as links, HTML, code or ends of table cells."""
+    """Escape characters that Markdown interprets as links, HTML, code or the end of a table
+    cell."""
     return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
 
 
@@ -184,8 +185,8 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run from its first record. A row without content has an empty
-    string as its value."""
+    """Return the header rows of a run, based on its first record. The value of a row without
+    content is an empty string."""
     config = r.config
     data = r.data
     length = config["max_length"]
@@ -311,8 +312,8 @@ def _precision(r: Record) -> str:
 
 
 def best_before(r: Record) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss if the run overfitted. A run overfitted if its
-    last loss is more than 1% higher than the lowest. Otherwise, return None."""
+    """Return the evaluation with the lowest loss if the run overfitted, that is, if its last loss
+    is more than 1% higher than the lowest. Otherwise, return None."""
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return None
@@ -321,8 +322,8 @@ def best_before(r: Record) -> dict[str, Any] | None:
 
 
 def summary_rows(r: Record) -> dict[str, str]:
-    """Return the rows of a run's summary from its record. Values that were not measured are left
-    out."""
+    """Return the rows of a run's summary, based on its record. Values that were not measured are
+    left out."""
     speed = r.performance
     memory = r.memory
     rows = dict[str, str]()

@@ -1,5 +1,5 @@
 """Measure the speed and memory of a run, and send the measurements to the tracker that `log_to`
-names. Names of values end in their units."""
+names. The name of each value ends with its unit."""
 
 import importlib
 import itertools
@@ -26,14 +26,14 @@ TRACKERS_FILE = ".trackers.json"  # file in a run's folder: tracker -> the run's
 
 
 class StepTimer:
-    """Timer of training steps. It uses a clock on CPUs and non-blocking CUDA events on GPUs."""
+    """Timer for training steps. It uses a clock on CPUs and non-blocking CUDA events on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Begin the next step now. The time since the last mark is not counted for any step."""
+        """Begin the next step now. The time since the last mark is not attributed to any step."""
         self._marks.clear()
         self.mark()
 
@@ -89,7 +89,7 @@ def summarize_performance(
 
 
 class PeakMemory:
-    """Peak memory of training steps, without evaluation and export."""
+    """Peak memory of training steps, excluding evaluation and export."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,15 +107,15 @@ class PeakMemory:
                 self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
 
     def as_dict(self) -> dict[str, int | None]:
-        """Return this rank's peak memory in bytes. The values of GPU memory are None on a CPU."""
+        """Return this rank's peak memory in bytes. The GPU memory values are None on a CPU."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {**self._peaks, "peak_host_bytes": host}
 
 
 def disk_bytes() -> dict[str, int]:
     """Return the number of bytes that this process has read from and written to storage. The
-    numbers include direct I/O (libaio) and exclude hits in the page cache. Return {} if the system
-    does not count these bytes."""
+    numbers include direct I/O (libaio) and exclude page cache hits. Return {} if the system does
+    not count these bytes."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):
@@ -125,8 +125,7 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Receiver of values per step and of a summary at the end. By default, all values are
-    dropped."""
+    """Destination for per-step values and a final summary. By default, all values are dropped."""
 
     send: Callable[..., object] = lambda values, step=None: None  # step is None for the summary
     end: Callable[[], object] = lambda: None
@@ -163,17 +162,17 @@ class Tracker:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss). Losses above 700 count as 700, because exp would overflow."""
+    """Return exp(loss). Losses above 700 are treated as 700 so that exp does not overflow."""
     return math.exp(min(loss, 700.0))
 
 
 def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
-    """Return an entry of the record's `evaluations`, without its step.
+    """Return an entry for the record's `evaluations`, without its step.
 
-    `loss_sum` is the summed loss of all targets in nats, and `num_bytes` the number of UTF-8 bytes
-    of the targets' text. `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None if there is no
-    text. In a conversation, the targets are the answers and their end tokens. Special tokens count
-    in the loss, because the model has to predict them, but not in the text."""
+    `loss_sum` is the summed loss of all targets in nats, and `num_bytes` is the length of the
+    targets' text in UTF-8 bytes. `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None if
+    there is no text. In a conversation, the targets are the answers and their end tokens. Special
+    tokens count toward the loss, because the model has to predict them, but not toward the text."""
     loss = loss_sum / num_targets
     return {
         "loss": loss,
@@ -185,7 +184,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
-    """Return text such as "loss 3.0000  perplexity 20.09  bpb 1.2345"."""
+    """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
     text = f"loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}"
     bits = row["bits_per_byte"]
     return text if bits is None else f"{text}  bpb {bits:.4f}"
@@ -194,7 +193,7 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 def build_tracker(
     log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
 ) -> Tracker:
-    """Return the tracker that CONFIG's `log_to` names. The settings `about` become the config of
+    """Return the tracker that CONFIG's `log_to` names. `about`: settings that become the config of
     the tracker's run.
 
     The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
@@ -236,7 +235,7 @@ def build_tracker(
 def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Readers then drop later steps, which an earlier process of the run wrote.
+    # TensorBoard then drops later steps, which an earlier process of the run wrote.
     purge = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
     accepted = (bool, int, float, str)

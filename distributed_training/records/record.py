@@ -26,7 +26,7 @@ from distributed_training.settings.files import ROOT, crc32, load_json, parse_as
 from distributed_training.settings.strategies import MESH_AXES
 
 RECORD_FILE = "record.json"
-LAST = "hf"  # folder with the last weights in Hugging Face format
+LAST = "hf"  # folder with the final weights in Hugging Face format
 BEST = "best"  # folder with the weights that had the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
@@ -93,7 +93,8 @@ class History(BaseModel):
     sample_before: str | None = None
 
     def end_epoch(self, steps_per_epoch: int) -> None:
-        """Add the epoch that has just ended, after its evaluation."""
+        """Add a row for the epoch that has just ended. Call this method after the epoch's
+        evaluation."""
         epoch = (self.step - 1) // steps_per_epoch
         numbers = [loss for step, loss in self.loss_curve if step > epoch * steps_per_epoch]
         # A NaN becomes None when a run is resumed.
@@ -123,7 +124,7 @@ class History(BaseModel):
         for rows in (self.evaluations, self.epochs, self.saves, self.loads):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
-        if self.best and self.best["step"] > step:  # best/ then changes when the steps are repeated
+        if self.best and self.best["step"] > step:  # repeating the steps updates best/
             self.best = None
 
 
@@ -181,8 +182,8 @@ class Record(History):
 
     @property
     def layout_name(self) -> str:
-        """Return the strategy's name. With tp, pp, or both replicas and shards, the name also
-        contains the axes, the pipeline schedule and the number of micro-batches."""
+        """Return the strategy's name. If the layout uses tp, pp, or both replicas and shards, the
+        name also contains the axes, the pipeline schedule and the number of micro-batches."""
         axes = self.mesh
         parts = [self.strategy["name"]]
         is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
@@ -199,7 +200,7 @@ class Record(History):
 
 @dataclass
 class RunRecord:
-    """Record that is written to disk after every change."""
+    """Record of a run that is written to disk after every change."""
 
     run_dir: Path
     values: dict[str, Any]
@@ -249,7 +250,7 @@ def has_finished(run_dir: Path) -> bool:
 
 def is_alive(r: Record) -> bool:
     """Return whether the process that wrote a record is still running on this host."""
-    # The process has ended, or the record is invalid
+    # An exception means that the process has ended or that the record is invalid.
     with contextlib.suppress(psutil.Error, ValueError):
         process = psutil.Process(r.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -262,7 +263,7 @@ def is_alive(r: Record) -> bool:
 def mark_stopped(
     run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
 ) -> bool:
-    """Report why the run stops. Any rank and the launcher may call this function. Also update the
+    """Report why the run stops. Any rank or the launcher may call this function. Also update the
     status of a record that rank 0 has not finished. Return whether this is the first reported
     cause.
 
@@ -279,8 +280,8 @@ def mark_stopped(
     record = run_dir / RECORD_FILE
     if record.is_file():
         values = json.loads(record.read_bytes())
-        # If a full disk had no space for the fault, an earlier error may be in the record only. A
-        # cause replaces it.
+        # If a full disk had no space for the fault, an earlier error may exist only in the record.
+        # A cause replaces this error.
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
             _write_with_cause(run_dir, values, fault)
@@ -289,19 +290,19 @@ def mark_stopped(
 
 
 def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
-    """Return the faults in the file in the order of their reports, then the elements of
-    `known_faults` that are not in the file."""
+    """Return the faults in the file in the order in which they were reported, followed by the
+    elements of `known_faults` that are not in the file."""
     faults = list[Any]()
-    # The file is missing, or a full disk truncated it
+    # The file may be missing or truncated by a full disk.
     with contextlib.suppress(OSError, ValueError):
         faults.extend(map(json.loads, (run_dir / FAULTS_FILE).read_bytes().splitlines()))
     return faults + [fault for fault in known_faults if fault not in faults]
 
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
-    """Write a record. Unless the run succeeded, include the earliest cause of the run's end that
-    any process has reported. Write the record again if another cause is reported in the meantime.
-    With `known_faults`, overwrite the old record if the disk is full."""
+    """Write a record. Unless the run succeeded, include the earliest reported cause of its end.
+    Write the record again if another cause is reported in the meantime. With `known_faults`,
+    overwrite the old record if the disk is full."""
     file = run_dir / RECORD_FILE
     old_faults = None
     while (faults := _read_faults(run_dir, *known_faults)) != old_faults:
@@ -332,8 +333,8 @@ def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
-    """Drop rows of steps after `num_steps`, which a resumed run repeats, and lines that a crash
-    damaged."""
+    """Drop the rows of steps after `num_steps`, which a resumed run repeats, and any lines that a
+    crash damaged."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return
@@ -380,13 +381,13 @@ def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
 
 
 def timestamp() -> str:
-    """Return the current time in UTC to the second, in ISO 8601 format."""
+    """Return the current UTC time in ISO 8601 format, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def git_commit() -> str | None:
-    """Return the commit of this checkout, with "-dirty" if files differ from it. Return None
-    outside a checkout."""
+    """Return the commit of this checkout, with the suffix "-dirty" if files differ from the commit.
+    Return None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5)
@@ -406,6 +407,6 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code() -> dict[str, str]:
-    """Return the CRC-32 of each Python file of the package and of the strategies, by path."""
+    """Return the CRC-32 of each Python file in the package and in the strategies, by path."""
     files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
     return {str(file.relative_to(ROOT)): f"CRC-32 {crc32(file):08x}" for file in sorted(files)}

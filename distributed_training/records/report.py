@@ -38,7 +38,7 @@ TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Tables and plots of runs that did the same work."""
+    """Tables and plots for runs that did the same work."""
 
     title: str  # settings that the runs share, on one line, for a terminal
     notes: Sequence[str]
@@ -58,7 +58,7 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
         plots = {}
         for name, figure in build_figures(comparison).items():
             file = io.BytesIO()
-            # Without matplotlib's version in the file, equal runs give equal files.
+            # Leave out matplotlib's version, so that equal runs produce equal files.
             figure.savefig(file, dpi=130, metadata={"Software": None})
             plots[f"{name}-{number}" if is_numbered else name] = file.getvalue()
         settings = comparison.settings
@@ -84,8 +84,8 @@ def build_figures(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _new_figure(height: float) -> tuple[Figure, Any]:
-    """Return a figure with this height in inches, and the axes of the figure. The figure needs no
-    display and need not be closed."""
+    """Return a figure with the given height in inches, and its axes. The figure needs no display
+    and need not be closed."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(6.4, height), layout="constrained")
@@ -96,8 +96,8 @@ def _losses(
     layouts: Sequence[Layout], x_values: Callable[[Record], Sequence[float]], x_label: str
 ) -> Figure | None:
     """Plot training losses as lines: means over the seeds, with bands of one standard deviation.
-    Plot the validation losses of all runs as dots. A loss that is not finite (None in a record)
-    leaves a gap. Return None if there is no finite training loss."""
+    Plot the validation losses of all runs as dots. A non-finite loss (None in a record) leaves a
+    gap. Return None if there is no finite training loss."""
     figure, axes = _new_figure(4.2)
     for index, layout in enumerate(layouts):
         runs = [(x_values(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
@@ -130,8 +130,8 @@ def _losses(
 
 
 def _speeds(layouts: Sequence[Layout]) -> Figure | None:
-    """Plot tokens/s as bars: means over the seeds, with standard deviations. Return None if no run
-    was measured."""
+    """Plot tokens/s as bars: means over the seeds, with standard deviations as error bars. Return
+    None if no run was measured."""
     tokens_per_s = MEASURED["tokens/s"]
     measured = [layout for layout in layouts if tokens_per_s.values(layout.done)]
     if not measured:
@@ -156,7 +156,7 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
 
 def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
     """Return a section as text for a terminal: the title, the first table and the notes. The title
-    leaves out the settings in `shared`, which other sections have as well. On a narrow terminal,
+    leaves out the settings in `shared`, which all sections have in common. On a narrow terminal,
     the least important columns are left out."""
     title = section.title
     if shared:
@@ -186,8 +186,7 @@ def _align(headers: Iterable[str]) -> list[str]:
 
 
 def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
-    """Write the plots into `folder` and return the names of the files. Raises OSError if writing
-    fails."""
+    """Write the plots into `folder` and return the file names. Raises OSError if writing fails."""
     plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
     for name, png in plots.items():
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ class Number:
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Return the values of all runs that have a value."""
+        """Return the values of all runs that have one."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
@@ -44,7 +44,7 @@ def predicted(name: str) -> Value:
 
 
 def finite(value: float | None) -> float:
-    """Return `value`, or NaN for None, which represents a number that is not finite in a record."""
+    """Return `value`, or NaN for None, which represents a non-finite number in a record."""
     return float("nan") if value is None else value
 
 
@@ -60,8 +60,8 @@ def _trained(name: str) -> Value:
 
 
 def _peak(r: Record) -> float | None:
-    """Return the peak bytes of tensors on the fullest GPU. Without GPUs, return the peak RAM of the
-    fullest process in bytes."""
+    """Return the peak size in bytes of the tensors on the fullest GPU. Without GPUs, return the
+    peak RAM in bytes of the process that uses the most."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -74,7 +74,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
-# Columns with the settings of runs, except the strategy
+# Columns that show the settings of runs, except the strategy
 SETTINGS: dict[str, Callable[..., str]] = {
     "model": lambda r: last_part(r.config["model"]),
     "processes": lambda r: str(r.world_size),
@@ -139,7 +139,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Table of text. The first column names the rows."""
+    """Table of strings. The first column contains the row names."""
 
     title: str
     about: str
@@ -226,7 +226,7 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """Return the columns of SETTINGS in which all runs have the same value, with this value."""
+    """Return the columns of SETTINGS in which all runs have the same value, with that value."""
     settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
     differ = differing(settings)
     return {name: text for name, text in settings[0].items() if name not in differ}
@@ -352,7 +352,7 @@ def _sent(r: Record) -> dict[str, float]:
 def _breakdown(
     title: str, about: str, comparison: Comparison, bytes_of: Callable[[Record], dict[str, float]]
 ) -> Table:
-    """Return a table in bytes, with one row per layout, one column per component and a column for
+    """Return a table of sizes, with one row per layout, one column per component and a column for
     the total."""
     columns = {comparison.rows: [layout.name for layout in comparison.finished]}
     rows = [bytes_of(layout.done[0]) for layout in comparison.finished]

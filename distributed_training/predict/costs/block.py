@@ -17,13 +17,14 @@ from distributed_training.predict.mechanism import (
 )
 from distributed_training.predict.rates import FITTED
 
-# Matrix multiplications of the backward pass relative to the forward pass
+# Attention's matrix multiplications in the backward pass, relative to the forward pass
 BACKWARD_ATTENTION = 5 / 2
 NORM_BYTES = 2 * 2 * 4  # fp32 mean and standard deviation of two norms, per token and block
 
 
 def block(at: Timing) -> Passes:
-    """Return the costs of matrix multiplications, attention and element-wise operations."""
+    """Return the costs of a block's matrix multiplications, attention and element-wise
+    operations."""
     costs = np.zeros((3, 3))
     for n, k in _matrices(at):
         costs += at.gemm(at.tokens, k, n), at.gemm(at.tokens, n, k), at.gemm(k, at.tokens, n)
@@ -40,8 +41,8 @@ def last_product(at: Timing) -> Cost:
 
 
 def elementwise(at: Timing) -> tuple[Cost, Cost]:
-    """Return the cost of a block's element-wise operations: (forward, backward). Without a trace,
-    the backward pass is assumed to cost twice as much."""
+    """Return the (forward, backward) costs of a block's element-wise operations. Without a trace,
+    the backward pass is assumed to cost twice as much as the forward pass."""
     fitted = FITTED.elementwise
     eager = 1.0 if at.config.compile else fitted.eager
     starts = fitted.starts * eager * at.rates.kernel_s
@@ -57,7 +58,7 @@ def elementwise(at: Timing) -> tuple[Cost, Cost]:
 
 
 def _matrices(at: Place) -> list[tuple[float, float]]:
-    """Return (rows, columns) of each matrix of a block on one rank. tp splits the matrices
+    """Return (rows, columns) of each of a block's matrices on one rank. tp splits the matrices
     alternately by rows and by columns."""
     return [
         (rows, columns / at.tp) if index % 2 else (rows / at.tp, columns)
@@ -66,9 +67,11 @@ def _matrices(at: Place) -> list[tuple[float, float]]:
 
 
 def _attention(at: Timing) -> Cost:
-    """Return the cost of causal attention of one decoder block in the forward pass. For packed
-    records, a kernel skips the scores between different records of a sequence. A mask only hides
-    these scores, which costs more than causal attention over the whole sequence."""
+    """Return the cost of causal attention in the forward pass of one decoder block.
+
+    If records are packed, a special kernel skips the scores between different records of a
+    sequence. Without this kernel, a mask only hides these scores, which costs more than causal
+    attention over the whole sequence."""
     packing = at.plan.packing
     masked = packing is not None and not _has_kernel(at)
     length = at.config.max_length if masked else at.plan.attended
@@ -81,7 +84,7 @@ def _attention(at: Timing) -> Cost:
     elif packing is not None:
         rate /= fitted.kernel
     traced = at.size.traced
-    # 2 for the whole square of scores, 1 for the causal half
+    # 2 for the full square of scores, 1 for the causal half
     seen = 1 if traced is None or traced.fused else 2
     seconds = 2 * seen * at.tokens * length * at.size.attention_width / at.tp / rate
     if packing is not None and not masked:
@@ -99,8 +102,9 @@ def _has_kernel(at: Timing) -> bool:
 
 
 def kept(at: Place) -> float:
-    """Return the number of bytes that a block keeps for its backward pass. `values` counts what
-    models/ and torch.compile keep, in values of the compute dtype per token and hidden unit."""
+    """Return the number of bytes that a block keeps for its backward pass. `values` is the number
+    of values in the compute dtype that models/ and torch.compile keep, per token and hidden
+    unit."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", at.way)
     values = 2 * at.between + at.split_values / at.tp
@@ -111,7 +115,7 @@ def kept(at: Place) -> float:
 
 
 def statistics_bytes(at: Place) -> float:
-    """Return the number of bytes of the fp32 statistics that attention and norms keep."""
+    """Return the size in bytes of the fp32 statistics that attention and norms keep."""
     return at.tokens * (4 * at.size.num_heads / at.tp + NORM_BYTES * at.between)
 
 
@@ -124,18 +128,18 @@ def mlp_values(at: Place) -> tuple[int, int]:
 
 
 def backward(at: Place) -> float:
-    """Return the additional bytes that a block's backward pass needs at its peak, which is in the
-    MLP. They hold the gradient of the first matrix's output. The gradient of the second matrix's
-    input replaces that input."""
+    """Return the number of additional bytes that a block's backward pass needs at its peak, which
+    occurs in the MLP. These bytes hold the gradient of the first matrix's output. The gradient of
+    the second matrix's input replaces that input."""
     return at.tokens * at.width * mlp_values(at)[0] / at.tp
 
 
 def gradients(at: Place, moment: Moment) -> float:
     """Return the share of the gradients that exists at a moment.
 
-    With several micro-batches, all gradients exist. A single micro-batch counts none during the
-    passes, because activations are freed as gradients are added. At the first block, only the
-    gradients of this block and of an untied embedding are missing."""
+    With several micro-batches, all gradients exist. With a single micro-batch, no gradients are
+    counted during the passes, because activations are freed as gradients are added. At the first
+    block, only the gradients of this block and of an untied embedding are missing."""
     if at.micro_batches > 1 or moment == "update":
         return 1
     if moment == "passes":
@@ -148,8 +152,8 @@ def gradients(at: Place, moment: Moment) -> float:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes per parameter that are read and written to add a gradient to the sum of
-    earlier gradients."""
+    """Return the number of bytes per parameter that are read and written to add a gradient to the
+    sum of earlier gradients."""
     return 10 if at.micro_batches > 1 or at.pp > 1 else 0
 
 

@@ -8,8 +8,8 @@ from distributed_training.predict.mechanism import Cost, Mechanism, Place, Timin
 
 
 def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of the repeated forward pass. Only uncompiled blocks with adapters repeat its
-    last matrix multiplication. Compiled blocks with adapters also omit half of the adapters'
+    """Return the cost of repeating the forward pass. Only uncompiled blocks with adapters repeat
+    the last matrix multiplication. Compiled blocks with adapters also save half of the adapters'
     cost."""
     last = block.last_product(at)
     if at.config.compile:
@@ -18,18 +18,20 @@ def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
 
 
 def elementwise_again(at: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of element-wise operations and of half of the exchanges over tp."""
+    """Return the cost of repeating the element-wise operations and half of the exchanges over
+    tp."""
     return (block.elementwise(at)[0] + 0.5 * tp.exchange_in_block(at),)
 
 
 def between_blocks(at: Place) -> float:
-    """Return the number of bytes of a block's input, or of the gradient of its output."""
+    """Return the size in bytes of a block's input, or of the gradient of its output."""
     return at.hidden * at.between
 
 
 def kept_selectively(at: Place) -> float:
-    """Return the number of bytes of a block's input and of the results of attention and matrix
-    multiplications. No gradient needs the last result, and only uncompiled blocks keep it."""
+    """Return the total size in bytes of a block's input and of the results of its attention and
+    matrix multiplications. No gradient needs the last result, and only uncompiled blocks keep
+    it."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", "selective")
     returned = (at.size.values_in + at.size.attention_width) / at.size.hidden_size

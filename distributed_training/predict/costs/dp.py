@@ -1,5 +1,5 @@
-"""Estimate the cost of whole replicas whose gradients are averaged by PyTorch's DDP or by a
-strategy's own engine. This module does not import torch."""
+"""Estimate the cost of data parallelism with full replicas, whose gradients are averaged by
+PyTorch's DDP or by a strategy's own engine. This module does not import torch."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ from distributed_training.settings.strategies import strategy_options
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic per step of averaging gradients. An engine may average parameters instead,
-    once in several steps. The traffic is then the mean per step."""
+    """Return the traffic per step for averaging gradients. If an engine instead averages parameters
+    every few steps, return the mean traffic per step."""
     kinds = {"all_reduce": 2 * at.learning}
     if at.config.gradient_compression == "none":
         matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
@@ -22,7 +22,7 @@ def exchange(at: Place) -> Bytes:
 
 
 def _matrices(at: Place) -> list[tuple[int, int]]:
-    """Return (rows, columns) of each matrix of the model."""
+    """Return (rows, columns) of each matrix in the model."""
     size = at.size
     hidden = size.hidden_size
     tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
@@ -31,7 +31,7 @@ def _matrices(at: Place) -> list[tuple[int, int]]:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the sum of gradients. Until the last micro-batch, this sum exists in
+    """Return the size in bytes of the gradient sum. Until the last micro-batch, this sum exists in
     addition to the buckets."""
     return {"buffers": state["gradients"]} if at.has_buckets and at.micro_batches > 1 else {}
 

@@ -1,5 +1,5 @@
-"""Estimate the cost of PyTorch's FSDP: state sharded over dp_shard, and replicas of shards over
-dp_replicate. This module does not import torch."""
+"""Estimate the cost of PyTorch's FSDP, which shards state over dp_shard and replicates the shards
+over dp_replicate. This module does not import torch."""
 
 from collections import Counter
 
@@ -8,9 +8,9 @@ from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Par
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic of gathering a block before its forward and its backward pass in every
-    micro-batch, and of reduce-scattering its gradients. In a pipeline, these collectives run
-    once per step, before and after the pipeline's passes."""
+    """Return the traffic for gathering each block before its forward and backward passes in every
+    micro-batch, and for reduce-scattering its gradients. In a pipeline, these collectives run once
+    per step, before and after the pipeline's passes."""
     traffic: Bytes = Counter()
     if at.shards > 1:
         around = at.width * at.around
@@ -23,9 +23,9 @@ def exchange(at: Place) -> Bytes:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of gathered parameters, and of unsharded fp32 gradients before their
-    reduce-scatter. The parameters outside the blocks stay gathered. Only the current block and the
-    prefetched blocks are gathered."""
+    """Return the sizes in bytes of gathered parameters, and of unsharded fp32 gradients before
+    their reduce-scatter. Parameters outside the blocks stay gathered. Among the blocks, only the
+    current and the prefetched ones are gathered."""
     if at.pp > 1:  # see costs/pp.py
         return {}
     if moment == "update" and at.trained:
@@ -40,8 +40,8 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def _moved(at: Place) -> float:
-    """Return the bytes per parameter that are read and written for copies to and from buffers.
-    Parameters are copied out of a buffer twice, and gradients are copied once as fp32."""
+    """Return the number of bytes per parameter that are read and written in copies to and from
+    buffers. Parameters are copied out of a buffer twice, and gradients are copied once as fp32."""
     return 4 * at.width + 4 + at.width if at.pp == 1 else 0
 
 

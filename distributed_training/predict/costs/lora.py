@@ -17,15 +17,15 @@ def block(at: Timing) -> Passes:
 
 
 def base_bytes(at: Place) -> int:
-    """Return the number of bytes of the base model's parameters, in the compute dtype or quantized.
-    NF4 has 4 bits per value and an fp32 scale per 64 values."""
+    """Return the size in bytes of the base model's parameters, in the compute dtype or quantized.
+    NF4 uses 4 bits per value and one fp32 scale per 64 values."""
     saved = (16 * at.width - 9) * _values(at) // 16 if at.config.base_dtype == "nf4" else 0
     return at.width * at.parameters - at.num_blocks * saved
 
 
 def frozen(at: Place) -> Parts:
-    """Return the bytes of the frozen base weights, which FSDP and ZeRO stage 3 shard. A pipeline
-    with FSDP also keeps gathered weights throughout all micro-batches."""
+    """Return the size in bytes of the frozen base weights, which FSDP and ZeRO stage 3 shard. A
+    pipeline with FSDP also keeps gathered weights throughout all micro-batches."""
     sharded = at.plan.uses_fsdp or at.zero.stage == 3
     copies = 1 / at.shards if sharded else 1
     if at.plan.uses_fsdp and at.pp > 1:
@@ -34,16 +34,16 @@ def frozen(at: Place) -> Parts:
 
 
 def beside_base(at: Place) -> float:
-    """Return the number of bytes that adapters add to the peak of a block's backward pass, in the
-    MLP. The gradient of the second matrix's input through its adapter exists beside the gradient
-    through the base weights. Recomputation adds the bytes of the first matrix's output."""
+    """Return the number of bytes that adapters add to the peak of a block's backward pass, which
+    occurs in the MLP. The gradient of the second matrix's input through its adapter coexists with
+    the gradient through the base weights. Recomputation adds the first matrix's output."""
     outer, inner = mlp_values(at)
     return at.tokens * at.width * (inner + at.recomputes * outer) / at.tp
 
 
 def matrix_in_use(at: Place) -> float:
     """Return the number of bytes by which a dequantized matrix, at the end of a block's backward
-    pass, exceeds the gradients in the block's MLP. Return 0 if it does not exceed them."""
+    pass, exceeds the gradients in the block's MLP. Return 0 if the matrix is smaller."""
     largest = max(rows * columns for rows, columns in at.size.block_matrices)
     return max(0, at.width * largest - backward(at) - beside_base(at))
 

@@ -17,8 +17,8 @@ from distributed_training.predict.mechanism import (
 )
 from distributed_training.predict.rates import FITTED
 
-SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run
-EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
+SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run yet
+EAGER_CHUNK = 17  # bytes that loss_and_gradient allocates per logit of a chunk, uncompiled
 
 
 class LossBytes(NamedTuple):
@@ -27,16 +27,16 @@ class LossBytes(NamedTuple):
     kept: float  # from forward to backward
     peak: float
     waiting: float  # from I to W
-    around: float  # of the last norm and the output layer, throughout the passes
-    after: float  # of the output rows' gradient, if gradients are not counted otherwise
+    around: float  # for the last norm and the output layer, throughout the passes
+    after: float  # for the output rows' gradient, if it is not counted elsewhere
 
 
 def loss_bytes(at: Place) -> LossBytes:
-    """Return the number of bytes of the logits and of the tensors that exist at the same time.
+    """Return the sizes in bytes of the logits and of the tensors that coexist with them.
 
     The compiled loss keeps the logits and overwrites them with their gradient. Without compilation,
     log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
-    With tp, the probabilities are kept in fp32, and the gradient is allocated in addition."""
+    With tp, the probabilities are kept in fp32, and the gradient is a separate tensor."""
     sharded = at.strategy.traits.rounds_weights or at.plan.uses_fsdp
     after = 0.0
     if at.trained and not at.has_buckets and at.micro_batches == 1:
@@ -45,8 +45,9 @@ def loss_bytes(at: Place) -> LossBytes:
     count = at.tokens * at.size.padded_vocab_size / at.tp
     chunk = int(at.config.loss_chunk_tokens)
     if chunk:
-        # The gradients of hidden states and output rows are kept. One chunk is added to them or,
-        # after the chunks, an fp32 copy of the output rows' gradient if the weights are fp32.
+        # The gradients of the hidden states and output rows are kept. The peak also includes one
+        # chunk or, if the weights are fp32, an fp32 copy of the output rows' gradient after the
+        # last chunk.
         rows = at.trained * (at.size.padded_vocab_size * at.size.hidden_size / at.tp)
         kept = at.hidden + at.width * rows
         share = min(chunk, at.tokens) / at.tokens
@@ -67,7 +68,8 @@ def _kind(at: Place) -> str:
 
 
 def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of a tied embedding's second gradient, which is added to the first."""
+    """Return the size in bytes of a tied embedding's second gradient, which is added to the
+    first."""
     in_fsdp_buffers = at.plan.uses_fsdp and at.pp == 1
     if moment == "update" and at.trained and not in_fsdp_buffers:
         return {"buffers": 4 * at.embedding}
@@ -75,7 +77,7 @@ def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def head(at: Timing) -> Passes:
-    """Return the costs of the output layer and the loss for one micro-batch, for each pass."""
+    """Return the costs of the output layer and the loss for each pass of one micro-batch."""
     d = at.size.hidden_size
     vocabulary = at.size.padded_vocab_size / at.tp
     rate = at.rates.memory_bytes

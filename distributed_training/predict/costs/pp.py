@@ -1,5 +1,5 @@
-"""Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. No torch
-import. predict/simulate.py computes the time for which stages wait."""
+"""Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. This
+module does not import torch. predict/simulate.py computes how long stages wait."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ from distributed_training.predict.rates import FITTED
 
 
 def traffic(at: Place) -> Bytes:
-    """Return the traffic of activations and their gradients and, once per step, of the gradient of
-    a tied embedding."""
+    """Return the traffic for activations and their gradients and, once per step, for the gradient
+    of a tied embedding."""
     sent = at.edges * at.micro_batches * at.hidden // at.parts
     traffic: Bytes = Counter({("pp", "send"): sent})
     if at.first != at.last and at.size.tied and at.trained:
@@ -22,7 +22,7 @@ def traffic(at: Place) -> Bytes:
 
 
 def message_s(at: Timing) -> float:
-    """Return the time in seconds to send a result of one stage to the next stage."""
+    """Return the time in seconds to send a result from one stage to the next."""
     rate = at.rates.link_bytes
     latency = at.rates.link_latency_s
     if at.plan.num_processes // at.pp >= at.plan.processes_here:  # on another node
@@ -33,8 +33,8 @@ def message_s(at: Timing) -> float:
 
 
 def state(at: Place) -> Parts:
-    """Return the additional bytes per parameter that stages with fp32 weights keep throughout a
-    step: gathered or rounded parameters, and unsharded gradients."""
+    """Return the number of additional bytes per parameter that stages with fp32 weights keep
+    throughout a step for gathered or rounded parameters and for unsharded gradients."""
     if at.strategy.traits.rounds_weights:
         return {}
     copied = at.mesh["dp_replicate"] * at.shards > 1 or at.width < 4
@@ -42,7 +42,7 @@ def state(at: Place) -> Parts:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of PyTorch's receive buffers, one per message of a step, and of the
+    """Return the sizes in bytes of PyTorch's receive buffers, one per message of a step, and of the
     embedding's gradient. Gathered parameters count as copies."""
     parts = {}
     if not at.strategy.traits.rounds_weights:
@@ -61,8 +61,8 @@ def pending_bytes(at: Place) -> float:
 
     In compiled blocks, the inputs of all matrices and the gradients of their outputs are together
     as large as the activations that they replace (parallel/zero_bubble.py). With sequence
-    parallelism, the gradients of both sums over tp are unsharded. In uncompiled
-    blocks, the gradients are added to the activations."""
+    parallelism, the gradients of both sums over tp are unsharded. In uncompiled blocks, the
+    gradients are kept in addition to the activations."""
     if at.config.compile:
         return 2 * (1 - at.between) * at.hidden
     return at.tokens * at.width * sum(rows for rows, _ in at.size.block_matrices)

@@ -1,12 +1,13 @@
-"""Estimate the cost of training state in fp32, and of rounding it to the compute dtype. No torch
-import."""
+"""Estimate the cost of training state in fp32, and of rounding it to the compute dtype. This module
+does not import torch."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place
 
-# Bytes per parameter of Adam moments. torchao's 8-bit values have an fp32 scale per 256 values.
+# Size of the Adam moments in bytes per parameter. torchao's 8-bit moments have one fp32 scale per
+# 256 values.
 MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
-# Bytes per parameter of weight and gradient that AdamW and clipping read and write
+# Bytes per parameter that AdamW and clipping read and write for weights and gradients
 UPDATE_BYTES = 12 + 12
 
 
@@ -19,8 +20,8 @@ def state(at: Place) -> Parts:
 
 
 def rounded(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the rounded weights that autograd keeps for the backward pass. Recomputed
-    blocks round their weights again."""
+    """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
+    Recomputed blocks round their weights again."""
     if moment == "update" and (at.plan.only_copies or at.trained):
         return {}
     kept = at.learning

@@ -20,9 +20,10 @@ from distributed_training.predict.rates import FITTED
 
 
 def traffic(at: Place) -> Bytes:
-    """Return the traffic of tp. With sequence parallelism, a block all-gathers twice and
-    reduce-scatters twice in each direction. Without it, a block all-reduces twice instead. The
-    embedding, output layer and loss add exchanges, and `at.terms` gradients are summed once."""
+    """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
+    reduce-scatters in each direction. Without it, a block runs two all-reduces instead. The
+    embedding, output layer and loss add exchanges, and `at.terms` gradients are summed once per
+    step."""
     count = at.micro_batches
     exchanged = count * 4 * at.num_blocks * at.hidden
     reduced = 4 * at.terms // at.shards
@@ -54,8 +55,8 @@ def traffic(at: Place) -> Bytes:
 
 
 def exchange_in_block(at: Timing) -> Cost:
-    """Return the cost of a block's exchanges over tp in one direction: two gathers and two
-    scatters, or two all-reduces."""
+    """Return the cost of a block's exchanges over tp in one direction: two all-gathers and two
+    reduce-scatters, or two all-reduces."""
     if at.tp == 1:
         return np.zeros(3)
     if not at.config.sequence_parallel:
@@ -67,8 +68,8 @@ def exchange_in_block(at: Timing) -> Cost:
 
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of an untied embedding's gradient, which is summed over tp and then copied
-    to the parameter's layout."""
+    """Return the size in bytes of an untied embedding's gradient, which is summed over tp and then
+    copied to the parameter's layout."""
     alone = at.pp == 1 and not at.plan.uses_fsdp
     if moment == "update" and alone and at.trained and not at.size.tied:
         return {"buffers": 2 * 4 * at.embedding}

@@ -7,18 +7,18 @@ from distributed_training.predict.costs.precision import MOMENT_BYTES
 from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
 from distributed_training.predict.rates import FITTED, Rates
 
-# Bytes per parameter that AdamW and clipping read and write, without Adam moments: weight,
-# gradient, the rounded weight, and the gradient, which is widened, scaled and added.
+# Bytes per parameter that AdamW and clipping read and write, without Adam moments, for the weight,
+# the rounded weight and the gradient. The gradient is also widened, scaled and added.
 UPDATE_BYTES = 44
-# Bytes per parameter that a step with state on a disk reads and writes there: fp32 weights and Adam
-# moments 12 + 12, gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
+# Bytes per parameter that a step with its state on disk reads and writes there: fp32 weights and
+# Adam moments 12 + 12, gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
 SWAPPED_BYTES = 38
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's device -> component of state
 
 
 def state(at: Place) -> Parts:
-    """Return the bytes per parameter of weights and gradients in the compute dtype, and of the fp32
-    master copy and both Adam moments (ZeRO paper, section 3.1)."""
+    """Return the number of bytes per parameter for weights and gradients in the compute dtype, and
+    for the fp32 master copy and both Adam moments (ZeRO paper, section 3.1)."""
     stage = at.zero.stage
     state: dict[str, float] = {
         "parameters": at.width / (at.shards if stage >= 3 else 1),
@@ -37,8 +37,8 @@ def state(at: Place) -> Parts:
 
 
 def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the parameters that stage 3 has gathered from other processes or fetched
-    from the host or a disk."""
+    """Return the size in bytes of the parameters that stage 3 has gathered from other processes or
+    fetched from the host or a disk."""
     if at.zero.stage < 3:
         return {}
     most = min(at.zero.stage3_max_live_parameters, at.parameters)
@@ -47,23 +47,23 @@ def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def buckets(at: Place) -> float:
-    """Return the number of bytes of two gradient buckets. One is filled while the other is reduced.
-    Stages 0 and 3 and pipelines have none."""
+    """Return the total size in bytes of two gradient buckets. One is filled while the other is
+    reduced. ZeRO stages 0 and 3 and pipelines have no buckets."""
     if at.zero.stage not in (1, 2) or at.pp > 1:
         return 0
     return 2 * at.width * min(at.zero.reduce_bucket_size, at.learning)
 
 
 def widened(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the bytes of the fp32 gradients that Adam needs for this process's shard, and of a
-    flat copy of these gradients in the compute dtype."""
+    """Return the size in bytes of the fp32 gradients that Adam needs for this process's shard, and
+    of a flat copy of these gradients in the compute dtype."""
     if moment != "update" or at.strategy.steps_on_host:
         return {}
     return {"buffers": (4 + at.width) * at.learning / at.shards}
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic of the ZeRO stage, for the whole model or one pipeline stage."""
+    """Return the traffic of the ZeRO stage for the whole model, or for one pipeline stage."""
     learning = at.width * at.learning
     times = at.micro_batches if at.zero.stage > 1 else 1
     gathered = learning
@@ -94,8 +94,8 @@ def launches(at: Place) -> float:
 
 
 def hooks(at: Place, rates: Rates) -> tuple[float, float]:
-    """Return (how often hooks run per tensor, seconds that the GPU waits for hooks). In stages 0 to
-    2, hooks run for each tensor in every micro-batch, even if they exchange nothing."""
+    """Return (number of hook calls per tensor, seconds that the GPU waits for hooks). In ZeRO
+    stages 0 to 2, hooks run for each tensor in every micro-batch, even if they exchange nothing."""
     wait_s = rates.host.wait * at.num_blocks
     if at.zero.stage < 3:
         return at.micro_batches, wait_s / at.shards
@@ -103,7 +103,8 @@ def hooks(at: Place, rates: Rates) -> tuple[float, float]:
 
 
 def off_device(at: Place, learning: float) -> dict[str, float]:
-    """Return the time in seconds of a node's file access, or of the optimizer step on the host."""
+    """Return the time in seconds that a node needs for file access, or for the optimizer step on
+    the host."""
     here = at.plan.processes_here
     share = learning / at.shards
     if at.strategy.swaps_to_disk:
