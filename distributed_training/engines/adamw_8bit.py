@@ -10,9 +10,9 @@ from distributed_training.engines.base import ADAM
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-    """AdamW whose Adam moments have one scale per block of 256 values (Dettmers et al.,
-    2110.02861). If a parameter has fewer than 4096 values or an incomplete block, its Adam moments
-    are fp32."""
+    """AdamW that stores its Adam moments in 8 bits, with one scale per block of 256 values
+    (Dettmers et al., 2110.02861). If a parameter has fewer than 4,096 values or an incomplete
+    block, its Adam moments are stored in fp32."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, lr, **ADAM)

@@ -1,4 +1,4 @@
-"""Define the interface between the training loop and an engine, and code that engines share."""
+"""Define the interface between the training loop and an engine, and the code that engines share."""
 
 import abc
 import contextlib
@@ -37,8 +37,8 @@ class StepResult:
 
 
 class Engine(abc.ABC):
-    """Engine that trains a model with one strategy. Most methods are collective: all ranks call
-    them in the same order."""
+    """Base class for engines. An engine trains a model with one strategy. Most methods are
+    collective: all ranks call them in the same order."""
 
     topology: Topology
     optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper around one
@@ -48,13 +48,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Run the forward and backward passes of *all* micro-batches and one optimizer update.
-        Return the results. The loss whose gradient is computed is (sum of token losses of the
-        global batch) / `batch.num_targets`."""
+        Return the results. Gradients are computed for the loss (sum of token losses in the global
+        batch) / `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Return this rank's summed loss, an fp32 scalar, for the arrays of `Samples.batch`. No
-        gradients are computed."""
+        """Return this rank's summed loss, an fp32 scalar, for arrays from `Samples.batch`.
+        Gradients are not computed."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
@@ -62,12 +62,12 @@ class Engine(abc.ABC):
         the same ids and receive the same logits."""
 
     def past(self) -> Past | None:
-        """Return a cache with which `logits` processes each token only once. Return None under tp
-        and pp."""
+        """Return a cache that lets `logits` process each token only once, or None under tp or
+        pp."""
         return Past() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next step."""
+        """Set the learning rate for the next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -102,8 +102,8 @@ class Engine(abc.ABC):
         """Restore this rank's `own_state`. Call this after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """Return all weights by the model's names, gathered on the CPU of rank 0. Return None on
-        other ranks. All ranks must call this method."""
+        """Return all weights by parameter name, gathered on rank 0's CPU. Return None on other
+        ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         own_parts = [part for part in weights if part.writes and math.prod(part.size)]
         ranks = gather([(part.name, part.shape, part.start, part.size) for part in own_parts])

@@ -26,7 +26,7 @@ from distributed_training.plan.plan import Plan
 
 class DeepSpeedEngine(base.Engine):
     """Engine that trains the same model as the native engine, with the same AdamW and loss. The
-    DeepSpeed JSON decides how state is sharded and offloaded."""
+    DeepSpeed JSON determines how state is sharded and offloaded."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -54,8 +54,8 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:
-            # Gather the parameters of a block together. The result is fewer and larger all-gathers,
-            # and no hooks inside compiled blocks.
+            # Gather all parameters of a block together. This results in fewer, larger all-gathers
+            # and in no hooks inside compiled blocks.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module.parameters(), config.weight_decay)

@@ -13,8 +13,8 @@ import torch
 from distributed_training.parallel.agree import works_everywhere
 
 NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first 11 steps
-# Memory of a graph, in bytes per byte of tensors at their peak. With FSDP and a model of 8B
-# parameters, 28.9 GiB were measured for 23.0 GiB of tensors.
+# Memory that a graph needs, in bytes per byte of tensors at their peak. With FSDP and an
+# 8B-parameter model, 28.9 GiB was measured for 23.0 GiB of tensors.
 POOL_SHARE = 1.25
 LAUNCHING = "Each step is launched op by op instead of as one CUDA graph"
 
@@ -28,7 +28,8 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """Step that is first launched op by op and then, if `captures` is True, captured and replayed.
+    """Optimizer step that is at first launched op by op and later, if `captures` is True, captured
+    and replayed.
 
     `step` takes tensors on the device and returns tensors. Everything else that `step` reads or
     writes, such as parameters, optimizer state and learning rate, must keep its memory address.
@@ -94,8 +95,8 @@ class StepGraph:
     def _check_memory(self) -> None:
         """Raise RuntimeError if the GPU has too little free memory for the graph.
 
-        This check comes first, because a capture cannot be undone halfway, and the allocator cannot
-        return memory to the driver during a capture."""
+        The check precedes the capture, because a capture cannot be undone halfway, and the
+        allocator cannot return memory to the driver during a capture."""
         torch.cuda.synchronize(self.device)
         compute = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()

@@ -68,8 +68,8 @@ class NativeEngine(base.Engine):
         self.tp_partial_params: list[nn.Parameter] = []
         modules = [self._parallelize(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model if there is no pipeline
-        # Trained parameters of each stage, collected now because, after an evaluation, FSDP's
-        # modules have gathered and rounded copies instead.
+        # Trained parameters of each stage. They are collected now because FSDP's modules have
+        # gathered and rounded copies instead after an evaluation.
         self.params_by_stage = [
             (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
             for part in stages.values()
@@ -142,8 +142,8 @@ class NativeEngine(base.Engine):
         return part
 
     def replicate(self, part: Decoder) -> nn.Module:
-        """Wrap `part` in DDP, whose backward pass averages gradients over all ranks in buckets of
-        fp32 or bf16."""
+        """Wrap `part` in DDP, whose backward pass averages gradients over all ranks in fp32 or bf16
+        buckets."""
         module = self.build_ddp(part, self.config.bucket_cap_mb)
         if self.config.gradient_compression == "bf16":
             module.register_comm_hook(None, gradients.bf16_hook)
@@ -159,7 +159,7 @@ class NativeEngine(base.Engine):
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
-        """Run a pass that fixes the order of DDP's buckets. The gradients of the pass are dropped.
+        """Run a pass that fixes the order of DDP's buckets. Its gradients are discarded.
 
         DDP fills its buckets in the order in which gradients arrive in the first pass, and
         compression stores errors per bucket. During the next pass, torch may keep the first buckets
@@ -230,8 +230,8 @@ class NativeEngine(base.Engine):
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
-        overflowed or, with on_nonfinite=skip, if gradients are not finite. Return the norms before
-        clipping."""
+        overflowed or, with on_nonfinite=skip, if any gradient is non-finite. Return the norms
+        before clipping."""
         for parameter, local in self.local.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
@@ -250,7 +250,7 @@ class NativeEngine(base.Engine):
         if step:
             self._clip(grad_norm)
             if self.topology.device_type == "cuda" and not self.optimizer.state:
-                # Otherwise the Adam moments would fragment memory segments of activations.
+                # Otherwise, the Adam moments would fragment the memory segments of activations.
                 torch.cuda.empty_cache()
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local.values()):
@@ -298,7 +298,7 @@ class NativeEngine(base.Engine):
         return logits[:batch, :length]
 
     def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
-        """Run the forward pass. Return the output. Return None on ranks without the last stage."""
+        """Run the forward pass and return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors, **options)
         # Free gathered parameters. A replayed step gathers its own copies and would not update

@@ -1,9 +1,9 @@
 """Build AdamW with Adam moments in fp32 or in fewer bits.
 
 The second moment is a mean over about 1,000 steps, so it shrinks by at most about a thousandth per
-step. Half the distance between two neighbors in bf16 is two to four thousandths. With rounding to
-nearest, the second moment could therefore never shrink. Stochastic rounding rounds up or down with
-probabilities that make the mean exact."""
+step. Half the distance between neighboring bf16 values is two to four thousandths of a value. With
+rounding to nearest, the second moment could therefore never shrink. Stochastic rounding rounds up
+or down with probabilities that keep the mean exact."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,8 +126,9 @@ def _update(
 ) -> None:
     """Apply AdamW (1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
-    The random bits are a hash of the weight, its gradient and the step. Therefore all replicas and
-    all layouts round in the same way. The state of random number generators has no effect."""
+    The random bits are a hash of the weight, its gradient and the step. All replicas and all
+    layouts therefore round in the same way, and the state of the random number generators has no
+    effect."""
     beta1, beta2 = ADAM["betas"]
     first = exp_avg.float().lerp(gradient, 1 - beta1)
     second = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)

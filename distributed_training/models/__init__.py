@@ -64,7 +64,7 @@ Line = tuple[float, float]  # (a, b) of the linear function a + b T, for samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """Traced costs per token of a block in bf16. The `kept_*` fields count the bytes kept for the
+    """Traced per-token costs of a block in bf16. The `kept_*` fields count the bytes kept for the
     backward pass. The `forward_*` and `backward_*` fields count the bytes that element-wise kernels
     read and write."""
 
@@ -101,7 +101,7 @@ class ModelSize:
     # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
     block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
-    # Number of a block's parameters that tp shards; the other parameters are replicated
+    # Number of parameters per block that tp shards; the other parameters are replicated
     block_parameters_split: int
     block_norm_parameters: int  # parameters that each tp rank applies to its own tokens
     final_norm_parameters: int
@@ -162,8 +162,8 @@ class ModelSize:
         return outside + self.num_layers * self.block_parameters
 
     def adapted(self, targets: str | None) -> tuple[str, ...]:
-        """Return the names of the matrices that `targets`, CONFIG's `lora_targets`, selects. None
-        selects all matrices. Raises UserError for a name that is not a matrix."""
+        """Return the names of the matrices selected by `targets`, the value of `lora_targets` in
+        CONFIG. None selects all matrices. Raises UserError for a name that is not a matrix."""
         if targets is None:
             return self.matrix_names
         names = tuple(name.strip() for name in targets.split(","))
@@ -173,7 +173,7 @@ class ModelSize:
         return names
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
-        """Return (number of a block's adapter parameters on each tp rank, number of those
+        """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
         names = self.adapted(targets)
         per_process = shared = 0
@@ -185,18 +185,18 @@ class ModelSize:
         return per_process, shared
 
     def num_learning(self, rank: int, targets: str | None) -> int:
-        """Return the number of trained parameters. These are the parameters of adapters of rank
-        `rank`, or all parameters if `rank` is 0."""
+        """Return the number of trained parameters: those of LoRA adapters with rank `rank`, or all
+        parameters if `rank` is 0."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
-        """Return the FLOPs per token of both passes, forward and backward, in samples of `seq_len`
-        tokens.
+        """Return the FLOPs per token of the forward and backward passes together, for samples of
+        `seq_len` tokens.
 
         The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. N is the
-        number of parameters without an untied token embedding, L the number of layers, D the
+        number of parameters without an untied token embedding, L is the number of layers, D is the
         combined width of all heads, and T is `seq_len`. Attention counts the full T x T square
         (PaLM, appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
@@ -258,7 +258,7 @@ class ModelSpec:
             ranges = [part.indices(size) for part, size in bounds]
             first, stop, _ = ranges[0]
             columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
-            # For each row of the Hugging Face tensors, the index of our row
+            # For each row of the Hugging Face tensors, the index of the row in our tensor
             indices = self.code.to_hf(our_name, torch.arange(shape[0], device="cpu"), self.size)
             pieces_read = []  # (row indices within the box, values of these rows)
             for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
@@ -286,9 +286,9 @@ class ModelSpec:
     def _match(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[Stored, bool]]]:
-        """For each parameter, return the stored tensors that form it, each with True if the tensor
-        is transposed. Raises UserError if tensors in `folder` are missing or unexpected, or have
-        another shape."""
+        """For each parameter, return the stored tensors that form it, each paired with True if the
+        tensor is transposed. Raises UserError if tensors in `folder` are missing or unexpected, or
+        have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:
@@ -341,8 +341,8 @@ class ModelSpec:
         """Write the model's weights and config to a folder that transformers can load.
 
         `weights` must be on the CPU. It may be a source, from which one parameter is read at a
-        time. The weights are stored in `dtype`, by default fp32. Raises RunError for numbers that
-        are not finite in this dtype."""
+        time. The weights are stored in `dtype`, by default fp32. Raises RunError if a value is
+        non-finite in this dtype."""
         import torch
 
         dtype = dtype or torch.float32

@@ -43,7 +43,7 @@ class AdapterConfig(BaseModel, strict=True):
 
 
 def read_adapters(folder: Path) -> AdapterConfig:
-    """Return the config of a folder with adapters. Raises UserError unless the adapters only add
+    """Return the config of the adapters in `folder`. Raises UserError unless the adapters only add
     the scaled product B A to the base weights."""
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
@@ -72,8 +72,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_name(folder: Path) -> str:
-    """Return the folder of the base weights of adapters, or their name on the Hub. Raises UserError
-    if the adapters name neither."""
+    """Return the folder of the adapters' base model, or its name on the Hub. Raises UserError if
+    the config names neither."""
     name = read_adapters(folder).base_model_name_or_path
     if Path(name).is_dir():
         return str(Path(name).resolve())

@@ -2,7 +2,7 @@
 
 A sample of packed records contains several documents. Each document is computed as if it were
 alone: positions restart, and a token attends only to itself and to earlier tokens of its document.
-The letters in shapes are those of decoder.py. In addition, G is the number of key/value heads,
+The letters in shapes are defined in decoder.py. In addition, G is the number of key/value heads,
 which divides H, and S is the number of keys."""
 
 import inspect
@@ -45,13 +45,14 @@ def describe_documents(
     dropout: float,
     max_documents: int | None = None,
 ) -> Documents:
-    """Return the documents of a micro-batch from two arrays of `Samples.batch`. These are positions
-    [B, T] and the ends [B, E] of the documents in each sample, padded with T.
+    """Return the documents of a micro-batch from two of the arrays that `Samples.batch` returns:
+    positions [B, T], and the ends [B, E] of the documents in each sample, padded with T.
 
-    On a GPU in bf16 without dropout, attention uses a kernel that reads the ends, if it supports
-    the head size. Otherwise, this function builds a mask of B T^2 numbers in the `dtype` of the
-    queries. All blocks share the mask. If the micro-batch has at most `max_documents` documents,
-    the result has only this many ends, because the kernel is slow if many documents are empty."""
+    In bf16 on a GPU without dropout, attention uses a kernel that reads the ends if the kernel
+    supports the head size. Otherwise, this function builds a mask of B T^2 numbers in the `dtype`
+    of the queries. All blocks share the mask. If the micro-batch has at most `max_documents`
+    documents, the result has only this many ends, because the kernel is slow if many documents are
+    empty."""
     batch, seq_len = positions.shape
     fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
     if positions.is_cuda and dtype is torch.bfloat16 and fits and not dropout:
@@ -64,16 +65,17 @@ def describe_documents(
 
 
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
-    """Return ends of documents without those of empty documents, [num_kept]. `ends` ascends, and an
-    empty document ends where the previous one does. If fewer documents remain, the last end fills
-    the result. More documents than `num_kept` are an error, which a GPU reports as an assert."""
+    """Return the ends of the non-empty documents, [num_kept]. `ends` ascends, and an empty document
+    ends where the previous one does. If fewer than `num_kept` documents remain, the last end fills
+    the result. More than `num_kept` documents are an error, which a GPU reports as a failed
+    assertion."""
     is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
     index = is_new.cumsum(0) - 1
     return ends[-1].repeat(num_kept).scatter(0, index, ends)
 
 
 def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask of documents in `dtype`, [B, 1, T, T], from each token's position in its
+    """Return the document mask in `dtype`, [B, 1, T, T], from each token's position in its
     document, int64 [B, T]."""
     indices = torch.arange(positions.shape[1], device=positions.device)
     starts = indices - positions

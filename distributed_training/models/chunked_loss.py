@@ -1,6 +1,6 @@
 """Compute the loss in chunks, so that only one chunk of logits is in memory at a time.
 
-The letters in shapes are those of decoder.py. In addition, N = B T, and R is the number of ranks
+The letters in shapes are defined in decoder.py. In addition, N = B T, and R is the number of ranks
 that shard the vocabulary."""
 
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +28,8 @@ class Split(NamedTuple):
 
 
 class ChunkedCrossEntropy:
-    """Cross entropy like `summed_cross_entropy`, computed for at most `tokens` tokens at a time.
+    """Cross entropy that equals `summed_cross_entropy` but is computed for at most `tokens` tokens
+    at a time.
 
     The forward pass also computes the gradients of the hidden states [B, T, D] and of the output
     rows [P, D], because the logits are not kept for the backward pass. Each gradient has the dtype
@@ -51,7 +52,7 @@ class ChunkedCrossEntropy:
         split: Split | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """Return the summed loss, an fp32 scalar, of hidden states `x` [B, T, D].
+        """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D].
 
         With a `split`, `weight` is this rank's shard of the rows, [P / R, D], and the caller must
         sum the gradient of `x` over the group. `cap` limits the logits (`decoder.limit`)."""
@@ -103,7 +104,7 @@ def loss_and_gradient(
     split: Split | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N]. Overwrite the
+    """Return the summed loss, an fp32 scalar, for logits [N, P / R] and targets [N]. Overwrite the
     logits with their gradient. With a `split`, all-gather two fp32 numbers per token over the
     group."""
     first = 0 if split is None else split.first

@@ -21,7 +21,7 @@ from distributed_training.settings.files import load_json, shown
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 # Largest accepted values. transformers builds lists with one entry per layer or label, and a model
-# from the Hub is built to measure its size. Larger values could take hours or exhaust the memory.
+# from the Hub is built to measure its size. Larger values could take hours or exhaust memory.
 _MAX_COUNTS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**17),
@@ -97,8 +97,8 @@ def _read_with_transformers(text: str, folder: Path) -> str:
 
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            # A model completes its rotary parameters again when it is built. Only then do keys
-            # beside `rope_scaling` count.
+            # A model completes its rotary parameters again when it is built. Only then do keys next
+            # to `rope_scaling` take effect.
             if getattr(config, "rope_parameters", None):
                 config.standardize_rope_params()
             return json.dumps(config.to_dict())
@@ -112,7 +112,7 @@ def _read_with_transformers(text: str, folder: Path) -> str:
 
 
 def cached_json(question: str, find_answer: Callable[[], str], kind: Any) -> str:
-    """Return the JSON of an answer of type `kind`, from the user's cache or from `find_answer`.
+    """Return an answer of type `kind` as JSON, from the user's cache or from `find_answer`.
 
     The answer must depend only on `question`. Importing transformers takes seconds, so the answer
     is cached for other processes and later runs. If the cache is not writable, the answer is not

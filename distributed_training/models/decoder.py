@@ -143,10 +143,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
-    A family's __init__ sets the modules below, and those that `place` needs, in the order of the
+    A family's __init__ sets the modules below, and any that `place` needs, in the order of the
     family's parameters. The first stage has the modules that are set before the blocks, and the
-    last stage the modules that are set after the blocks. The embedding has `size.padded_vocab_size`
-    rows. Padding is removed or masked before the logits are used."""
+    last stage has the modules that are set after the blocks. The embedding has
+    `size.padded_vocab_size` rows. Padding is removed or masked before the logits are used."""
 
     # Patterns of module names -> role, in addition to _ROLES
     roles: ClassVar[dict[str, Role]] = {}
@@ -163,11 +163,11 @@ class Decoder(nn.Module):
         self.is_first = self.is_last = True
         # Dtype of the residual stream; None means the dtype of the parameters
         self.compute_dtype: torch.dtype | None = None
-        # Most documents in a micro-batch of training; None if the number is unknown
+        # Maximum number of documents in a training micro-batch; None if unknown
         self.max_documents: int | None = None
         # Function that initializes parameters on the device "meta" (see fill_parameters)
         self.fill: Callable[..., None] | None = None
-        # Adapters of all blocks whose training continues (peft.py); {} starts with new adapters
+        # Earlier adapters of all blocks, to continue training (peft.py); {} for new adapters
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
         # Functions applied after the final norm; they may be compiled or replaced
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
@@ -371,7 +371,7 @@ def is_block_matrix(name: str, size: ModelSize) -> bool:
 
 
 class Fingerprint:
-    """Checksum of about a thousand numbers of each parameter of a model. Each rank may have only
+    """Checksum of about a thousand values from each parameter of a model. Each rank may have only
     shards of the parameters."""
 
     def __init__(self, model: Decoder) -> None:
@@ -520,8 +520,8 @@ def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Return AdamW's groups of trained parameters. Weight decay applies to matrices, but not to
-    biases and norms, which are one-dimensional."""
+    """Return the trained parameters as groups for AdamW. Weight decay applies to matrices, but not
+    to biases and norms, which are one-dimensional."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},

@@ -2,8 +2,8 @@
 bitsandbytes.
 
 Codes and scales are viewed as numbers in the compute dtype, so that FSDP's casts do not change
-their bits. Codes have the shape [rows, columns / 2] in bytes, and scales [rows, columns / 64] in
-fp32 numbers, so FSDP can shard both by rows."""
+their bits. Viewed as bytes, codes have the shape [rows, columns / 2]. Viewed as fp32 numbers,
+scales have the shape [rows, columns / 64]. FSDP can therefore shard both by rows."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def replace_by_dequantized(module: nn.Module) -> None:
     """Replace all NF4 matrices of a module with their dequantized values, in place. Tests compare
-    training on codes to training on these values."""
+    training on codes with training on these values."""
     for linear in module.modules():
         if isinstance(linear, NF4Linear):
             codes = linear.weight

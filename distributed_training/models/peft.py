@@ -32,7 +32,7 @@ _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32":
 
 
 class Initial(NamedTuple):
-    """Initial adapters of a run that continues the training of earlier adapters."""
+    """Initial adapters for a run that continues training earlier adapters."""
 
     rank: int
     alpha: float
@@ -58,14 +58,14 @@ class Adapters:
 
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
-    scale: float  # factor of B A in its sum with the weights
+    scale: float  # factor by which B A is scaled before it is added to the weights
     base: str | None  # fingerprint of the base weights
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     whose: object  # folder or run of the adapters, for messages
 
     def rounded_to(self) -> torch.dtype | None:
-        """Return the compute dtype if the base was in NF4. Return None if the base was not
-        quantized. Raises UserError if the format is unknown or bitsandbytes is not installed."""
+        """Return the compute dtype if the base was in NF4, or None if the base was not quantized.
+        Raises UserError if the format is unknown or bitsandbytes is not installed."""
         if self.rounding is None:
             return None
         if self.rounding not in _ROUNDINGS:
@@ -105,11 +105,10 @@ class Adapters:
         return read
 
     def initial(self, size: ModelSize) -> Initial:
-        """Return the adapters in the form from which training can continue.
-
-        If one of our matrices combines several Hugging Face matrices, A stacks the distinct A of
-        their adapters, so the rank may be larger. A mask keeps each row of B at 0 in the columns of
-        other adapters."""
+        """Return the adapters in a form from which training can continue. If one of our matrices
+        combines several Hugging Face matrices, A stacks the distinct A matrices of their adapters,
+        so the rank may be larger. A mask keeps each row of B at 0 in the columns of other
+        adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -195,8 +194,8 @@ def save_adapters(
 
 
 def base_rounding(config: RunConfig) -> str | None:
-    """Return the format of a quantized base and the compute dtype, such as "nf4 bf16". Return None
-    if the base is not quantized."""
+    """Return the format of a quantized base and the compute dtype, such as "nf4 bf16", or None if
+    the base is not quantized."""
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
@@ -225,7 +224,7 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Convert adapters under our names to adapters under PEFT's names. If one of our matrices
-    combines several Hugging Face matrices, each of them gets a copy of A and its own rows of B."""
+    combines several Hugging Face matrices, each of these gets a copy of A and its own rows of B."""
     tensors = {}
     for name, a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
@@ -237,8 +236,8 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 
 def read_initial(spec: ModelSpec, folder: Path) -> Initial:
-    """Return the adapters in `folder` in the form from which training can continue. Raises
-    UserError if they are not plain LoRA adapters of the model."""
+    """Return the adapters in `folder` in a form from which training can continue. Raises UserError
+    if they are not plain LoRA adapters of the model."""
     return read_folder(spec, folder).initial(spec.size)
 
 

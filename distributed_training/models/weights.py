@@ -1,5 +1,4 @@
-"""Find and read the weight files of a Hugging Face folder, with transformers' order of
-preference."""
+"""Find and read the weight files in a Hugging Face folder, in transformers' order of preference."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from distributed_training.settings.files import load_json, open_regular, parse_a
 if TYPE_CHECKING:
     import torch
 
-# (single file, index of several files). The first form in the folder is used.
+# (single file, index of several files). The first format found in the folder is used.
 FORMS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -38,8 +37,7 @@ _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. `isfinite().all()` would take 14 times as
-    long."""
+    """Return whether all values are finite. `isfinite().all()` would take 14 times as long."""
     # NaN propagates to the minimum and the maximum.
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
 
@@ -47,7 +45,7 @@ def all_finite(values: torch.Tensor) -> bool:
 class _Index(BaseModel, strict=True):
     """Index of weights that are split into several files."""
 
-    # Name of a tensor -> its file. Models of 400B parameters have a thousand tensors.
+    # Name of a tensor -> its file. Models with 400B parameters have a thousand tensors.
     weight_map: Annotated[dict[str, str], Field(min_length=1, max_length=100_000)]
 
 
@@ -70,8 +68,8 @@ def convert_command(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files. Return [] if the folder has no weights in a known form.
-    Raises UserError for an index that cannot be read."""
+    """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
+    UserError if an index cannot be read."""
     for single, index in FORMS:
         if (folder / single).is_file():
             return [folder / single]
@@ -185,8 +183,8 @@ def _open_bin(file: Path) -> dict[str, Stored]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return torch's name of the dtype that most of a folder's weights have. Raises UserError if
-    this dtype is not a supported floating-point dtype."""
+    """Return torch's name for the dtype of most of a folder's weights. Raises UserError if this
+    dtype is not a supported floating-point dtype."""
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
         sizes[tensor.dtype] += math.prod(tensor.shape)

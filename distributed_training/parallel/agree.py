@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks in rank order. Values must be JSON-serializable, and tuples
-    become lists. `group` is a process group of all ranks, to use instead of the default group. All
-    ranks must call this function."""
+    become lists. If given, `group` must contain all ranks and is used instead of the default group.
+    All ranks must call this function."""
     text = json.dumps(value).encode()
     longest = torch.tensor(len(text))
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)

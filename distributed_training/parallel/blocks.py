@@ -24,7 +24,7 @@ def apply_checkpointing(
     model: Decoder, mode: str, lora_rank: int = 0, *, compiled: bool = False
 ) -> None:
     """Apply activation checkpointing to every block, in place. Call this function before
-    apply_compile. `compiled` states whether the blocks will be compiled.
+    apply_compile. `compiled` tells whether the blocks will be compiled.
 
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
     outputs of attention and of matrix multiplications, because recomputing the other operations
@@ -88,7 +88,7 @@ def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
 
 def _compile(function: Any) -> Any:
     """Return a function that is compiled separately for each shape. By default, torch.compile makes
-    shapes that change symbolic, which is slower and does not work with DTensors (torch 2.11)."""
+    changing shapes symbolic, which is slower and does not work with DTensors (torch 2.11)."""
     return torch.compile(function, dynamic=False)
 
 
@@ -96,7 +96,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
     """Compile a model in place if `config.compile` is set.
 
     Each block's forward is compiled, and all blocks share one graph. The loss is also compiled,
-    except for a loss in chunks, which apply_chunked_loss compiles. If `ends` is true, the embedding
+    except for a chunked loss, which apply_chunked_loss compiles. If `ends` is set, the embedding
     and the final norm are also compiled, which is impossible with the hooks of ZeRO stage 3.
     `compile=whole` compiles everything before the final norm as one graph, which also fuses
     operations across blocks."""

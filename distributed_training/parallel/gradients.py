@@ -53,7 +53,7 @@ def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (2-norm of all gradients of the model, 2-norms of this rank's shard of each gradient).
-    The first is an fp32 scalar that is equal on all ranks. The second is [number of parameters].
+    The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
 
     Each rank sums the squares of its shards, divided by the number of ranks in its stage that have
     the same shard. Parameters in `counted_elsewhere` add nothing, because another stage counts

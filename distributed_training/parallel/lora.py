@@ -32,7 +32,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        # Not from the shape of the weight, because the weight may be quantized
+        # The weight may be quantized, so its shape cannot be used.
         rows = linear.out_features
         columns = linear.in_features
         # The initial values depend only on the name and the seed, and are rounded like the weights.
@@ -64,7 +64,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
 
 
 class Adapter(nn.Module):
-    """LoRA adapter of one matrix."""
+    """LoRA adapter for one matrix."""
 
     mask: torch.Tensor | None  # 0 where a value of B must stay 0
 

@@ -1,5 +1,4 @@
-"""Define the ranks of a process along the mesh axes, the device of the process and its process
-groups.
+"""Define a process's ranks along the mesh axes, its device and its process groups.
 
 tp is the innermost mesh axis and pp the outermost, so the processes that communicate most are on
 the same node. torch is imported only inside the functions that need it."""
@@ -91,7 +90,7 @@ class Topology:
 
 
 def set_nccl_variables(*strategies: str) -> None:
-    """Set NCCL's environment variables for runs of these strategies. Values set by the user take
+    """Set NCCL's environment variables for runs with these strategies. Values set by the user take
     precedence.
 
     NCCL uses only P2P_CHANNELS channels for point-to-point messages, unless a strategy sends

@@ -36,8 +36,9 @@ class Pipeline:
     def __init__(
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
-        """Build the schedule. `stages` maps stage indices to this process's stages. `group` has the
-        processes of this pipeline. All ranks of the run must build their pipelines together."""
+        """Build the schedule. `stages` maps stage indices to this process's stages. `group`
+        contains the processes of this pipeline. All ranks of the run must build their pipelines
+        together."""
         config = plan.config
         ranks = plan.layout.ranks
         device = topology.device
@@ -143,7 +144,7 @@ class Pipeline:
             peer = self.ranks[0 if self.first is None else -1]
             peer_gradient = torch.empty_like(gradients[0])
             _exchange(self.group, [(peer, gradients[0], peer_gradient)])
-            # Both stages add the same two numbers, so their sums are equal
+            # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
     def counted_twice(self) -> set[torch.Tensor]:

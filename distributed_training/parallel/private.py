@@ -1,8 +1,8 @@
 """Wrap the private interfaces of torch and DeepSpeed that this suite uses. private_pipelining.py
 wraps the interfaces of torch.distributed.pipelining.
 
-Checked against torch 2.11 and 2.13, and DeepSpeed 0.19.8. Native strategies never import
-DeepSpeed."""
+The interfaces were checked in torch 2.11 and 2.13, and in DeepSpeed 0.19.8. Native strategies never
+import DeepSpeed."""
 
 import contextlib
 import importlib
@@ -94,9 +94,9 @@ class GivenPartition:
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
-    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer. Return
-    None if there is no shard. The position is (index of the flat tensor, offset in that tensor,
-    first element of the flattened parameter, number of elements).
+    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer, or None
+    if there is no shard. The position is (index of the flat tensor, offset in that tensor, first
+    element of the flattened parameter, number of elements).
 
     DeepSpeed's public accessors are not used. In ZeRO stages 1 and 2, they find Adam moments only
     in the first flat tensor."""
@@ -118,8 +118,8 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return the flat "weight" of one group and its Adam state by name. If the group is on disk,
-    return copies, without "step"."""
+    """Return one group's flat "weight" and its Adam state, by name. If the group is on disk, return
+    copies, without "step"."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -167,7 +167,7 @@ def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], e
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Let processes of one machine read each other's GPU memory, as overlap_products requires.
+    """Let processes on one machine read each other's GPU memory, as overlap_products requires.
     Raises RuntimeError if the GPUs cannot do this. All ranks of `group` must call this function."""
     name = group.group_name
     with warnings.catch_warnings():
@@ -177,8 +177,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager. If `enabled`, code compiled in its block gathers and reduces
-    tensors in chunks, which overlap with matrix multiplications on other chunks."""
+    """Return a context manager. If `enabled` is set, code compiled in its block gathers and reduces
+    tensors in chunks, and this communication overlaps with matrix multiplications on other
+    chunks."""
     if not enabled:
         return contextlib.nullcontext()
     from torch._inductor import config as inductor_config  # slow to import
@@ -208,9 +209,9 @@ def dump_memory_history(path: Path) -> None:
 
 
 def import_muon() -> None:
-    """Import the module of DeepSpeed's Muon optimizer without compiling its functions. Every ZeRO
-    optimizer imports this module. Muon is not used here, but the module's decorators would import
-    torch's compiler, which takes seconds."""
+    """Import DeepSpeed's Muon module without compiling its functions. Every ZeRO optimizer imports
+    this module. Muon is not used here, but the module's decorators would import torch's compiler,
+    which takes seconds."""
     compile_function = torch.compile
     torch.compile = lambda function: function
     try:

@@ -1,11 +1,12 @@
 """Shard the matrices of every layer over processes: tensor parallelism (Megatron-LM, 1909.08053).
 
-Letters are as in decoder.py, with R processes. A `column` matrix is sharded by rows (heads, or
-hidden units of an MLP) and the following `row` matrix by columns, so each process computes one term
-of a sum. With sequence parallelism (2205.05198), norms, residuals and dropout are sharded by
-samples if R divides the number of samples, otherwise by tokens. An all-gather precedes attention
-and MLP, and a reduce-scatter follows. Without sequence parallelism, all processes compute the same
-norms and residuals, and one all-reduce follows. The loss is sharded by vocabulary."""
+The letters in shapes are defined in decoder.py. In addition, R is the number of processes. A
+`column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
+by columns, so each process computes one term of a sum. With sequence parallelism (2205.05198),
+norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
+tokens. An all-gather precedes attention and MLP, and a reduce-scatter follows. Without sequence
+parallelism, all processes compute the same norms and residuals, and one all-reduce follows. The
+loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +72,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
 
 @dataclass
 class _Layer(parallel.ParallelStyle):
-    """Parallel style of a layer with replicated parameters or, if `dim` is set, with a weight that
+    """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
     A sharded layer (a matrix by columns, or an embedding by rows) computes one term of a sum. Each
@@ -84,8 +85,9 @@ class _Layer(parallel.ParallelStyle):
     input_layout: Placement = field(default_factory=Replicate)
     output_layout: Placement = field(default_factory=Replicate)
     dim: int | None = None
-    # For inputs that are positions: the number of parts of (samples, tokens), one part per process.
-    # The inputs are [T / R], counted from the process's first token, or [B, T] for all tokens.
+    # For position inputs: the numbers of parts into which (samples, tokens) are split, with one
+    # part per process. The inputs are [T / R], counted from the process's first token, or [B, T]
+    # for all tokens.
     parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -77,7 +77,7 @@ def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
 
 def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
     """Return (first index of this process's shard, rank of this process among the processes with
-    the same shard, their number)."""
+    the same shard, number of these processes)."""
     _, start = locate_local(parameter)
     sharded_axes = set[str]()
     if isinstance(parameter, DTensor):
@@ -95,9 +95,9 @@ def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int,
 
 
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
-    """Write the parts with `writes`, one part in memory at a time. Return the size of the file in
-    bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if a part is not
-    finite."""
+    """Write the parts whose `writes` is True, with only one part in memory at a time. Return the
+    size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if
+    a part has a non-finite value."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
     ends = itertools.accumulate(map(_bytes_of, parts), initial=0)
     header: dict[str, Any] = {
@@ -140,8 +140,8 @@ class HostMemory:
     page-locking memory takes seconds, so a thread does this, and the memory is reused."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
-        """Page-lock the memory for a GPU if the driver can, so that copies use the full speed of
-        the link."""
+        """If `gpu` is given and the driver allows it, page-lock the memory so that copies run at
+        the full speed of the link."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
         self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
@@ -164,7 +164,7 @@ class HostMemory:
         self.finding.join()
         copies: list[Part] = []
         first = 0
-        # On a stream of its own, a copy neither waits for later kernels nor delays them.
+        # On a separate stream, a copy neither waits for later kernels nor delays them.
         stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -181,7 +181,7 @@ class HostMemory:
 
 
 def bytes_to_copy(parts: Iterable[Part]) -> int:
-    """Return the number of bytes of HostMemory that copies of the parts need."""
+    """Return the size in bytes of the HostMemory that copies of the parts need."""
     return sum(map(_bytes_held, parts))
 
 
@@ -244,7 +244,7 @@ class TensorFiles:
 
         If the files store exactly this part, or store the tensor only as boxes, only the required
         bytes are read. Otherwise, the rows that contain the part are read in full. Raises
-        ValueError if the tensor is missing, is incomplete or has another shape."""
+        ValueError if the tensor is missing, is incomplete or has a different shape."""
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size

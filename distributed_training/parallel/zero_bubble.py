@@ -1,4 +1,4 @@
-"""Split the backward pass into two parts. The second part fills idle time of a pipeline
+"""Split the backward pass into two parts. The second part fills idle time in a pipeline
 (2401.10241).
 
 The first part computes the gradients that the previous stage waits for. The second part computes
@@ -25,8 +25,8 @@ class WeightGradients:
     """Gradients of the matrices of one stage's blocks. Autograd no longer computes them."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
-        """Add taps to the stage's blocks. `tp_parts` (see Plan): sequence parallelism splits a
-        block's input, but not the inputs of its Linears, into these numbers of parts."""
+        """Add taps to the stage's blocks. `tp_parts` (see Plan) contains the numbers of parts into
+        which sequence parallelism splits a block's input, but not the inputs of its Linears."""
         self.tp_parts = tp_parts
         self.pending: Products = []
         dtype = stage.compute_dtype or torch.float32

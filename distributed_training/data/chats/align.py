@@ -1,7 +1,7 @@
 """Render a conversation with a chat template and find the characters that belong to answers.
 
 `align` runs in the child process of data/chats/render.py, because a template may fail, hang or
-exhaust the memory."""
+exhaust memory."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ class AlignmentError(ValueError):
 
 
 class Rendered(NamedTuple):
-    """Sample of a conversation: a text, the spans of the text that are in the loss, and counts for
-    notes."""
+    """Sample rendered from a conversation: its text, the spans of the text that are in the loss,
+    and counts for notes."""
 
     text: str
     spans: list[Span]
@@ -91,8 +91,8 @@ def align(
 def _find(
     render: Render, messages: Sequence[Message], index: int, marks: re.Pattern[str]
 ) -> _Answer:
-    """Find the answer in message `index` in the text of the conversation up to this message. Raises
-    AlignmentError if the answer cannot be found."""
+    """Locate the answer of message `index` within the rendered conversation up to that message.
+    Raises AlignmentError if the answer cannot be found."""
     before = list(messages[:index])
     answer = messages[index]
     text = render([*before, answer])
@@ -137,7 +137,7 @@ def _find(
 
 
 def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
-    """Return the text of `messages`. Return "" if the template cannot render them."""
+    """Return the rendered `messages`, or "" if the template cannot render them."""
     try:
         return render(messages, **options)
     except MemoryError:
@@ -188,7 +188,7 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` with each content that is a list of parts joined to one string."""
+    """Return `messages`, with every content that is a list of parts joined into one string."""
     with_texts = []
     for message in messages:
         content = message["content"]

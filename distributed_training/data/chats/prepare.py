@@ -1,4 +1,4 @@
-"""Convert records to pieces of text to tokenize, and count the records that are left out."""
+"""Convert records into pieces of text for tokenization, and count the records that are left out."""
 
 import itertools
 import json
@@ -41,11 +41,11 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of the records of a split that are read and left out, and counts for notes."""
+    """Numbers of records in a split that are read and left out, and counts for notes."""
 
-    records: int = 0  # records read or, for running text, texts or lines
+    records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
-    # Number of records or messages for the text of each note
+    # Number of records or messages, by note
     notes: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Counts:
 def read_pieces(
     source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
 ) -> Iterator[Piece]:
-    """Yield the pieces of text in a source, in order, and count the records of the source."""
+    """Yield the pieces of text in a source, in order, and count the records in the source."""
     if source.form == pieces.RUNNING:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
             counts.records += piece.begins
@@ -80,11 +80,11 @@ def read_pieces(
 
 
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
-    """Check and count the records of a source without rendering conversations.
+    """Check and count the records in a source without rendering conversations.
 
-    Yield (place in the dataset, conversation) for each conversation and a list of pieces for any
-    other record. Records with nothing to train on are left out. Raises UserError if a record has
-    another shape."""
+    Yield (location in the dataset, conversation) for each conversation and a list of pieces for any
+    other record. Records with nothing to train on are left out. Raises UserError if a record has a
+    different shape."""
     shape = source.shape
     assert shape is not None
     talks = tokenizer.talks(source.form)
@@ -140,7 +140,7 @@ def _rendered(
         functions = called + _functions(conversation.tools or [])
         words = [str(function.get("name") or "") for function in functions]
         words += map(_longest_word, conversation.documents or [])
-        # Reasoning that a template removes has a note of its own.
+        # Reasoning that a template removes has its own note.
         words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
         if samples:
             rendered = "\n".join(sample.text for sample in samples)
@@ -159,6 +159,6 @@ def _functions(items: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _longest_word(document: Any) -> str:
-    """Return the longest word in a text or in the values of a document."""
+    """Return the longest word in a string or in the values of a document."""
     values = document.values() if isinstance(document, dict) else [document]
     return max(re.findall(r"\w+", " ".join(map(str, values))), key=len, default="")

@@ -21,7 +21,7 @@ _EXAMPLES = {
     MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
     '{"role": "assistant", "content": "..."}]}',
 }
-# Pairs of columns with a question and its answer, in the order of preference
+# Pairs of columns that contain a question and its answer, in order of preference
 _PAIRS = (
     (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"),
@@ -45,18 +45,18 @@ _TWO_SYSTEMS = (
 )
 # Columns that only a chat template can render
 _CONTEXT = ("system", "history", "tools", "documents")
-Notes = Counter[str]  # number of records or messages for the text of each note
+Notes = Counter[str]  # number of records or messages, by note
 
 
 def name_some(columns: Iterable[str]) -> str:
-    """Return the first 20 names of columns, for a message."""
+    """Return the first 20 column names as a string for a message."""
     names = [shown(name) for name in columns]
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more or "no columns"
 
 
 class Shape:
-    """Shape of the records of a dataset, recognized from the first record.
+    """Shape of the records in a dataset, recognized from the first record.
 
     `columns` maps column names that this module knows to the names in the dataset. `names` are the
     names of all columns, if `record` has only some of them. Raises UserError if the record lacks
@@ -74,14 +74,14 @@ class Shape:
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
-        # If a record has a text and an answer, the text is usually a copy of the record that was
-        # rendered for another model.
+        # If a record has both a text and an answer, the text is usually a copy of the record that
+        # was rendered for another model.
         answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
         self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
         if TEXT in keys and not self.has_copy:
             self.form = TEXT
             self.names = (TEXT,)
-        # Datasets of conversations often repeat the first question as "prompt".
+        # Conversation datasets often repeat the first question as "prompt".
         elif pair and (MESSAGES not in keys or pair[1] == "completion"):
             has_messages = any(isinstance(keys[name], list) for name in pair)
             is_chat = has_messages or pair[0] == "instruction" or keys.keys() & {*_CONTEXT}
@@ -127,19 +127,19 @@ class Shape:
         return text
 
     def pair(self, record: Any, where: str) -> tuple[str, str]:
-        """Return (prompt, completion) of a record with a pair of texts. Raises UserError if either
-        text is missing."""
+        """Return (prompt, completion) of a record that has both. Raises UserError if either is
+        missing."""
         prompt, completion = self._strings(record, where)
         return prompt, completion
 
     def conversation(
         self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
     ) -> Conversation:
-        """Return the conversation of a record with messages or a pair of texts.
+        """Return the conversation in a record that has messages or a question and its answer.
 
         Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
-        removed, because Arrow tables add such members. Raises UserError if the record has another
-        shape."""
+        removed, because Arrow tables add such members. Raises UserError if the record has a
+        different shape."""
         keys = self._checked(record, where)
         if drop_nulls:
             keys = _without_nulls(keys)

@@ -1,8 +1,8 @@
 """Render chat templates with transformers in a child process.
 
-A template is a program written by others, and may fail, run forever or exhaust the memory. The
-parent process survives such a failure and reports the row. Parent and child exchange lines of JSON:
-first the arguments of `answering`, then batches of conversations. The child answers each
+A template is third-party code that may fail, run forever or exhaust memory. The parent process
+survives such a failure and reports the record that caused it. Parent and child exchange lines of
+JSON: first the arguments of `answering`, then batches of conversations. The child answers each
 conversation separately, so that the parent knows which conversation terminated the child."""
 
 import functools
@@ -21,9 +21,9 @@ from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import ROOT
 
-CPU_S = 2.0  # CPU time limit for one text
+CPU_S = 2.0  # CPU time limit for one rendering
 MEMORY_BYTES = 2**29  # limit on memory beyond the memory in use before the first request
-MAX_CHARACTERS = 2**20  # limit on a text, plus four times the length of its conversation
+MAX_CHARACTERS = 2**20  # limit on rendered text, plus four times the length of its conversation
 
 
 class Conversation(NamedTuple):
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
 
 
 class Renderer:
-    """Interface of the parent to the child process that renders templates.
+    """The parent's interface to the child process that renders templates.
 
     `templates` contains the template without tools and the template with tools. `names` contains
     the variables that both templates can use, and `marks` the special tokens."""
@@ -50,8 +50,8 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
-        """Start the child process unless it is running. The first request waits for the child's
-        imports, which take one to two seconds."""
+        """Start the child process unless it is already running. The first request waits for the
+        child's imports, which take one to two seconds."""
         if self._process is None:
             command = [sys.executable, "-m", __name__]
             # `python -m` imports from the current folder first, so the child starts in the
@@ -71,9 +71,9 @@ class Renderer:
             self._process = None
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each conversation in `batch`, which contains pairs (place in the
-        dataset, conversation). Raises UserError with the place of the first conversation that the
-        template cannot render."""
+        """Return the samples of each conversation in `batch`, which contains pairs (location in the
+        dataset, conversation). Raises UserError with the location of the first conversation that
+        the template cannot render."""
         answers = self._ask([conversation for _, conversation in batch])
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
@@ -97,8 +97,8 @@ class Renderer:
         process = self.start()
         assert process.stdout is not None
         request = {"question": question, "batch": batch}
-        # Tables may have values that JSON lacks, such as dates. As in transformers, a template sees
-        # the name of their type.
+        # Tables may contain values that JSON cannot represent, such as dates. As in transformers, a
+        # template sees the name of the value's type instead.
         line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
         self._send(process, line)
         for _ in batch:
@@ -119,7 +119,7 @@ class Renderer:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        except BrokenPipeError:  # The child has ended, which is noticed when its answer is read.
+        except BrokenPipeError:  # The child has exited, which is detected when its answer is read.
             pass
 
 
@@ -139,10 +139,10 @@ def main() -> None:
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers requests in the child process. For a conversation, this
-    function returns a list of samples or, for a question, a list with one text. If the template
-    fails, this function returns the reason as a string. A template that takes too long terminates
-    the process."""
+    """Return the function that answers requests in the child process. That function returns a list
+    of samples for a conversation, or a list with one string for a question. If the template fails,
+    the function returns the reason as a string. A template that takes too long terminates the
+    process."""
     import warnings
 
     warnings.simplefilter("ignore")

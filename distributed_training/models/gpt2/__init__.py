@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
-    """Return the size of a GPT-2 model. `num_parameters` of the size equals the parameter count of
+    """Return the size of a GPT-2 model. The size's `num_parameters` equals the parameter count of
     `GPT2LMHeadModel` in transformers."""
     d = hidden_size
     return ModelSize(
@@ -84,7 +84,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     num_heads: Count = Field(alias="n_head")
     hidden_size: Count = Field(alias="n_embd")
     n_inner: int | None = None
-    # two names of the same function
+    # two names for the same function
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
     layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
     scale_attn_weights: Literal[True] = True
@@ -124,8 +124,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors in our tensor `ours`, by name, as views. Each row of `tensor`
-    may have any number of dimensions."""
+    """Return the Hugging Face tensors that our tensor `ours` contains, by name, as views. Each row
+    of `tensor` may have any number of dimensions."""
     if ours == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))

@@ -1,6 +1,6 @@
 """Define GPT-2 (Radford et al. 2019) without any parallelism.
 
-The letters in shapes are those of decoder.py, and K = D / H."""
+The letters in shapes are defined in decoder.py, and K = D / H."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from distributed_training.models.decoder import Block, Decoder, Linear, Position
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm with outputs in the dtype of its input. The kernel computes its statistics in
-    fp32."""
+    """nn.LayerNorm that returns its output in the dtype of its input. The kernel computes its
+    statistics in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)

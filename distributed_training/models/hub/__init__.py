@@ -1,4 +1,4 @@
-"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. Unlike in
+"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. Unlike with
 the other families, reading a model's size imports torch unless the size is cached. The first blocks
 are built on the device "meta", and one of them is traced. The results become part of ModelSize and
 of the plan."""
@@ -40,8 +40,8 @@ _MIXTURE = re.compile(r"(?i)expert|router|moe|mixture")
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the size of the model in `folder`, by the folder's name. Return {} without a folder.
-    Raises UserError if the model is not a dense decoder."""
+    """Return the size of the model in `folder`, keyed by the folder's name. Without a folder,
+    return {}. Raises UserError if the model is not a dense decoder."""
     if folder is None:
         return {}
     text = json.dumps(read_config(folder), sort_keys=True)
@@ -52,7 +52,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 @functools.cache
 def _measured_size(text: str, file: str) -> str:
-    """Return the size of a model as JSON, from its config, the JSON `text`."""
+    """Return the size of a model as JSON. `text` is the model's config as JSON."""
     document = json.loads(text)
 
     def measure() -> str:
@@ -71,7 +71,7 @@ def _measured_size(text: str, file: str) -> str:
 
 
 class UnsupportedError(Exception):
-    """Exception for an unsupported model. The message continues a sentence that begins with the
+    """Raised for an unsupported model. The message continues a sentence that begins with the
     model's type."""
 
 
@@ -170,8 +170,8 @@ def _is_matrix(shape: Sequence[int], config: Any) -> bool:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with weights initialized as transformers
-    does."""
+    """Build the model in fp32 on torch's default device, with weights initialized as in
+    transformers."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.hub.model import HubDecoder
 
@@ -179,7 +179,7 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the tensor under its name in transformers."""
+    """Return the tensor, keyed by its name in transformers."""
     if ours.startswith("blocks."):
         return {f"{size.config['blocks']}.{ours.removeprefix('blocks.')}": tensor}
     return {ours.removeprefix("net."): tensor}
@@ -207,7 +207,7 @@ def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
 
 
 def file_name(name: str, size: ModelSize) -> str:
-    """Return the name that a tensor of the model has in a file."""
+    """Return the name under which files store a tensor of the model."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 

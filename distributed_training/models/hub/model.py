@@ -1,4 +1,4 @@
-"""Wrap a decoder from transformers as a `Decoder` of models/decoder.py.
+"""Wrap a decoder from transformers as a `Decoder` (models/decoder.py).
 
 The modules and their computations come from transformers. The wrapper adds the loss, the names of
 blocks, casts, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
@@ -63,7 +63,7 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def read_num_positions(config: Any) -> int:
-    """Return the maximum length of a sample. Return 2**20 if the config has no limit."""
+    """Return the maximum length of a sample, or 2**20 if the config has no limit."""
     values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
     return next((value for value in values if value is not None), 2**20)
 
@@ -81,7 +81,7 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
 
 
 class HubDecoder(Decoder):
-    """Decoder that wraps any model of `AutoModelForCausalLM` that models/hub/ accepts.
+    """Decoder that wraps any `AutoModelForCausalLM` model that models/hub/ accepts.
 
     `net` is the transformers model without its blocks, which are in `blocks`."""
 
@@ -101,7 +101,7 @@ class HubDecoder(Decoder):
         head = net.get_output_embeddings()
         norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
         # Plain references, because these modules already have names in `net`. A model without a
-        # norm after the blocks has an identity.
+        # norm after the blocks gets an identity instead.
         vars(self).update(inner=inner, head=head, token_embedding=net.get_input_embeddings())
         vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
@@ -114,7 +114,7 @@ class HubDecoder(Decoder):
                 module.register_forward_hook(_cast_output)
             elif names := tuple(name for name, _ in module.named_parameters(recurse=False)):
                 module.__class__ = _cast_class(type(module), names)  # type: ignore[arg-type]
-        # Embeddings of positions may be fp32 buffers, which would make the whole residual fp32.
+        # Position embeddings may be fp32 buffers, which would make the whole residual stream fp32.
         self.blocks["0"].register_forward_pre_hook(_cast_input)
         self.compute_dtype = None
 
@@ -168,8 +168,8 @@ class HubDecoder(Decoder):
         return holder._parameters["weight"]  # type: ignore[no-any-return]
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
-        """Return a source of weights, initialized on the CPU as transformers does. The weights
-        depend only on `seed`."""
+        """Return a source of weights, initialized on the CPU as in transformers. The weights depend
+        only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # All threads share torch's global generator.
 

@@ -30,7 +30,7 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 
 def trace(document: dict[str, Any]) -> Traced:
     """Return the costs of a model's first block. If transformers cannot run the config, its
-    exception is passed on. Raises UnsupportedError if the block leaves a parameter unused."""
+    exception is propagated. Raises UnsupportedError if the block leaves a parameter unused."""
     costs = defaultdict[str, list[float]](list)  # per token of the shorter and the longer sample
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -58,9 +58,9 @@ def trace(document: dict[str, Any]) -> Traced:
 
 
 def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace a parameter on "meta" by zeros on the CPU. Matrices repeat a single number, so they
-    need no memory. Vectors are contiguous, because linear layers run different operations for other
-    biases."""
+    """Replace a parameter on "meta" with zeros on the CPU. Matrices repeat a single number, so they
+    need no memory. Vectors are contiguous, because linear layers run different operations for
+    non-contiguous biases."""
     if not tensor.is_meta:
         return tensor
     shape = tensor.shape if tensor.dim() < 2 else (1,)
@@ -105,7 +105,8 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
 
 
 def _storages(nodes: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Return the storages of the nodes' tensors. Tensors that share a storage count once."""
+    """Return the storages of the nodes' tensors. A storage that several tensors share is returned
+    once."""
     values = [node.meta.get("val") for node in nodes if node is not None]
     return {value.untyped_storage() for value in values if torch.is_tensor(value)}
 

@@ -1,5 +1,5 @@
-"""Define the model family of Llama, Mistral, Qwen2 and Qwen3, and its Hugging Face format. This
-module imports torch only inside functions."""
+"""Define the model family that includes Llama, Mistral, Qwen2 and Qwen3, and its Hugging Face
+format. This module imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """`rope_parameters` of transformers, which set the rotation speed of each pair of numbers in a
+    """transformers' `rope_parameters`, which set the rotation speed of each pair of numbers in a
     head."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
@@ -82,7 +82,7 @@ class Config(BaseModel, strict=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
-    hidden_act: Literal["silu", "swish"] = "silu"  # two names of the same function
+    hidden_act: Literal["silu", "swish"] = "silu"  # two names for the same function
     # Number of tokens to which each token attends in sliding-window layers
     sliding_window: Count | None = None
     # None if all layers have the same type
@@ -131,7 +131,8 @@ class Config(BaseModel, strict=True):
 
 
 def llama_size(config: Config) -> ModelSize:
-    """Return the size of a model. `num_parameters` of the size equals the count in transformers."""
+    """Return the size of a model. The size's `num_parameters` equals the parameter count in
+    transformers."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim
@@ -191,8 +192,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors in our tensor `ours`, by name, as views. Each row of `tensor`
-    may have any number of dimensions."""
+    """Return the Hugging Face tensors that our tensor `ours` contains, by name, as views. Each row
+    of `tensor` may have any number of dimensions."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
@@ -231,9 +232,9 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def unit_size(hidden: int) -> int:
-    """Return the unit size of `mlp_in`. This number of adjacent gate rows is followed by the same
-    number of up-projection rows. Units are small enough for tp to split them, and large enough for
-    efficient GPU reads."""
+    """Return the unit size in `mlp_in`: the number of adjacent gate rows that precede the same
+    number of up-projection rows. Units are small enough for tp to distribute them over ranks, and
+    large enough for efficient GPU reads."""
     return math.gcd(hidden, 16)
 
 

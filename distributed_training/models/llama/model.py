@@ -1,8 +1,8 @@
 """Define Llama and similar models without any parallelism.
 
-The letters in shapes are those of decoder.py. In addition, G is the number of groups of heads that
-share keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions);
-Ainslie et al. 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
+The letters in shapes are defined in decoder.py. In addition, G is the number of groups of heads
+that share keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary
+positions); Ainslie et al. 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from distributed_training.models.llama import Config, Rope, unit_size
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm with outputs in the dtype of its input. The kernel computes in fp32."""
+    """nn.RMSNorm that returns its output in the dtype of its input. The kernel computes in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
@@ -29,7 +29,7 @@ class Rotary(nn.Module):
     """Rotary position embedding with a table of cosines and sines, fp32 [2, positions, K / 2].
 
     All blocks share this module. The table moves with the model to other devices, and stays in fp32
-    for all dtypes of parameters."""
+    for all parameter dtypes."""
 
     table: torch.Tensor
 
@@ -59,7 +59,7 @@ class Rotary(nn.Module):
 
 
 def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
-    """Return cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
+    """Return the cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
 
     With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
     context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay
