@@ -1,5 +1,5 @@
-"""Define the stages of a pipeline, the division of a batch into micro-batches, and names of meshes.
-This module does not import torch."""
+"""Define pipeline stages, the division of a batch into micro-batches, and the names of meshes. This
+module does not import torch."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from distributed_training.settings.files import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Stages of a pipeline. Without a pipeline, a single stage has all blocks."""
+    """Stages of a pipeline. Without a pipeline, a single stage contains all blocks."""
 
-    blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
+    blocks_per_stage: tuple[int, ...]  # number of blocks per stage, in the model's order
     ranks: tuple[int, ...]  # pipeline rank that holds each stage
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """Return the block numbers of each stage."""
+        """Return the range of block indices in each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 class Batch(BaseModel):
-    """Division of the sequences of one optimizer step. Aliases are the field names of version 1 of
+    """Division of the sequences in one optimizer step. Aliases are the field names in version 1 of
     the record."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
@@ -38,14 +38,14 @@ class Batch(BaseModel):
     num_replicas: int = Field(validation_alias=AliasChoices("num_replicas", "dp_size"))
 
     def describe(self) -> str:
-        """Format the batch, such as "global 32 = 1 replica x 8 micro-batches x 4"."""
+        """Format the batch as text such as "global 32 = 1 replica x 8 micro-batches x 4"."""
         replicas = plural(self.num_replicas, "replica")
         cuts = plural(self.num_microbatches, "micro-batch")
         return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """Format a mesh, such as "dp_shard 2 x tp 2". Axes of size 1 are left out unless all sizes are
-    1."""
+    """Format a mesh as text such as "dp_shard 2 x tp 2". Axes of size 1 are left out unless all
+    sizes are 1."""
     shown = {axis: size for axis, size in axes.items() if size != 1}
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())

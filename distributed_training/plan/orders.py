@@ -1,7 +1,7 @@
 """Define the order of operations on each rank of a pipeline. This module does not import torch.
 
-The orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), with two
-exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order of
+The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.13), with two
+exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order for
 `zb-auto`. An operation is (kind, stage, micro-batch). The kinds are "F" forward, "B" backward, "I"
 backward for inputs only and "W" backward for weights only."""
 
@@ -31,7 +31,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
 
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
-    """Return the order of each of `p` pipeline ranks for `m` micro-batches."""
+    """Return the order of operations on each of `p` pipeline ranks for `m` micro-batches."""
     if p == 1:  # one micro-batch after the other
         schedule = "1f1b"
     if schedule == "zb-v":
@@ -45,14 +45,16 @@ def read_order(text: str) -> Order:
 
 
 def _numbered(steps: Iterable[Step]) -> Order:
-    """Return the steps with micro-batch numbers, which count up for each kind and stage."""
+    """Return the steps with micro-batch numbers, which are counted separately for each kind and
+    stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
 def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
-    """Return one rank's order: warm-up forwards, then one forward and one backward alternately,
-    then the remaining backwards. With GPipe, the warm-up contains all forwards."""
+    """Return one rank's order: warm-up forward passes, then alternating forward and backward
+    passes, then the remaining backward passes. With GPipe, the warm-up contains all forward
+    passes."""
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
     count = m * local
@@ -82,7 +84,8 @@ def order_in_v(word: str, p: int, rank: int) -> Order:
 def time_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
 ) -> FoundOrders:
-    """Return `zb-v`'s order for `m` micro-batches. `seconds`: durations of F, I and W per stage."""
+    """Return the `zb-v` orders for `m` micro-batches. `seconds`: durations of F, I and W per
+    stage."""
     p = len(seconds) // 2
     words = build_words(p, m, *mid_durations(seconds), message_s)
     orders = [order_in_v(word, p, rank) for rank, word in enumerate(words)]
@@ -90,5 +93,5 @@ def time_orders(
 
 
 def write_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
-    """Format each order as `read_order` reads it, such as "F0 F0 I7 W7"."""
+    """Format each order in the form that `read_order` parses, such as "F0 F0 I7 W7"."""
     return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)

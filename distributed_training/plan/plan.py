@@ -23,7 +23,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Statistics of records that are packed into blocks."""
+    """Statistics about records that are packed into blocks."""
 
     # Most documents in a micro-batch of the run; padding counts as one document per sample
     max_documents: int
@@ -42,17 +42,17 @@ class Draft:
     machine: Machine
     num_processes: int
     processes_here: int  # processes on this machine
-    mesh: dict[str, int]  # sizes of the axes, from the slowest to the fastest with the rank
+    mesh: dict[str, int]  # axis sizes, from the slowest-varying to the fastest-varying axis
     batch: Batch
     layout: Layout
     only_copies: bool  # whether each process holds the whole model
-    uses_ddp: bool  # whether whole copies are averaged, by PyTorch's DDP or in an engine's own way
-    uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages copies of parts
+    uses_ddp: bool  # whether full replicas are averaged, by PyTorch's DDP or by the engine itself
+    uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages replicated parts
     output_dir: Path
     run_dir: Path  # this run's folder; only a name before `reserve_run_dir`
     # This run's folder for state that is kept on disk; None if there is none
     offload_dir: Path | None
-    from_defaults: tuple[str, ...]  # keys left open by CONFIG that the strategy's defaults decided
+    from_defaults: tuple[str, ...]  # keys that CONFIG left open and the strategy's defaults set
     engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
     # Steps between exchanges of that engine (settings/keys.py: Options)
     steps_between_exchanges: int | None = None
@@ -104,8 +104,8 @@ class Draft:
 
     @property
     def spread(self) -> dict[str, Any]:
-        """Return the layout of the run. If a checkpoint has the same layout, a run resumes bit for
-        bit."""
+        """Return the layout of the run. A run resumes bit for bit from a checkpoint with the same
+        layout."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
@@ -121,25 +121,26 @@ class Plan(Draft):
     """Plan of a run that has passed every check that needs no process group."""
 
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
-    command: str = ""  # as typed, without the launcher's words; set by `reserve_run_dir`
+    command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path
     # Hugging Face folder with the initial weights; None for random weights
     weights_dir: Path | None
     adapters_dir: Path | None  # PEFT folder with the adapters that training continues
     checkpoint: Path | None = None  # checkpoint to resume from; None for a new run
-    # Name of the samples' folder in the token cache; None if the text was not cut for the plan
+    # Name of the samples' folder in the token cache; None if the plan was made without cutting the
+    # text into samples
     cache: str | None = None
-    # key -> fingerprint of the files that `weights` and `model` name, wherever the files are
+    # key -> fingerprint of the files that `weights` and `model` name, regardless of their location
     sources: dict[str, str] = field(default_factory=dict)
-    # Fingerprint of the samples (data/samples.py); "" if the text was not cut for the plan
+    # Fingerprint of the samples (data/samples.py); "" if there are no samples yet
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes. If one of them started an earlier run, that run
     # is continued.
     launchers: list[str] = field(default_factory=list)
-    # Number of optimizer steps; None if the text was not cut for the plan
+    # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None
 
 

@@ -1,8 +1,8 @@
-"""Define requirements and idle shares of pipeline schedules. They follow the rules of
-torch.distributed.pipelining and the formulas of pipedream_tutorial's closed_forms.py. No torch
-import.
+"""Define requirements and idle shares of pipeline schedules. The requirements follow
+torch.distributed.pipelining, and the idle shares follow the formulas in pipedream_tutorial's
+closed_forms.py. This module does not import torch.
 
-p is the number of processes along the pipeline, and m the number of micro-batches per step."""
+p is the number of processes along the pipeline, and m is the number of micro-batches per step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -38,8 +38,8 @@ class Schedule:
         return forward_ranks + second_ranks if self.stages_per_rank == 2 else forward_ranks
 
     def counts(self, p: int, num_sequences: int) -> list[int]:
-        """Return the numbers of micro-batches into which `num_sequences` can be divided,
-        ascending."""
+        """Return the numbers of micro-batches into which `num_sequences` can be divided, in
+        ascending order."""
         return [m for m in divisors(num_sequences) if self.takes(p, m)]
 
 
@@ -93,6 +93,6 @@ def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending."""
+    """Return all divisors of a number in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

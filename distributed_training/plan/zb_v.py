@@ -1,8 +1,8 @@
 """Build ZB-V's order for given durations, as its authors do (arXiv 2401.10241). This module does
 not import torch.
 
-Forward passes and gradients of inputs follow a pattern, and gradients of weights fill the time in
-which a process would otherwise wait. The orders match those of zbv.py in
+Forward passes and input gradients follow a pattern, and weight gradients fill the time in which a
+process would otherwise wait. The orders match the output of zbv.py in
 github.com/sail-sg/zero-bubble-pipeline-parallelism, operation by operation."""
 
 import functools
@@ -26,7 +26,7 @@ class _Process:
     idle: int = 0  # idle time since its first forward pass
     held: int = 0  # number of activations, each of one stage
     word: list[str] = field(default_factory=list)
-    late: deque[str] = field(default_factory=deque)  # gradients of weights that are ready to run
+    late: deque[str] = field(default_factory=deque)  # weight gradients that are ready to run
     ends: dict[str, list[int]] = field(default_factory=lambda: {step: [] for step in GIVEN_BY})
 
     def done(self, step: str) -> int:
@@ -189,7 +189,7 @@ def build_words(
 
 def mid_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the durations of F, I and W that the authors use for uneven stages: the median over
-    processes of the mean of the two stages of a process."""
+    processes of the mean of each process's two stages."""
     pairs = list(zip(stage_s, reversed(stage_s), strict=True))[: len(stage_s) // 2]
     stage_means = [
         [(a + b) / 2 for a, b in zip(first, second, strict=True)] for first, second in pairs

@@ -9,8 +9,8 @@ import stat
 import sys
 from pathlib import Path
 
-# Environment variable with this suite's cache folder. If it is /dev/null, a temporary folder is
-# used.
+# Environment variable that names this suite's cache folder. If its value is /dev/null, a temporary
+# folder is used.
 CACHE = "DISTRIBUTED_TRAINING_CACHE"
 PRIVATE = 0o700
 

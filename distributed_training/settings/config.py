@@ -63,7 +63,7 @@ class RunConfig(Options):
     """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer can load, or a model's
     name on the Hub. auto: the model's own tokenizer."""
     weights: Text = data(AUTO)
-    """Initial weights: pretrained, random, or a folder in Hugging Face's format. auto: the
+    """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
     published weights. If they are not available, the run is rejected if you named the model;
     otherwise, it starts from random weights."""
     num_samples: CountOrAll | Auto = data(AUTO)
@@ -77,7 +77,7 @@ class RunConfig(Options):
     attend to each other. False: each sample is one line or record, padded to max_length. auto:
     True if the strategy's engine can keep packed records apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
-    """Seed of the initial weights, data order, dropout and generated samples."""
+    """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
     batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
     """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
@@ -119,12 +119,12 @@ class RunConfig(Options):
     strategy: Text = layout(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout(None)
-    """Path of a DeepSpeed JSON to use instead of the strategy's own."""
+    """Path to a DeepSpeed JSON to use instead of the strategy's own."""
     dp_replicate: Axis = layout(None)
-    """Number of replicas of the model. On every mesh axis, None uses the strategy's value and -1
+    """Number of model replicas. For every mesh axis, None uses the strategy's value and -1
     uses all remaining GPUs."""
     dp_shard: Axis = layout(None)
-    """Number of GPUs that shard the state of a replica."""
+    """Number of GPUs over which the state of each replica is sharded."""
     tp: Axis = layout(None)
     """Number of GPUs that split every layer (tensor parallelism)."""
     pp: Axis = layout(None)
@@ -145,7 +145,7 @@ class RunConfig(Options):
     None: 400."""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
-    selective: everything but matrix multiplications and attention."""
+    selective: everything except matrix multiplications and attention."""
     base_dtype: Literal["auto", "bf16", "nf4"] | None = memory(None, work=True)
     """With lora_rank: dtype of the frozen weights. nf4: 4 bits for the matrices of the blocks
     (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
@@ -176,7 +176,7 @@ class RunConfig(Options):
     """With dp: bf16 sends gradients in bf16, and none sends them in fp32. For PowerSGD or top-k
     compression, set strategy to compressed."""
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
-    """Steps between evaluations. 0: evaluate at the end of each epoch only."""
+    """Steps between evaluations. 0: evaluate only at the end of each epoch."""
     eval_samples: CountOrAll = watching(200)
     """Evaluate on this many validation samples. -1: all. The default is 50 if model is auto and
     there is no GPU."""
@@ -209,14 +209,14 @@ class RunConfig(Options):
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""
     export: bool = keeping(True)
-    """Write hf/ in Hugging Face's format at the end."""
+    """Write hf/ in Hugging Face format at the end."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = keeping(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
     push: Text | None = keeping(None, aliases=("hub_model_id",))
     """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
-    """Reaction to a loss or gradient that is not finite. stop: end the run. skip: skip the update.
+    """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = trouble(None)
     """End the run after this many seconds without progress. 0: never. None: a single process has no

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from distributed_training.settings.launchers import is_first
 
-# A full or read-only disk, a file-size limit, missing permissions, and a file in a folder's place
+# Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, and a file
+# where a folder is expected
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
@@ -88,7 +89,7 @@ def print_error(text: str) -> None:
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
     """Call `act` and return the exit code. Print a UserError or a rejected file access without a
-    traceback. `trains`: whether `act` trains, for the message that Ctrl-C prints."""
+    traceback. `trains`: whether `act` trains, which determines the message after Ctrl-C."""
     try:
         code = act()
         sys.stdout.flush()
@@ -142,7 +143,7 @@ def current_folder_is_gone() -> UserError | None:
 
 
 def refused_variable(error: Exception) -> UserError | None:
-    """Return an error that names the environment variable of torch or Hugging Face that a library
+    """Return an error that names the torch or Hugging Face environment variable that a library
     rejected. Return None if there is none.
 
     The message of `error` contains the name of the variable, or its value in quotes or after a

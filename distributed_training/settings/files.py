@@ -28,8 +28,10 @@ _CHUNK_BYTES = 16 * 2**20
 _WHOLE_BYTES = 10**9
 _NUM_PARTS = 1024
 _PART_BYTES = 4096
-_SMALL_BYTES = 64_000_000  # largest JSON file, which takes one to two seconds to parse
-# Beginning of a message of Python's JSON parser -> our message for the same mistake
+_SMALL_BYTES = (
+    64_000_000  # size limit for JSON files; a file of this size takes one to two seconds to parse
+)
+# Beginning of a message from Python's JSON parser -> our message for the same mistake
 _JSON_FAULTS = {
     "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
     "Expecting value": "a value is missing, or is not JSON",
@@ -151,8 +153,8 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:
-    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep and for an
-    unpaired surrogate. If `unique` is True, a duplicate key is also an error."""
+    """Parse JSON. Raises ValueError for invalid syntax, excessively deep nesting or an unpaired
+    surrogate. If `unique` is True, a duplicate key is also an error."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
         if "\\ud" in text or "\\uD" in text:
@@ -201,7 +203,7 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
 
 def _json_fault(error: json.JSONDecodeError) -> str:
     """Describe a syntax error and its position. Comments and trailing commas, which other formats
-    allow, have messages of their own."""
+    allow, are reported with their own messages."""
     remaining = error.doc[error.pos :].lstrip()
     line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
     preceding = error.doc[: error.pos].rstrip()
@@ -229,11 +231,11 @@ def crc32(file: Path, checksum: int = 0) -> int:
 
 
 def sample_file(file: Path) -> str:
-    """Return a file's size and CRC-32 as text. Return "" if the file cannot be read.
+    """Return a file's size and CRC-32 as a string. Return "" if the file cannot be read.
 
-    Reading a file above 1 GB takes long, so only 1,024 evenly spaced blocks of 4 KiB are read. A
-    contiguous change of at least 1/1,000 of the file is detected. A smaller change may be
-    missed."""
+    Reading a file larger than 1 GB takes a long time, so only 1,024 evenly spaced blocks of 4 KiB
+    are read. A contiguous change of at least 1/1,000 of the file is detected. A smaller change may
+    be missed."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -296,7 +298,7 @@ def shown(value: object) -> str:
 
 
 def folder_label(folder: Path) -> str:
-    """Return a short name for a model's folder. For hf/, best/ or merged/ in a run's folder, return
+    """Return a short name for a model folder. For hf/, best/ or merged/ in a run's folder, return
     the run's model and the folder's name, such as gpt2-hf. Otherwise, return the folder's name."""
     if folder.name not in ("hf", "best", "merged"):
         return folder.name
@@ -305,7 +307,7 @@ def folder_label(folder: Path) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return text such as "1 process" or "2 processes"."""
+    """Return a string such as "1 process" or "2 processes"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"

@@ -1,4 +1,4 @@
-"""Define the class of CONFIG's keys and the argument parser of all commands. Validation, parsing,
+"""Define the class for CONFIG keys and the argument parser for all commands. Validation, parsing,
 error messages and help are derived from the keys. pydantic validates the values, and its JSON
 schema lists the accepted values. This module does not import torch."""
 
@@ -28,9 +28,9 @@ _KINDS = {
 
 
 class Options(BaseModel):
-    """Base class of classes whose fields are keys: RunConfig and the OPTIONS of a strategy's
+    """Base class for classes whose fields are keys: RunConfig and the OPTIONS of a strategy's
     engine. An engine's OPTIONS may override the methods to check the options and to declare the
-    costs of the engine."""
+    engine's costs."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
@@ -38,8 +38,8 @@ class Options(BaseModel):
     )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
-        """Return the number of steps between two exchanges of one fp32 value per parameter of the
-        model. Return None if gradients are exchanged in every step, during the backward pass."""
+        """Return the number of steps between two exchanges of one fp32 value per model parameter.
+        Return None if gradients are exchanged in every step, during the backward pass."""
         return None
 
     def check(self, precision: str, hidden_size: int) -> None:
@@ -60,8 +60,8 @@ class Options(BaseModel):
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
         """Return the size of one exchange in bytes, by kind of collective operation. The exchange
-        contains `num_values` gradients. `matrices` has the (rows, columns) of gradients that are
-        matrices."""
+        contains `num_values` gradients. `matrices`: (rows, columns) of each gradient that is a
+        matrix."""
         return {"all_reduce": 4 * num_values}
 
 
@@ -144,8 +144,8 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
 def by_key(
     pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
 ) -> dict[str, Any]:
-    """Return the values of (name, value) `pairs` by the main name of each key. Raises UserError for
-    an unknown name, or for two names of the same key."""
+    """Return the values in the (name, value) `pairs` by the main name of each key. Raises UserError
+    for an unknown name, or for two names of the same key."""
     key_names = _all_names(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
 
 def at_least(least: Number) -> Callable[[str], Number]:
     """Return an argparse `type` function. The function accepts numbers of at least `least` and
-    returns them in the type of `least`."""
+    returns them with the type of `least`."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):

@@ -63,14 +63,14 @@ SOURCES = (
     ),
 )  # fmt: skip
 
-# Variables with the rank from launchers whose number of processes is not set or not read: PRRTE's
-# prun, Cray's PALS and ALPS, horovodrun, MVAPICH 1
+# Rank variables of launchers whose number of processes is not set or not read: PRRTE's prun, Cray's
+# PALS and ALPS, horovodrun, MVAPICH 1
 _UNCOUNTED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK")
-# Variables with the number of nodes that start this command: Kubeflow's TrainJob, SkyPilot, AWS
-# Batch, and SageMaker, whose variable lists the hosts
+# Variables that contain the number of nodes that start this command: Kubeflow's TrainJob, SkyPilot,
+# AWS Batch, and SageMaker, whose variable lists the hosts
 _NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "AWS_BATCH_JOB_NUM_NODES", "SM_HOSTS")
 
-# Variable in which accelerate passes a setting -> accelerate's name of the setting
+# Variable in which accelerate passes a setting -> accelerate's name for the setting
 _ACCELERATE = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism",
@@ -103,8 +103,8 @@ def find_source(environment: Mapping[str, str]) -> Source | None:
 
 
 def find_uncounted(environment: Mapping[str, str]) -> str:
-    """Return the name of the variable with this process's rank if there may be other processes,
-    otherwise "". Call this function only if `find_source` returns None."""
+    """Return the name of the variable that contains this process's rank if there may be other
+    processes. Otherwise, return "". Call this function only if `find_source` returns None."""
     # sbatch sets SLURM_PROCID without starting processes.
     ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
     is_counted = any(source.world_size in environment for source in SOURCES)
@@ -116,8 +116,8 @@ def find_uncounted(environment: Mapping[str, str]) -> str:
 
 
 def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the name of the variable with the number of nodes that start this command, and the
-    number. Return ("", 1) if no variable gives more than one node."""
+    """Return the name of the variable that contains the number of nodes that start this command,
+    and the number. Return ("", 1) if no variable gives more than one node."""
     for name in _NODES:
         value = environment.get(name, "")
         if value.startswith("["):

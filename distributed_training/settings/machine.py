@@ -1,7 +1,7 @@
-"""Detect this machine's hardware without importing torch. Read the data of GPUs in gpus.json, from
+"""Detect this machine's hardware without importing torch. Read the GPU data in gpus.json, from
 which rates are estimated.
 
-Sources: NVIDIA's datasheets; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
+Sources: NVIDIA's datasheets; whitepapers for GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
 the A10G, an AWS variant of the A10, the values that CUDA reports. Rates are dense, without
 sparsity. Memory is as reported by nvidia-smi. Link bandwidths are in GB/s per direction: NVLink 5
 has 900, NVLink 4 has 450, NVLink 3 has 300, NVLink 2 has 150, and the NVLink of H800 and A800 has
@@ -51,19 +51,17 @@ class Machine:
 
     num_gpus: int  # NVIDIA GPUs that this process may use, according to `CUDA_VISIBLE_DEVICES`
     gpu_name: str | None
-    # Least memory of the visible GPUs, or the available RAM if GPUs share it; 0 without GPUs
+    # Smallest memory of any visible GPU, or the available RAM if GPUs share it; 0 without GPUs
     gpu_memory_bytes: int
     compute_capability: tuple[int, int]  # lowest of the visible GPUs; (0, 0) without GPUs
     ram_bytes: int  # available bytes, limited by free RAM and by the cgroup
     num_cpus: int
     power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
-    cpu_has_bf16: bool = (
-        False  # whether the CPU has instructions for matrix multiplications in bf16
-    )
+    cpu_has_bf16: bool = False  # whether the CPU has instructions for bf16 matrix multiplications
 
 
 def detect_machine() -> Machine:
-    """Detect GPUs (with `nvidia-smi`), available memory and CPUs of this machine."""
+    """Detect this machine's GPUs (with `nvidia-smi`), available memory and CPUs."""
     gpus = _visible_gpus()
     return Machine(
         num_gpus=len(gpus),
@@ -192,7 +190,7 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _read_numbers(file: Path) -> list[int]:
-    """Return the numbers in a cgroup's file, or [] if the file is missing or sets no limit
+    """Return the numbers in a cgroup file, or [] if the file is missing or sets no limit
     ("max")."""
     try:
         return [int(word) for word in file.read_text().split()]
@@ -201,7 +199,7 @@ def _read_numbers(file: Path) -> list[int]:
 
 
 def _read_fields(file: Path) -> dict[str, int]:
-    """Return the named numbers in a cgroup's file, or {} if the file is missing, as in gVisor."""
+    """Return the named numbers in a cgroup file, or {} if the file is missing, as in gVisor."""
     try:
         words = file.read_text().split()
         return dict(zip(words[::2], map(int, words[1::2]), strict=True))

@@ -27,7 +27,7 @@ def build_config(
     force: bool = False,
     strict: bool = False,
 ) -> Request:
-    """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. The strategy's
+    """Merge CONFIG, a preset and `key=value` strings; later sources take precedence. The strategy's
     defaults replace values of CONFIG that are None or "auto", and the strategy's engine may add
     keys. Raises UserError for a key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
@@ -103,10 +103,10 @@ def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed_values(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values of `key=value` texts by the main names of the keys."""
+    """Return the values in `key=value` strings by the main names of the keys."""
     return by_name(dict(text.partition("=")[::2] for text in overrides))
 
 
 def texts(values: Mapping[str, Any]) -> list[str]:
-    """Return `values` as `key=value` texts for the command line."""
+    """Return `values` as `key=value` strings for the command line."""
     return [f"{key}={value}" for key, value in values.items()]

@@ -28,7 +28,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
-# Order of the axes, from slowest to fastest varying with the rank
+# Order of the axes, from the slowest-varying to the fastest-varying
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # DeepSpeed's device -> description
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
@@ -135,7 +135,7 @@ class _Optimizer(BaseModel, strict=True):
 
 
 class _DeepSpeed(BaseModel, strict=True):
-    """Part of a DeepSpeed JSON that this package reads."""
+    """The part of a DeepSpeed JSON that this package reads."""
 
     zero_optimization: _Zero = _Zero()
     pipeline: _Pipeline = _Pipeline()
@@ -239,8 +239,8 @@ class Strategy:
 
 
 def list_strategies() -> dict[str, _Folder]:
-    """Return the parsed config.json of each folder in strategies/ by the strategy's name, in the
-    order of the folders' numbers."""
+    """Return the parsed config.json of each folder in strategies/ by the strategy's name, ordered
+    by folder number."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {folder.name: folder for folder in map(_read_folder, by_number)}
@@ -268,8 +268,8 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 
 def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
-    sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a JSON that
-    is invalid or of another form."""
+    sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
+    JSON that is invalid or has another form."""
     folder = _find(config.strategy)
     traits, options = _find_engine(folder)
     source = folder._path

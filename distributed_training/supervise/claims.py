@@ -28,7 +28,7 @@ _silent: dict[Path, "Claim"] = {}  # run directory -> claim of another machine t
 
 
 class Claim(BaseModel):
-    """Content of a run directory's owner file."""
+    """Contents of a run directory's owner file."""
 
     hostname: str
     pid: int

@@ -29,12 +29,12 @@ from distributed_training.settings.errors import (
 )
 from distributed_training.supervise import claims, commands
 
-# Phrases in errors of gloo and NCCL after the process at the other end of a connection has exited
+# Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Messages of the operating system for a full disk, an exhausted quota and an exceeded limit of file
-# size. Libraries quote these messages.
+# Operating system messages for a full disk, an exhausted quota and an exceeded file-size limit.
+# Libraries quote these messages.
 DISK_FULL_MESSAGES = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 CAUSE_KEY = "cause of the end"  # key of the reason in the store
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json

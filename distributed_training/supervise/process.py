@@ -17,7 +17,7 @@ LAUNCHER = "RANKS_LAUNCHER"
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
-    signal.SIGXCPU,  # the kernel and Grid Engine send this at a limit of CPU time
+    signal.SIGXCPU,  # the kernel and Grid Engine send this at a CPU time limit
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Process:
 
 class Startup:
     """Time in seconds of each startup phase, from the start of this process to the end of its first
-    step. In a forked process, `before` has the times of the phases before the fork."""
+    step. In a forked process, `before` contains the times of the phases before the fork."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})
@@ -61,7 +61,7 @@ class Startup:
 def handling(
     handlers: Mapping[signal.Signals, Callable[..., None]],
 ) -> Iterator[dict[signal.Signals, Any]]:
-    """Handle signals with `handlers` inside the `with` block, and yield the handlers before it.
+    """Handle signals with `handlers` inside the `with` block, and yield the previous handlers.
     Ignored signals, such as SIGHUP under nohup, stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
@@ -75,7 +75,7 @@ def handling(
 
 
 def numbered(noun: str, numbers: list[int]) -> str:
-    """Return text such as "rank 3", "ranks 1, 4" or "ranks 8 to 15"."""
+    """Return a string such as "rank 3", "ranks 1, 4" or "ranks 8 to 15"."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):

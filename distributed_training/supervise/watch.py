@@ -37,10 +37,10 @@ from distributed_training.supervise.process import LAUNCHER, Process
 
 THE_END = "the end"  # activity of a rank after the model has been written
 BEAT_S = 2.0
-MIN_LIMIT_S = 60.0  # minimum time limit of a step; the limit is 20 times the median step
-DEFAULT_LIMIT_S = 600.0  # time limit of all other activities
+MIN_LIMIT_S = 60.0  # minimum time limit for a step; the limit is 20 times the median step
+DEFAULT_LIMIT_S = 600.0  # time limit for all other activities
 LOST_S = 30.0  # a process counts as lost after this time without a heartbeat
-NOTED_WITHIN_S = 10.0  # a process that fails records its reason within this time
+NOTED_WITHIN_S = 10.0  # a process that fails records the reason within this time
 SLOW_S = 45.0  # after this time in one activity, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
 # Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and file transfers
@@ -58,8 +58,8 @@ _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
 
 
 def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
-    """Return a dict from thread id to the frames of the thread. A frame is (file, line, function).
-    The innermost frame comes first.
+    """Return the stack frames of each thread by thread id. A frame is (file, line, function). The
+    innermost frame comes first.
 
     faulthandler does not create frame objects. `sys._current_frames()` creates frame objects, which
     keep the local variables of a function alive after the function has returned. For the compiled
