@@ -125,8 +125,8 @@ def all_keys() -> dict[str, Key]:
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line and allow the code of a model family that --model names to run.
-    `overrides` in the result contains the `key=value` texts in their order. Raises UserError for an
-    unknown option."""
+    `overrides` in the result contains the `key=value` strings in the order in which they were
+    given. Raises UserError for an unknown option."""
     # --batch-size=8 means --batch_size=8.
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
@@ -148,7 +148,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
-    """Merge CONFIG, the preset and `key=value` texts into a Request. Raises UserError for values
+    """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError for values
     that are not accepted and for code that the user has not named."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,

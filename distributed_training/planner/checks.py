@@ -1,4 +1,4 @@
-"""Refuse runs that are known to fail, before processes start or weights are loaded.
+"""Reject runs that are known to fail, before processes start or weights are loaded.
 
 This module does not import torch."""
 
@@ -29,8 +29,8 @@ STALE_LOCK_S = 60.0
 
 
 def check_run(prediction: Prediction, cluster: Cluster) -> None:
-    """Raise UserError if the run is known to fail. With `--cluster`, the packages, the limit of
-    open files, the disks and the compiler of this machine are not checked."""
+    """Raise UserError if the run is known to fail. With `--cluster`, this machine's packages, limit
+    on open files, disks and compiler are not checked."""
     plan = prediction.plan
     if cluster.is_here:
         check_packages(plan)
@@ -69,7 +69,7 @@ def check_packages(plan: Draft) -> None:
 
 
 def check_open_files(plan: Draft) -> None:
-    """Raise UserError if the limit of open files per process is too low for the run."""
+    """Raise UserError if the limit on open files per process is too low for the run."""
     # On CPUs, two processes ran with a limit of 40, and four processes with a limit of 64.
     needed = 48 + 8 * plan.processes_here
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -92,7 +92,7 @@ def check_gpus(plan: Draft) -> None:
 def check_swapping(plan: Draft) -> None:
     """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
     # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
-    # early, which made gradients wrong. Shards smaller than the threshold of 1 MiB, such as all
+    # early, which led to wrong gradients. Shards smaller than the threshold of 1 MiB, such as all
     # shards of gpt2-tiny, are never swapped.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes

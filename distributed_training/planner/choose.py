@@ -158,7 +158,7 @@ def _check_model(candidate: Candidate) -> None:
     if config.max_length > size.num_positions:
         why = f"the model has {size.num_positions} positions"
         fix = f"set max_length to {size.num_positions} or less"
-        # The code of transformers has sliding-window attention, so longer samples are possible.
+        # transformers' implementation has sliding-window attention, so longer samples are possible.
         hub_name = f"{HUB_PREFIX}{config.model}"
         with contextlib.suppress(UserError):
             if config.max_length <= find_model(hub_name).size.num_positions:
@@ -186,7 +186,7 @@ def _check_strategy(candidate: Candidate) -> None:
 
 
 def _check_base(candidate: Candidate) -> None:
-    """Raise UserError if the dtype of frozen weights cannot be used."""
+    """Raise UserError if the requested dtype for frozen weights cannot be used."""
     config = candidate.config
     key = "base_dtype"
     if config.base_dtype is None:
@@ -280,7 +280,8 @@ def _drops(config: RunConfig) -> bool:
 
 
 def _compile_obstacle(candidate: Candidate) -> str:
-    """Return the reason why compiled blocks would be wrong or fail. Return "" if there is none."""
+    """Return the reason why compiled blocks would fail or give wrong results. Return "" if there is
+    none."""
     config = candidate.config
     strategy = candidate.strategy
     named = f"strategy={config.strategy!r}"

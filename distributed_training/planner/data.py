@@ -1,4 +1,4 @@
-"""Find the tokenizer, weights and dataset of a run, and fit the plan to the dataset.
+"""Find the tokenizer, weights and dataset for a run, and fit the plan to the dataset.
 
 This module does not import torch."""
 
@@ -29,7 +29,7 @@ from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
-QUICKLY_CUT = 4_000_000  # size in bytes of the largest text that a dry run tokenizes
+QUICKLY_CUT = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
 MAX_SPARE_ROWS = 128  # accepted number of embedding rows beyond the tokenizer's tokens
 
 
@@ -110,8 +110,8 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:
-    """Return the samples of a run without writing to the token cache. Return None if a dataset is
-    on the Hub or if the text is larger than QUICKLY_CUT."""
+    """Return a run's samples without writing to the token cache. Return None if a dataset is on the
+    Hub or if the text is larger than QUICKLY_CUT."""
     config = draft.config
     dataset = sources.decided["dataset"]
     named = {"dataset": dataset, "validation_dataset": config.validation_dataset}
@@ -128,12 +128,12 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
 
 
 def read_data(draft: Draft, sources: Sources) -> Data:
-    """Return the samples of a run. Tokenize the text if its tokens are not in the token cache."""
+    """Return a run's samples. Tokenize the text if its tokens are not in the token cache."""
     return _tokenize(draft, sources.decided["dataset"], sources.tokenizer_dir, token_cache())
 
 
 def cut_data(plan: Plan) -> Data:
-    """Return the samples of a plan. Tokenize the text if its tokens are not in the token cache."""
+    """Return a plan's samples. Tokenize the text if its tokens are not in the token cache."""
     folder = token_cache() / (plan.cache or "")
     if plan.cache and is_whole(folder):
         tokenizer = Tokenizer(plan.tokenizer_dir)
@@ -160,8 +160,8 @@ def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) ->
 
 
 def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
-    """Decide the number of samples and of steps, and shorten a warm-up that is too long for the
-    run. Raises UserError if the run has too few steps for `profile`."""
+    """Decide the numbers of samples and steps, and shorten a warm-up that is too long for the run.
+    Raises UserError if the run has too few steps for `profile`."""
     config = draft.config
     train = data.train
     num_parts = len(train.starts)
@@ -180,7 +180,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
         )
     steps_per_epoch = math.ceil(len(train) / batch_size)
     num_steps = config.epochs * steps_per_epoch
-    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small text
+    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small dataset
     # may have fewer steps.
     is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
@@ -235,10 +235,10 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
 def _choose_weights(
     config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
-    """Return the value of the key `weights` and the folder of the weights. Random weights have no
-    folder. Without `weights="random"`, weights are random only if the model is not published, or if
-    the user did not name the model and its weights cannot be used. Raises UserError if required
-    weights are not available."""
+    """Return the value of the key `weights` and the weights' folder, or None for random weights.
+    Without `weights="random"`, weights are random only if the model is not published, or if the
+    user did not name the model and its weights cannot be used. Raises UserError if required weights
+    are not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id
@@ -288,8 +288,8 @@ def _choose_weights(
 
 
 def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
-    """Return the local folders of the weights and whether the model comes from the Hub. A folder of
-    adapters comes before the folder of their base model."""
+    """Return the local folders of the weights and whether the model comes from the Hub. An adapter
+    folder comes before the folder of the base model."""
     if source in (AUTO, "pretrained", "random"):
         return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
     folder = Path(source).resolve()
@@ -301,9 +301,9 @@ def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
 def choose_tokenizer(
     config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
-    """Return the value of the key `tokenizer` and the folder of the tokenizer. If the key is
-    "auto", prefer the tokenizer that comes with the weights `source`. Raises UserError if a
-    required tokenizer is not available."""
+    """Return the value of the key `tokenizer` and the tokenizer's folder. If the key is "auto",
+    prefer the tokenizer that comes with the weights `source`. Raises UserError if a required
+    tokenizer is not available."""
     named = config.tokenizer
     local, published = _folders_beside(source, spec)
     if named == AUTO:

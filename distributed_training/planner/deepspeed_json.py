@@ -20,7 +20,7 @@ OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "torch_adam": (True, False),
 }
-# With these settings of the loss scale, fp16 skips the same steps under every strategy.
+# With these loss-scale settings, fp16 skips the same steps under every strategy.
 FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 # DeepSpeed scheduler -> value of CONFIG's lr_schedule with the same shape
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

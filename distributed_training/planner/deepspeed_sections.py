@@ -2,8 +2,8 @@
 
 Sections that DeepSpeed uses without changing results are passed on. Sections that would change
 results, memory or speed without appearing in the record are rejected. Sections that DeepSpeed does
-not know are also rejected. DeepSpeed's own classes check unusual values. They run in a child
-process, because importing DeepSpeed takes seconds. This module does not import torch."""
+not know are also rejected. DeepSpeed's own classes check unusual values. These classes run in a
+child process, because importing DeepSpeed takes seconds. This module does not import torch."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ INSTEAD = {
     "torch_autocast": "remove it and set precision in CONFIG",
     "wandb": "remove it and set log_to in CONFIG",
 }
-# Other sections and values that would change training. No strategy of this suite uses them.
+# Other sections and values that would change training. No strategy in this suite uses them.
 CHANGING = {
     "compression_training", "curriculum_learning", "data_efficiency", "data_types", "datastates",
     "eigenvalue", "expert_parallel", "hybrid_engine", "managed_gradient_accumulation", "nebula",

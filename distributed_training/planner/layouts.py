@@ -1,4 +1,4 @@
-"""Decide the sizes of the mesh's axes, and partition the model and the batch over the mesh. This
+"""Decide the sizes of the mesh axes, and partition the model and the batch over the mesh. This
 module does not import torch.
 
     world_size == pp * dp_replicate * dp_shard * tp
@@ -73,8 +73,8 @@ def divide(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layou
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """Return the strategy's mesh with its actual size for an axis of size -1. Raises UserError if
-    the mesh does not fit the number of processes or the model."""
+    """Return the strategy's mesh after replacing an axis size of -1 with the actual size. Raises
+    UserError if the mesh does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -101,7 +101,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
-    """Return alternative settings, each of which gives a valid layout of `world_size` processes
+    """Return alternative settings, each of which gives a valid layout for `world_size` processes
     under the strategy. The alternatives are sorted by the number of settings, then by the distance
     from the strategy's mesh. The distance is the sum of the absolute logarithms of the ratios of
     axis sizes."""
@@ -244,14 +244,14 @@ def _check_splits(candidate: Candidate) -> None:
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
-    """Return the number of blocks of each stage that minimizes the largest cost of a rank. Each
-    stage has at least one block.
+    """Return the number of blocks in each stage, chosen to minimize the highest cost of any rank.
+    Each stage has at least one block.
 
     `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
     number of FLOPs per token, including the output layer but not the embedding lookup. If a rank
-    with two stages has an odd number of blocks, its later stage gets one block more. In a V-shaped
-    schedule, the earlier stage gets this block. These splits take less time in the simulator of
-    pipedream_tutorial."""
+    with two stages has an odd number of blocks, its later stage gets the extra block. In a V-shaped
+    schedule, its earlier stage gets the extra block. These splits take less time in the simulator
+    of pipedream_tutorial."""
     # Multiplications per token in a block and in the output layer
     block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
@@ -320,9 +320,8 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 
 def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """Return the error for a requested number or size of micro-batches that is impossible. The
-    error suggests the nearest possible numbers. Micro-batches of one sequence are always
-    possible."""
+    """Return the error for an impossible number or size of micro-batches. The error suggests the
+    nearest possible numbers. Micro-batches of one sequence are always possible."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")

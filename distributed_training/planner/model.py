@@ -1,4 +1,4 @@
-"""Choose the model of a run, and the settings that depend on the model.
+"""Choose the model for a run, and the settings that depend on the model.
 
 This module does not import torch."""
 
@@ -16,8 +16,8 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import load_preset
 from distributed_training.settings.strategies import Strategy
 
-WORDS_PRESET = "words"  # for training on a small text without a GPU
-# Keys of WORDS_PRESET that are ignored here
+WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
+# Keys in WORDS_PRESET that are ignored here
 PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
 CPU_EVAL_SAMPLES = 50  # evaluating them takes 0.5 s on two cores with 512 tokens per sample
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
@@ -51,7 +51,7 @@ def choose_model(
 def _choose_for_cpu(
     config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the model for a CPU, and settings for a local text or a short evaluation."""
+    """Return the model for a CPU, and settings for a local dataset or for a short evaluation."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:

@@ -34,14 +34,14 @@ from distributed_training.settings.strategies import (
 )
 
 # Relative difference in step time below which the simpler layout is chosen. The value is about as
-# large as the error of predictions.
+# large as the prediction error.
 ALIKE = 0.03
 ALIKE_ON_CPU = 0.2
 ALIKE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
 SAFE = 0.05  # relative extra step time that the layout with the least memory may take
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MOST_BATCH = 8  # the largest batch size to test is 2 to this power
-MOST_COUNTS = 4  # how many numbers of micro-batches to test per pipeline schedule
+MOST_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
 
 
 def rank_layouts(
@@ -88,8 +88,8 @@ def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
 
 
 def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
-    """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and
-    the number of micro-batches if CONFIG leaves them open."""
+    """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and the number of
+    micro-batches if CONFIG leaves them open."""
     strategy = load_strategy(config)
     config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
     candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
@@ -220,8 +220,8 @@ def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction
 
 
 def first_choice(choices: Sequence[Prediction]) -> Prediction:
-    """Return the simplest of the layouts that are as fast as the best layout, within the error of
-    predictions."""
+    """Return the simplest of the layouts that are as fast as the best layout, within the prediction
+    error."""
     best = choices[0]
     alike, among_simple = (ALIKE, ALIKE) if best.validated else (ALIKE_UNVALIDATED, SAFE)
     if best.plan.machine.num_gpus == 0:
@@ -286,8 +286,8 @@ def choose_strategy(
 
 
 def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
-    """Return the candidate with the smallest power of two as its batch size that fits and has
-    NEAR_BEST of the best predicted tokens/s, or 1 if none fits."""
+    """Return the candidate with a chosen batch size. The batch size is the smallest power of two
+    that fits and reaches NEAR_BEST of the best predicted tokens/s, or 1 if none fits."""
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):

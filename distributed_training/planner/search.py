@@ -1,4 +1,4 @@
-"""Search for the order of operations of the pipeline schedule `zb-auto`.
+"""Search for the order of operations for the pipeline schedule `zb-auto`.
 
 This module does not import torch."""
 
@@ -21,8 +21,8 @@ from distributed_training.predict.simulate import by_operation, flow, length_of,
 CHANGES = 150  # changes tested per operation
 SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
 FARTHEST = 6  # maximum number of positions by which an operation is moved
-ALONE = 0.3  # fraction of changes that move one operation, not one in each of several periods
-HEAT = 0.16  # first limit of the slowdown by a change, in mean durations of operations
+ALONE = 0.3  # fraction of changes that move one operation rather than one per period
+HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
@@ -50,16 +50,16 @@ def search_orders(
     """Return the fastest order found for `m` micro-batches under `zb-auto`. This order is never
     slower than the order of `zb-v` in the simulation.
 
-    `seconds` has the time in seconds of F, I and W for each stage. `blocks` has the number of
-    blocks in each stage. A micro-batch holds the activations of these blocks from F to W. Rank r of
-    p has the stages r and 2 p - 1 - r. `message_s` is the time in seconds to send a result to
-    another rank.
+    `seconds` contains the time in seconds of F, I and W for each stage. `blocks` contains the
+    number of blocks in each stage. A micro-batch holds the activations of these blocks from F to W.
+    Rank r of p has the stages r and 2 p - 1 - r. `message_s` is the time in seconds to send a
+    result to another rank.
 
     The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
     starts from the order of `zb-v`, or from torch's ZB-V order if that is faster. Simulated
-    annealing with random thresholds then improves this order on the estimated durations. Equal
+    annealing with random thresholds then improves this order for the estimated durations. Equal
     arguments give equal orders on any machine, because the search uses only basic operations on
-    floats and `random()`. The sequence of `random()` does not depend on the version of Python."""
+    floats and `random()`. The sequence of `random()` does not depend on the Python version."""
     last = len(blocks) - 1
     p = len(blocks) // 2
     took = by_operation(seconds)

@@ -64,8 +64,8 @@ def print_plan(
 
 
 def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
-    """Return the command that starts a plan, to be typed on each node. `arguments` are the options
-    of the script."""
+    """Return the command that starts a plan, to be typed on each node. `arguments` are the script's
+    options."""
     processes_here = plan.processes_here
     nodes = plan.num_processes // processes_here
     start = ["python", script]

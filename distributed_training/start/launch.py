@@ -47,11 +47,11 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Longest delay until a killed process is noticed, because its GPU memory is freed first
+# Maximum delay until a killed process is noticed, because its GPU memory is freed first
 SEEN_WITHIN_S = 5.0
 TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
 PLANNED = "--planned"  # option of the processes that this command starts
-CPU_PROCESSES = 2  # number of processes of "--num_gpus all" on CPUs, rounded up to fit the mesh
+CPU_PROCESSES = 2  # number of processes for "--num_gpus all" on CPUs, rounded up to fit the mesh
 
 
 def launched_process(precision: str, num_gpus: str | None) -> Process | None:
@@ -146,14 +146,14 @@ def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
 
 
 def can_fork(machine: Machine) -> bool:
-    """Return whether ranks may be forks. CUDA does not survive a fork, and importing DeepSpeed may
-    initialize CUDA."""
+    """Return whether ranks may be started by forking. CUDA does not survive a fork, and importing
+    DeepSpeed may initialize CUDA."""
     return not machine.num_gpus
 
 
 def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
-    """Run this rank's part of the plan in a fork, which reuses the imports of the launching
-    process. Return the exit code."""
+    """Run this rank's part of the plan in a forked process, which reuses the imports of the
+    launching process. Return the exit code."""
     process = current_process()
     assert process is not None
     return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
@@ -231,7 +231,7 @@ def prepare_environment(processes_here: int) -> None:
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Otherwise, fragmentation wastes up to 10 GiB of GPU memory with a model of 8B parameters.
+    # Otherwise, fragmentation wastes up to 10 GiB of GPU memory with an 8B-parameter model.
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 

@@ -1,11 +1,11 @@
-"""Determine the rank of this process, and start and terminate the ranks of one machine. This module
+"""Determine the rank of this process, and start and terminate the ranks on one machine. This module
 does not import torch.
 
 torchrun's agent is not used, because its store listens on every interface and unpickles incoming
 data. Instead, rank 0 serves the store on a socket that is bound to loopback.
 
 On GPUs, each rank is a new Python process, because CUDA does not survive a fork. On CPUs, the ranks
-are forks of one process that has imported torch, because separate imports would occupy all cores
+are forked from one process that has imported torch, because separate imports would occupy all cores
 for seconds."""
 
 import contextlib
@@ -34,7 +34,7 @@ from distributed_training.supervise.process import LAUNCHER, STOPS, Process, han
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
 
-# Seconds from a signal to stop until ranks are killed: torchrun's variable, its default, and the
+# Seconds from a stop signal until the ranks are killed: torchrun's variable, its default, and the
 # limit after a rank has failed
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
@@ -47,7 +47,7 @@ POLL_S = 0.05
 MOST_PROCESSES = 100_000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
-Body = Callable[[], int]  # function that a fork runs, which returns the exit code
+Body = Callable[[], int]  # function that a forked process runs; returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
@@ -126,7 +126,7 @@ def _refuse_other_launchers() -> None:
 
 
 def require_loopback() -> None:
-    """Raise UserError if processes of this machine cannot connect to one another, as in a network
+    """Raise UserError if processes on this machine cannot connect to one another, as in a network
     namespace whose loopback interface is down. Otherwise, they would wait forever."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listener:
@@ -147,7 +147,7 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Signal and return codes with which the ranks of one machine ended."""
+    """Signal and return codes with which the ranks on one machine ended."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves
@@ -315,9 +315,9 @@ def _end(ranks: Ranks, *, told: bool) -> None:
 
 
 def fork(body: Body) -> psutil.Process:
-    """Run `body` in a fork of this process, which must have no other threads. The fork has the
-    signal handlers of a new process and a session of its own. Ctrl-C in a terminal therefore
-    reaches the fork once, through this process."""
+    """Run `body` in a forked process. This process must have no other threads. The forked process
+    has the signal handlers of a new process and a session of its own. Ctrl-C in a terminal
+    therefore reaches the forked process once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)
@@ -348,9 +348,9 @@ def fork(body: Body) -> psutil.Process:
 
 
 def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
-    """Start a fork that calls `compute`, and return a function that waits for the computed text.
-    The returned function raises RunError if the fork was killed, and SystemExit if the fork failed.
-    If this process ends, the fork ends as well."""
+    """Start a forked process that calls `compute`, and return a function that waits for the result.
+    The returned function raises RunError if the forked process was killed, and SystemExit if it
+    failed. If this process ends, the forked process ends as well."""
     read, write = os.pipe()
 
     def body() -> int:

@@ -51,7 +51,7 @@ _READERS = "ranks that have read all hosts"
 
 def meet(process: Process, limit_s: float) -> dist.Store:
     """Wait up to `limit_s` seconds for all ranks and return their shared store. Set the interface
-    through which gloo and NCCL reach the other ranks. Raises UserError with the missing ranks. All
+    through which gloo and NCCL reach the other ranks. Raises UserError if ranks are missing. All
     ranks must call this function."""
     end = time.monotonic() + limit_s
     host = os.environ["MASTER_ADDR"]
@@ -140,8 +140,8 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
 
 
 def _fix_address(host: str, error: OSError | UnicodeError) -> str:
-    """Return the remedy if `error` is about the name or address `host` in MASTER_ADDR, and
-    otherwise ""."""
+    """Return advice if `error` concerns the name or address `host` in MASTER_ADDR. Otherwise,
+    return ""."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         why = f"this machine cannot resolve MASTER_ADDR={shown(host)}"
         return f"{why}. Set it to the name or the IP address of the first node"
@@ -181,8 +181,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
 
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
-    """Publish this rank's host and wait for all ranks. Raises UserError with the ranks that have
-    not joined by `end` and the hosts that have joined."""
+    """Publish this rank's host and wait for all ranks. If ranks have not joined by `end`, raise
+    UserError with these ranks and the hosts that have joined."""
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
     report = {
         "host": socket.gethostname(),
@@ -213,7 +213,7 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
 
 def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
     """Return `process` with its local rank and local world size, and set both in the environment.
-    If the launcher did not set these numbers, they follow from the reports of all `ranks`. Raises
+    If the launcher did not set these numbers, derive them from the reports of all `ranks`. Raises
     UserError on all ranks unless every machine has the same number of consecutive ranks. Also
     raises UserError if a machine lacks an interface that its environment names."""
     machines = [report["machine"] for report in ranks]
@@ -251,8 +251,8 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
 def find_wrong_interface(present: Sequence[str]) -> str:
     """Describe an error in the interfaces that the environment names for gloo and NCCL. Return ""
     if there is none. `present` lists the interfaces of this machine. gloo's variable lists exact
-    names. NCCL's variable lists prefixes of names, exact names after "=", or excluded prefixes
-    after "^"."""
+    names. NCCL's variable lists name prefixes, exact names after "=", or excluded prefixes after
+    "^"."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         value = os.environ.get(variable, "")
         names = [name.lstrip("=").partition(":")[0] for name in value.lstrip("^").split(",")]
@@ -271,7 +271,7 @@ def find_wrong_interface(present: Sequence[str]) -> str:
 
 
 def use_loopback() -> None:
-    """Make gloo and NCCL connect the ranks of one machine over loopback. This overrides interfaces
+    """Make gloo and NCCL connect the ranks on one machine over loopback. This overrides interfaces
     that the environment names."""
     if name := _interface(LOOPBACK):
         os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
@@ -297,8 +297,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def current_agent() -> str | None:
-    """Return the host, pid and start time of the torchrun agent that started this process, as text.
-    Return None if torchrun did not start this process."""
+    """Return the host, pid and start time of the torchrun agent that started this process, as a
+    string. Return None if torchrun did not start this process."""
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
@@ -403,7 +403,7 @@ def _see_folder(plan: Plan, label: str) -> None:
 
 
 def _make_folder(plan: Plan, mark: Path, label: str) -> None:
-    """Create this node's own folder of the run, and write the plan into it. Raises UserError if
+    """Create this node's own folder for the run, and write the plan into it. Raises UserError if
     nodes share the disk or the folder cannot be created."""
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)

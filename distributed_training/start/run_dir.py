@@ -25,7 +25,7 @@ LATEST = "latest"  # link in output_dir to the newest run's folder
 def reserve_run_dir(
     plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
 ) -> Plan:
-    """Choose the run to resume, or create a new folder. Write the plan into the folder, let
+    """Choose the run to resume, or create a new folder. Write the plan into the folder, make
     <output_dir>/latest point to the folder, and return the plan with its final `run_dir`. Raises
     UserError if another process holds the run, even if that process began after the plan was
     made."""

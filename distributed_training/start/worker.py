@@ -40,7 +40,8 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         if isinstance(plan, Request):
             plan = rendezvous.agree_on_plan(plan, process, ask, rendezvous.current_agent())
             rendezvous.check_disks(plan, process)
-            # Called again with the plan's number of GPUs, because a torch without CUDA sees no GPU
+            # Called again with the plan's number of GPUs, because a torch build without CUDA sees
+            # no GPU
             prepare(plan.machine.num_gpus, process)
             startup.end("plan")
         topology = build_topology(plan, process, device)
