@@ -40,7 +40,7 @@ CONFIG = {
 
 
 def main() -> int:
-    """Run the command line; `train` is what runs without a command."""
+    """Run the command line. Without a command, run `train`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):  # a notebook's kernel would lose the output or the process
         words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []

@@ -12,8 +12,8 @@ except ImportError:
 
 
 def missing(lines: list[str]) -> list[str]:
-    """Return each requirement that is not met, and the reason: its package is not installed or has
-    another version."""
+    """Return each unmet requirement and the reason: its package is not installed or has the wrong
+    version."""
     unmet = []
     for line in lines:
         line = line.split("#")[0].strip()

@@ -1,4 +1,5 @@
-"""Measure the speed of this machine for predict/rates.py, in the processes of `plan --calibrate`.
+"""Measure the speed of this machine for predict/rates.py, in the processes that `plan --calibrate`
+starts.
 
 With GPUs, only rank 0 measures computation. Processes that share a CPU all measure at the same
 time, because they also train at the same time."""
@@ -66,8 +67,8 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
 
 
 def memory_traffic(group: Group) -> dict[str, float]:
-    """Return the memory bandwidth of GELU and of AdamW on a GPU in bytes/s. AdamW moves 28 bytes
-    per parameter."""
+    """Return the memory bandwidth in bytes/s that GELU and AdamW achieve on a GPU. AdamW moves 28
+    bytes per parameter."""
     x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
     parameter.grad = torch.randn_like(parameter)
@@ -79,8 +80,8 @@ def memory_traffic(group: Group) -> dict[str, float]:
 
 
 def attention(group: Group) -> dict[str, Any]:
-    """Return the FLOP/s of causal attention in a forward and backward pass. Only the lower triangle
-    of the scores is counted."""
+    """Return the FLOP/s of causal attention over a forward and a backward pass. Only the lower
+    triangle of the scores is counted."""
     on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
@@ -109,8 +110,8 @@ def launches(group: Group) -> dict[str, float]:
 
 
 def in_step(call: Callable[[], Any]) -> float:
-    """Return the median time of CALLS calls in seconds. All processes start each call together, as
-    in a training run."""
+    """Run `call` CALLS times and return its median duration in seconds. All processes start each
+    call together, as in a training run."""
     durations_s = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -121,10 +122,10 @@ def in_step(call: Callable[[], Any]) -> float:
 
 
 def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Return the time in seconds of each part of a training step on CPUs, and the memory bandwidth
-    in bytes/s that follows from this time.
+    """Return the time that each part of a training step takes on CPUs, in seconds, and the memory
+    bandwidth derived from these times, in bytes/s.
 
-    `measured` holds the results so far. The measured times include the effects of caches and of
+    `measured` contains the results so far. The measured times include the effects of caches and of
     processes that share the CPU."""
     settings = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(settings), this_machine(machine, 1, 1))
@@ -144,8 +145,8 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
         "block": in_step(lambda: block(hidden).backward(hidden.detach())),
         "update": in_step(update),
     }
-    # On a busy machine, a block alone can be slower than in the model. The head counts as at least
-    # a tenth of the model's time.
+    # On a busy machine, a block alone can be slower than in the model. The head is assumed to take
+    # at least a tenth of the model's time.
     blocks = plan.size.num_layers * seconds["block"]
     seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
     # The predicted time of a part is computation + bytes / rate. At a rate of 1 byte/s, the second
@@ -162,15 +163,15 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", head(work))):
         arithmetic, memory, _ = np.sum(costs, axis=0)
-        # Matrix multiplications alone can be slower than in the model. Memory traffic counts as at
-        # least a tenth of the time.
+        # Matrix multiplications alone can be slower than in the model. Memory traffic is assumed to
+        # take at least a tenth of the time.
         traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
 def calibrate(group: Group) -> dict[str, Any]:
-    """Measure the speed of this process and the communication of the group. Return the results.
-    Return {} on ranks that measure only communication. All ranks must call this function."""
+    """Measure the speed of this process and the communication of the group. Return the results, or
+    {} on ranks that measure only communication. All ranks must call this function."""
     on_gpu = group.device.type == "cuda"
     process = group.process
     collectives = []

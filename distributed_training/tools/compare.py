@@ -1,4 +1,4 @@
-"""Train the same model and data under several strategies, and write a page that compares them.
+"""Train the same model on the same data under several strategies, and write a comparison page.
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run
 starts the command that a user would type and writes its output to log.txt. The record of a run is
@@ -69,7 +69,7 @@ EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
 OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
-Build = Callable[[Sequence[str]], Request]  # applies "key=value" texts to CONFIG
+Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
 
 
@@ -157,9 +157,9 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
-    """Return the predicted time in seconds of all runs. Each run is given as (CONFIG, number of
-    processes). The time includes `run_s` per run for starting and ending, and the time to compile
-    DeepSpeed's extensions. Return None if any run cannot be predicted."""
+    """Return the predicted total time of all runs in seconds. Each run is given as (CONFIG, number
+    of processes). The time includes `run_s` per run for starting and ending, and the time to
+    compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
@@ -304,7 +304,7 @@ def take_finished(runs: Sequence[Run], out: Path) -> None:
 
 
 def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
-    """Train the remaining runs one after the other. For each run, print the line that `conclude`
+    """Train the remaining runs one after another. For each run, print the line that `conclude`
     returns. If a run fails, skip the runs of the same layout with other seeds."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
@@ -362,7 +362,7 @@ def train(run: Run, out: Path) -> None:
         # Move the command that follows an error message to the same line.
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # Prefer the line that says why a run did not start to the last line.
+    # Prefer a line that says why the run did not start over the last line.
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.

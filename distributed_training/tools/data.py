@@ -78,7 +78,7 @@ def run(
 
 
 def escape_controls(text: str) -> str:
-    """Escape the control characters of a text, except for tabs and line feeds."""
+    """Escape the control characters in a string, except for tabs and line feeds."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

@@ -38,7 +38,7 @@ from distributed_training.settings.machine import (
 
 MIB = 2**20
 PROBE_BYTES = 64 * MIB  # bytes written to measure the speed of a disk
-SLOW_DISK = 100 * MIB  # bytes/s; checkpoints take long on a slower disk
+SLOW_DISK = 100 * MIB  # bytes/s; saving checkpoints takes long on a slower disk
 SHARED_MEMORY = Path("/dev/shm")  # NCCL uses it between GPUs without peer access
 HUB = ("huggingface.co", 443)
 PORT = 29500  # torchrun's default
@@ -74,7 +74,7 @@ def check(is_good: bool, what: str, text: str, fix: str = "") -> Finding:
 
 
 def answer(*command: str, seconds: float = 10) -> str:
-    """Return the standard output of a program. Return "" if the program is missing, fails or times
+    """Return the standard output of a program, or "" if the program is missing, fails or times
     out."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         result = subprocess.run(
@@ -171,7 +171,7 @@ def disk(output_dir: Path) -> Iterator[Finding]:
     elif free < 8 * PROBE_BYTES:
         yield fail("disk", text, fix)
     else:
-        # Generating 64 MiB of random bytes would take long
+        # Generating 64 MiB of random bytes would take too long.
         data = os.urandom(MIB) * (PROBE_BYTES // MIB)
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -184,7 +184,8 @@ def disk(output_dir: Path) -> Iterator[Finding]:
 
 
 def building(machine: Machine) -> Iterator[Finding]:
-    """Check the tools that build DeepSpeed's extensions, and the locks of killed builds."""
+    """Check the tools that build DeepSpeed's extensions, and find locks that killed builds left
+    behind."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (

@@ -1,4 +1,4 @@
-"""Train many runs in one process group, one after the other.
+"""Train many runs in one process group, one after another.
 
     with open_group() as group:
         for name, results in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
@@ -44,7 +44,7 @@ from distributed_training.train.build import build_engine, build_sampler, build_
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """Objects of one training run on this rank."""
+    """The objects that make up one training run on this rank."""
 
     plan: Plan
     topology: Topology
@@ -61,14 +61,14 @@ class Run:
 class Group(links.Group):
     """Process group that all runs share."""
 
-    # Folder shared by all ranks and runs, so that each text is tokenized only once. The folder is
-    # removed at the end.
+    # Folder shared by all ranks and runs, so that each dataset is tokenized only once. The folder
+    # is removed at the end.
     folder: Path
 
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """Open the group of `links.open_group` and create a temporary folder that all ranks share."""
+    """Open a group with `links.open_group` and create a temporary folder that all ranks share."""
     with links.open_group() as group:
         rank = group.process.rank
         folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
@@ -119,7 +119,7 @@ class Kept:
         return self._topologies[topology]
 
     def drawn_model(self, plan: Plan) -> Decoder:
-        """Return the plan's model with random weights. Callers must not change it."""
+        """Return the plan's model with random weights. Callers must not change the model."""
         key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
             drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)

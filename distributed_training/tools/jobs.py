@@ -23,7 +23,7 @@ from distributed_training.settings.request import typed_values
 from distributed_training.settings.strategies import named_strategy
 
 AROUND_STEPS_S = 900  # seconds per job for starting, compiling, evaluating and saving
-SPARE = 1.25  # factor on the predicted RAM and time
+SPARE = 1.25  # factor by which predicted RAM and time are multiplied
 # Values that are not paths
 _NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
 _MADE_LATER = {"output_dir", "offload_dir"}
@@ -38,9 +38,9 @@ def options_of(
     *,
     elsewhere: bool = False,
 ) -> list[str]:
-    """Return the options with which the script makes this plan: the preset, the typed keys, the
-    layout and every key that the planner decided. With `elsewhere`, relative paths become absolute,
-    for a command that runs in another folder."""
+    """Return the options with which the script produces this plan: the preset, the typed keys, the
+    layout and every key that the planner set. With `elsewhere`, relative paths become absolute, for
+    a command that runs in another folder."""
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
@@ -86,8 +86,8 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 
 
 def num_steps(plan: Draft) -> int | None:
-    """Return the number of optimizer steps that CONFIG requests. Return None if the number depends
-    on a dataset that is large or not on this machine."""
+    """Return the number of optimizer steps that CONFIG requests, or None if the number depends on a
+    dataset that is large or not on this machine."""
     config = plan.config
     if config.max_steps != -1:
         return config.max_steps

@@ -1,6 +1,6 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
-Sizes are sizes of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
+All sizes are those of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
 seconds. The bus bandwidth is sent bytes / seconds. Sent bytes are the bytes that each process sends
 in a ring. The fit, latency + sent bytes / bandwidth, minimizes relative errors, so small messages
 count as much as large messages."""
@@ -315,7 +315,7 @@ def check_nodes() -> int:
 
 
 def describe(links: Sequence[Link]) -> str:
-    """Return one line per link, grouped by location. The line of a slow link says how much worse
+    """Return one line per link, grouped by location. For a slow link, the line says how much worse
     the link is than the best link."""
     by_location: dict[str, list[Link]] = {}
     for link in links:

@@ -1,4 +1,4 @@
-"""Use the model of a finished run: generate, evaluate, export and push."""
+"""Use the model from a finished run: generate, evaluate, export and push."""
 
 import argparse
 import importlib.util
@@ -39,8 +39,8 @@ from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
 MERGED_NF4 = "The base model was in NF4. The export contains its dequantized weights plus adapters."
-MERGED = "merged"  # folder of a LoRA run with the merged model
-TOKENS_AT_ONCE = 2048  # evaluated together; memory must hold the logits of all of them
+MERGED = "merged"  # folder in a LoRA run that contains the merged model
+TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
@@ -77,7 +77,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
 
 
 def _published(name: str) -> ModelSpec | None:
-    """Return the model with this name. Return None if the name looks like a path."""
+    """Return the model with this name, or None if the name looks like a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return None
     try:
@@ -160,7 +160,7 @@ def generate(arguments: argparse.Namespace) -> int:
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
         for piece in _decoded(tokenizer, ids):
-            # A model's text can contain control sequences for a terminal.
+            # Generated text can contain terminal control sequences.
             print(escape_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print()
@@ -239,8 +239,8 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
 
 
 def _plan_of(name: str) -> Plan | None:
-    """Return the plan of a run, or of the run to which an export belongs. Return None if there is
-    no such run."""
+    """Return the plan of a run, or of the run to which an export belongs. If there is no such run,
+    return None."""
     folder = given_path(name).resolve()
     if folder.name in (LAST, BEST, MERGED):
         folder = folder.parent
@@ -250,9 +250,9 @@ def _plan_of(name: str) -> Plan | None:
 def _samples_of(
     config: RunConfig, tokenizer: Tokenizer, rows: int
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
-    """Return (samples, number of bytes of each token, text that names the split, notes). The
-    samples come from the dataset's validation split if there is one. The notes name records that
-    are left out or cut."""
+    """Return (samples, number of bytes per token, string that names the split, notes). The samples
+    come from the dataset's validation split if there is one. The notes name records that are left
+    out or cut."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}

@@ -72,8 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Rank the layouts and print them. `configure` applies `key=value` texts to CONFIG. Return the
-    exit code."""
+    """Rank the layouts and print them. `configure` applies `key=value` strings to CONFIG. Return
+    the exit code."""
     command = shlex.join(["python", *sys.argv])
     job_file = None
     if arguments.write:
@@ -174,8 +174,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """Return an error that names the layout that needs the least memory, and says how much memory
-    this layout needs. Raises UserError if only the RAM is too small."""
+    """Return an error that names the layout with the lowest memory requirement and says how much
+    memory this layout needs. Raises UserError if only the RAM is too small."""
     if fit_on_gpu := [choice for choice in choices if choice.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
@@ -243,7 +243,7 @@ def _rank(
     config: Request,
     only: str,
 ) -> list[Prediction]:
-    """Return all layouts, the best first. If the user did not set activation_checkpointing, layouts
+    """Return all layouts, best first. If the user did not set activation_checkpointing, layouts
     that do not fit use as much activation checkpointing as they need."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
@@ -268,8 +268,8 @@ def _rank(
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
-    """Return a layout as a dictionary for --json. `memory_bytes` maps each component to the list of
-    its bytes on each rank."""
+    """Return a layout as a dictionary for --json. `memory_bytes` maps each component to a list of
+    its sizes in bytes, one per rank."""
     plan = choice.plan
     stages = choice.memory.by_place
     ranks_per_stage = plan.num_processes // len(stages)

@@ -68,7 +68,7 @@ def _layout_and_mode(choice: Prediction) -> str:
 def legend(
     choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, every: bool
 ) -> str:
-    """Return an explanation of the columns and words of the table. `gbit` is the network speed in
+    """Return an explanation of the columns and words in the table. `gbit` is the network speed in
     Gbit/s per GPU. It is None if the layouts do not use a network."""
     lines = [
         "first: the simplest layout that is as fast as the fastest, within the error of predictions"

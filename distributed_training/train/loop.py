@@ -94,7 +94,7 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or until a signal arrives. Return the number of the signal that stopped
-        the run. Return 0 if there is none. All ranks must call this method."""
+        the run, or 0 if there is none. All ranks must call this method."""
         if self.step == 0:
             sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
             self.history.sample_before = sample
@@ -131,8 +131,8 @@ class Trainer:
 
     def _train_one_step(self) -> int:
         """Run one step. Then evaluate, end the epoch and save a checkpoint, if due. Return the
-        number of the signal that stops the run. Return 0 if there is none. All ranks return the
-        same number. All ranks must call this method."""
+        number of the signal that stops the run, or 0 if there is none. All ranks return the same
+        number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:
             self._flush()
@@ -216,7 +216,7 @@ class Trainer:
         """Sum the pending losses over the ranks, and write, print and track the results. All ranks
         must call this method.
 
-        Raises NonFiniteError on all ranks at the first step whose loss or gradients are not finite,
+        Raises NonFiniteError on all ranks at the first step with a non-finite loss or gradient,
         unless `on_nonfinite` allows the step to be skipped. Every evaluation and save flushes
         first, so that no bad step is evaluated or saved."""
         self._flushed_at = time.monotonic()
@@ -304,8 +304,8 @@ class Trainer:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for the save in progress, if there is one, and add it to the history. Raises the
-        error of a save that failed. All ranks must call this method."""
+        """Wait for the save in progress, if there is one, and add it to the history. If the save
+        failed, raises the error that it caused. All ranks must call this method."""
         if self.saver.ending is None:
             return
         self.at("the end of a save", thread=self.saver.thread)
@@ -347,8 +347,8 @@ class Trainer:
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
         """Begin to write the model to `folder` in a thread. If `weights` is empty, gather the
-        weights first. Return the future of the thread. Return None on ranks that have nothing to
-        write. All ranks must call this method."""
+        weights first. Return a future for the thread, or None on ranks that have nothing to write.
+        All ranks must call this method."""
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
@@ -378,7 +378,7 @@ class Trainer:
         self.write_record()
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
-            if self.history.best is None:  # best/ may have the model of a later step.
+            if self.history.best is None:  # best/ may contain the model from a later step.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def _begin_training(self) -> None:

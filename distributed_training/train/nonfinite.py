@@ -1,5 +1,4 @@
-"""Handle losses and gradients that are not finite: find the cause and choose the checkpoint to
-restore."""
+"""Handle non-finite losses and gradients: find the cause and choose the checkpoint to restore."""
 
 import math
 from pathlib import Path
@@ -19,9 +18,9 @@ SKIPS_IN_A_ROW = 10
 
 
 class NonFiniteError(RunError):
-    """Error for a step whose loss or gradients are not finite. `saved` has the earlier checkpoints
-    of the run. `passed_over` is the step that a rollback has already skipped (0 if there is
-    none)."""
+    """Raised for a step with a non-finite loss or gradient. `saved` contains the earlier
+    checkpoints of the run. `passed_over` is the step that a rollback has already skipped (0 if
+    there is none)."""
 
     def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
         fix = "the run has no earlier checkpoint. Lower learning_rate, or look for a bad sample"
@@ -38,17 +37,17 @@ class NonFiniteError(RunError):
 
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
-    """Return whether this rank's gradients are not finite.
+    """Return whether any of this rank's gradients are non-finite.
 
     An overflow in fp16 is not a fault, because the engine then skips the update and lowers the loss
-    scale. For gradients that are not finite, an engine may report a norm of -1."""
+    scale. For non-finite gradients, an engine may report a norm of -1."""
     if result.skipped:
         return config.precision != "fp16"
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
 class Faults:
-    """Find the cause of steps that are not finite, and remember the step that a rollback skips."""
+    """Find the cause of non-finite steps, and remember the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
@@ -58,9 +57,9 @@ class Faults:
         self.passed_over = 0  # step whose batch is skipped after a rollback; 0 if there is none
 
     def describe(self, step: int, result: StepResult) -> str | None:
-        """Name the ranks whose loss is not finite and the first gradient, in the order of the
-        model, that is not finite. Return None if on_nonfinite=skip skipped the update and too few
-        steps in a row were skipped to stop the run. All ranks must call this method."""
+        """Name the ranks with a non-finite loss, and the first non-finite gradient in model order.
+        Return None if on_nonfinite=skip skipped the update and too few steps in a row were skipped
+        to stop the run. All ranks must call this method."""
         skips = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))
@@ -84,7 +83,7 @@ class Faults:
         return what
 
     def error(self, step: int, what: str) -> NonFiniteError:
-        """Return the error for a step that is not finite. All ranks must call this method."""
+        """Return the error for a non-finite step. All ranks must call this method."""
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))

@@ -49,7 +49,7 @@ class Profile:
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
         self._run_dir = plan.run_dir
-        # Remove the files of an earlier attempt, which may have had more processes.
+        # Remove the files from an earlier attempt, which may have had more processes.
         if self._rank == 0:
             for name in (TRACE_FILE, MEMORY_FILE):
                 for file in self._run_dir.glob(name.format("*")):

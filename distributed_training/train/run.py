@@ -45,7 +45,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     record = None
     resumed_step = 0
     if first:
-        if plan.checkpoint is None:  # Remove rows of an attempt that saved no checkpoint.
+        if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
             meta = resume.read_meta(plan.checkpoint)
@@ -174,15 +174,15 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
 
 
 def collect_results(trainer: Trainer) -> dict[str, Any]:
-    """Return the values that a record gets at the end of a run: history, profile, performance,
-    memory per rank, disk traffic including checkpoints, and sample. All ranks must call this
-    function."""
+    """Return the values that are added to a record at the end of a run: history, profile,
+    performance, memory per rank, disk traffic including checkpoints, and sample. All ranks must
+    call this function."""
     plan = trainer.plan
     config = plan.config
     sampler = trainer.sampler
     timed = trainer.timed
     # Use only the times of full steps without profiling. The last step of an epoch may have fewer
-    # tokens but takes as long.
+    # tokens but takes just as long.
     slowed = trainer.profile.slowed if trainer.profile else ()
     full_steps_s = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)

@@ -1,4 +1,4 @@
-"""Generate text with the model of a run, before and after training."""
+"""Generate text with a run's model, before and after training."""
 
 import torch.distributed as dist
 
@@ -14,9 +14,9 @@ from distributed_training.settings.errors import UserError
 def generate_sample(
     engine: Engine, plan: Plan, data: Data, display: Display, when: str
 ) -> str | None:
-    """Generate, print and return a text that continues CONFIG's prompt. Return None if CONFIG has
-    no prompt or the chat template rejects it. If the model is trained on conversations, the prompt
-    is a user message. All ranks must call this function."""
+    """Generate, print and return text that continues CONFIG's prompt. Return None if CONFIG has no
+    prompt or the chat template rejects it. If the model is trained on conversations, the prompt is
+    a user message. All ranks must call this function."""
     config = plan.config
     if config.generate is None:
         return None
@@ -40,7 +40,7 @@ def generate_sample(
     # Sequence parallelism pads the context to a multiple of tp, and padding needs positions.
     context = plan.size.num_positions // topology.tp * topology.tp
     # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
-    # with shards gather parameters from all ranks.
+    # with sharded parameters gather them from all ranks.
     ids = list(continuation(
         engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
         past=engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),

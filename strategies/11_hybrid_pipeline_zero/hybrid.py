@@ -1,4 +1,4 @@
-"""Declare the capabilities of DeepSpeed's pipeline engine. No torch import."""
+"""Declare the capabilities of DeepSpeed's pipeline engine. This module does not import torch."""
 
 from dataclasses import replace
 

@@ -30,7 +30,7 @@ from distributed_training.parallel.mesh import Topology
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """Return the layer spec of a module whose parameter `weight` is tied. DeepSpeed uses `module`
+    """Return the layer spec for a module whose parameter `weight` is tied. DeepSpeed uses `module`
     itself instead of building a new module."""
     spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
     spec.build = lambda log=False: module
@@ -58,7 +58,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         else:  # `head` uses the rows directly, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
-        # The list hides the module from torch. Otherwise the parameter would belong to two layers.
+        # The list hides the module from torch. Otherwise, the parameter would belong to two layers.
         self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
@@ -98,7 +98,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
-    """Engine that runs pipeline stages in DeepSpeed's 1F1B schedule. Otherwise, it works like the
+    """Engine that runs pipeline stages with DeepSpeed's 1F1B schedule. Otherwise, it works like the
     engine of the other DeepSpeed strategies."""
 
     _shape: torch.Size | None = None

@@ -1,4 +1,5 @@
-"""Declare the traits of local SGD and the keys that it adds to CONFIG. No torch import."""
+"""Declare the traits of local SGD and the keys that it adds to CONFIG. This module does not import
+torch."""
 
 from typing import Annotated
 

@@ -2,7 +2,7 @@
 
 Each replica takes `local_steps` steps with its own gradients, then all replicas synchronize. Local
 SGD continues from the mean of the weights. DiLoCo takes a Nesterov step from the weights of the
-last synchronization towards this mean. Each replica keeps its own Adam moments.
+last synchronization toward this mean. Each replica keeps its own Adam moments.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from distributed_training.settings.strategies import strategy_options
 
 
 class LocalSGD(NativeEngine):
-    """Replicas that diverge for `local_steps` steps. Evaluations and checkpoints use the mean of
-    the replicas."""
+    """Engine whose replicas diverge for `local_steps` steps. Evaluations and checkpoints use the
+    mean of the replicas."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
         options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
         self.options = options
         # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the
-        # only way to compute the same as dp and keep the weights equal.
+        # only way to compute the same results as dp and keep the weights equal.
         self.averages_gradients = options.local_steps == 1 and options.averages
         self.since = 0  # steps since the last synchronization
         self.saved: list[torch.Tensor] = []  # this replica's weights while the mean replaces them

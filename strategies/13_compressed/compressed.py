@@ -57,7 +57,7 @@ class Compressed(NativeEngine):
 
 def apply_compression(module: DistributedDataParallel, options: Any) -> State:
     """Compress the gradients of `module`, whose buckets must already have their final arrangement.
-    Return the state of the hook, which a resumed run needs to continue exactly."""
+    Return the hook's state, which a resumed run needs in order to continue exactly."""
     if options.compression == "powersgd":
         powersgd = PowerSGDState(
             None,
@@ -89,7 +89,7 @@ def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
 
 
 def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Return fp32 rows [R, n] from the messages of `compress`, close to the original rows."""
+    """Return fp32 rows [R, n] that approximate the rows that `compress` turned into messages."""
     sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
     contiguous = torch.contiguous_format
     fields = [field.clone(memory_format=contiguous) for field in message.split(sizes, dim=1)]

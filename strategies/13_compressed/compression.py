@@ -1,5 +1,5 @@
-"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. No torch
-import."""
+"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. This
+module does not import torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -21,7 +21,7 @@ TRAITS = Traits(
 
 
 class OPTIONS(Options):
-    """PowerSGD of rank 4 by default."""
+    """The default is PowerSGD with rank 4."""
 
     compression: Literal["powersgd", "topk-int8"] = key(
         "powersgd", work=True, help="compression method for gradients before they are averaged"

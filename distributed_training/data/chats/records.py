@@ -181,9 +181,9 @@ class Shape:
         return Conversation(messages, tools, documents, values or {}, skip)
 
     def _question(self, keys: Mapping[str, Any], where: str) -> list[Message]:
-        """Return the messages before the answer of a record with a pair of texts: optional earlier
-        pairs of question and answer, then the question. In the Alpaca format, the question is an
-        instruction with an optional input."""
+        """Return the messages that precede the answer in a record with a question and its answer:
+        optional earlier question-answer pairs, then the question. In the Alpaca format, the
+        question is an instruction with an optional input."""
         history = _parsed(keys.get("history")) or None
         messages = list[Message]()
         for turn in self._check(history, "history", where, list, optional=True) or []:

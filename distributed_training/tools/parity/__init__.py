@@ -1,11 +1,11 @@
 """Check that every layout computes the same results as a single process.
 
-The reference is one process without compilation. This process trains twice, the second time with
-another micro-batch size. The difference between these two runs is the rounding error. A layout
+The reference is one process without compilation. This process trains twice, the second time with a
+different micro-batch size. The difference between these two runs is the rounding error. A layout
 fails if it differs by more than LIMITS and by more than SPREADS times the rounding error. Each
-tensor has a separate rounding error, because Adam turns gradients that consist of rounding into
-large steps. If records are packed, one process also trains on the records one by one. This run
-counts as a layout.
+tensor has a separate rounding error, because Adam turns gradients that consist only of rounding
+errors into large steps. If records are packed, one process also trains on the records one by one.
+This run counts as a layout.
 
 Only two process groups train: one process, then the processes of the layouts. Starting processes
 takes longer than training the few steps."""
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
     """Train under every layout, then write the page. Return the exit code, which is 0 if the
-    layouts compute the same as one process."""
+    layouts compute the same results as one process."""
     if arguments.jobs is not None and current_process() is not None:
         from distributed_training.tools.parity import ranks
 
@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
-    """Return 0 if at least one layout computes the same as one process and no layout differs or
-    fails. Otherwise, return 1."""
+    """Return 0 if at least one layout computes the same results as one process and no layout
+    differs or fails. Otherwise, return 1."""
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 

@@ -1,4 +1,4 @@
-"""Unpack packed records into one record per row. Training on these rows is the reference for
+"""Unpack packed records into one record per row. Training on these rows serves as the reference for
 packing."""
 
 import itertools
@@ -11,7 +11,7 @@ from distributed_training.data.samples import IGNORE_INDEX, Sampler, Samples, St
 
 def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
     """Return the inputs and targets of the documents in packed blocks: int64 [2, documents,
-    seq_len]. Each document is padded to the length of a block. `micro_batch` is from
+    seq_len]. Each document is padded to the length of a block. `micro_batch` comes from
     `Samples.batch`."""
     inputs, targets, _, ends = micro_batch
     rows = []

@@ -1,5 +1,5 @@
-"""Train under one layout after the other in a process group of `parity`. Compare each layout with
-the reference, which a group of one process trained earlier.
+"""Train under one layout after another in a process group of `parity`. Compare each layout with the
+reference, which a group of one process trained earlier.
 
 A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
 "progress": [number of runs before these, number of all runs]}. Before each run, rank 0 adds a line
@@ -45,7 +45,7 @@ from distributed_training.train.loop import Trainer
 # Relative differences that another order of summation in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
-STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors of a checkpoint
+STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors in a checkpoint
 RESULTS, LOG, RUNS = "runs/results.jsonl", "log.txt", "runs"
 Values = dict[str, Any]
 Build = Callable[[Sequence[str]], Request]
@@ -63,7 +63,7 @@ class Rows(metrics.Tracker):
 
 
 def train_all(file: Path, build: Build) -> int:
-    """Run the jobs of a file as one rank of the process group. Return the exit code. All ranks must
+    """Run the jobs in a file as one rank of the process group. Return the exit code. All ranks must
     call this function."""
     jobs = json.loads(file.read_text(encoding="utf-8"))
     out = Path(jobs["out"])
@@ -151,7 +151,7 @@ def _train_one_by_one(run: harness.Run) -> Values:
 
 
 def _train_dequantized(run: harness.Run) -> Values:
-    """Call `_train` with dequantized matrices: frozen, in the compute dtype, with the values of
+    """Call `_train` with frozen matrices in the compute dtype, whose values are dequantized from
     NF4."""
     from distributed_training.models.nf4 import replace_by_dequantized
 
@@ -161,7 +161,7 @@ def _train_dequantized(run: harness.Run) -> Values:
 
 def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
     """Compare a run with the reference and remove the run's folder. Return the run's entry for
-    parity.json. `results` are from `harness.each_run`."""
+    parity.json. `results` comes from `harness.each_run`."""
     if isinstance(results, str):
         return {"verdict": "skipped", "why": results, "apart": {}, "mesh": None}
     entry = results[0]
@@ -202,8 +202,8 @@ def compare(entry: Values, reference: Values) -> Differences:
 
 
 def judge(apart: Differences, again: Differences) -> tuple[str, str]:
-    """Return (verdict, reason) for `apart`, the differences of a layout from one process. `again`
-    contains the differences between the two runs of one process."""
+    """Return (verdict, reason) for `apart`, the differences between a layout and one process.
+    `again` contains the differences between the two runs of one process."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         differences = apart[quantity]
@@ -228,7 +228,7 @@ def _relative_difference(value: float | None, reference: float | None) -> float:
 
 
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
-    """Return the relative difference, by norm, of each tensor of the last checkpoints. The tensors
+    """Return the relative difference in norm for each tensor in the last checkpoints. The tensors
     are weights and Adam moments. Adam moments are included because Adam's steps hardly depend on
     the magnitude of a gradient. Checkpoints of all layouts have the same tensors."""
     files = []

@@ -28,7 +28,7 @@ PLAIN: compare.Values = {
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """One training run of the check and its result."""
+    """One training run in the check and its result."""
 
     key: str
     name: str
