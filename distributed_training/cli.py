@@ -54,13 +54,13 @@ class Program:
     config: Mapping[str, Any]
     script: Path
     about: str
-    output_dir: Path  # output_dir of CONFIG
+    output_dir: Path  # CONFIG's output_dir
     argv: tuple[str, ...] = ()  # arguments after the command
 
 
 class AddOverride(argparse.Action):
-    """Action that appends the option of a key to `overrides` as `key=value`, in the order of the
-    command line."""
+    """Action that appends a key's option to `overrides` as `key=value`, in the order of the command
+    line."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
@@ -70,7 +70,7 @@ class AddOverride(argparse.Action):
 def about_key(key: Key, *details: str) -> str:
     """Return a key's help, followed by its choices and `details` in parentheses."""
     notes = list(details)
-    if key.name == "strategy":  # the choices are the folders of strategies/
+    if key.name == "strategy":  # the choices are the folders in strategies/
         notes.insert(0, ", ".join(strategies.list_strategies()))
     elif any("enum" in form for form in key.forms):
         notes.insert(0, key.accepts())
@@ -164,7 +164,7 @@ def _load(module: str) -> Any:
 
 
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Train under CONFIG, a preset and the command line. With --dry-run, print the plan."""
+    """Train with CONFIG, a preset and the command line. With --dry-run, print the plan."""
     name = program.script.name
     usages = [f"{name} {command} --help" for command in COMMANDS if command != "train"]
     parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *usages])
@@ -198,7 +198,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Add the options of the command `name` of tools/, which accepts CONFIG's keys in addition to
+    """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
     its own options."""
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"

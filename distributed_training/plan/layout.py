@@ -30,8 +30,8 @@ class Batch(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
     global_batch_size: int  # sequences per step, the product of the other three
-    micro_batch_size: int  # sequences of one replica in one forward pass
-    num_microbatches: int = Field(  # micro-batches of one replica in a step
+    micro_batch_size: int  # sequences per replica and forward pass
+    num_microbatches: int = Field(  # micro-batches per replica and step
         validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
     )
     # Replicas with different data: dp_replicate x dp_shard

@@ -25,9 +25,9 @@ PLAN_FILE = "plan.json"
 class Packing:
     """Statistics about records that are packed into blocks."""
 
-    # Most documents in a micro-batch of the run; padding counts as one document per sample
+    # Maximum number of documents in any micro-batch; padding counts as one document per sample
     max_documents: int
-    mean_length: float  # mean length of the document that a token belongs to, in tokens
+    mean_length: float  # mean length, in tokens, of the document that contains a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +50,11 @@ class Draft:
     uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages replicated parts
     output_dir: Path
     run_dir: Path  # this run's folder; only a name before `reserve_run_dir`
-    # This run's folder for state that is kept on disk; None if there is none
+    # This run's folder for state that is kept on disk; None if no state is kept on disk
     offload_dir: Path | None
     from_defaults: tuple[str, ...]  # keys that CONFIG left open and the strategy's defaults set
     engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
-    # Steps between exchanges of that engine (settings/keys.py: Options)
+    # Number of steps between that engine's exchanges (settings/keys.py: Options)
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # state that the strategy's engine adds
     orders: FoundOrders | None = None  # orders, if they depend on durations (plan/orders.py)
@@ -79,7 +79,7 @@ class Draft:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the decided values under CONFIG's keys, then the engine's own options."""
+        """Return the resolved values of CONFIG's keys, followed by the engine's own options."""
         return self.config.to_user_words() | self.engine_options
 
     @property
@@ -118,7 +118,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Draft):
-    """Plan of a run that has passed every check that needs no process group."""
+    """Plan of a run, after all checks that need no process group have passed."""
 
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
     command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`
@@ -137,8 +137,8 @@ class Plan(Draft):
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None
-    # Agents of torchrun that started the processes. If one of them started an earlier run, that run
-    # is continued.
+    # The torchrun agents that started the processes. If one of these agents started an earlier run,
+    # that run is continued.
     launchers: list[str] = field(default_factory=list)
     # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None

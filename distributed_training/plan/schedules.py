@@ -24,7 +24,7 @@ class Schedule:
     kept: Callable[[int, int], float]
     stages_per_rank: int = 1  # 1 or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
-    # True if gradients of inputs and of weights are computed at different times
+    # True if input gradients and weight gradients are computed at different times
     splits_backward: bool = False
     timed: bool = False  # whether its order depends on durations (orders.py)
     searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s
@@ -47,7 +47,7 @@ class Schedule:
 class FoundOrders:
     """Orders found for a pipeline, and the durations in seconds for which they were found."""
 
-    by_place: tuple[str, ...]  # order of each pipeline rank, as orders.py writes it
+    by_place: tuple[str, ...]  # order of each pipeline rank, in the format of orders.py
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 
@@ -65,7 +65,7 @@ SCHEDULES: dict[str, Schedule] = {
         bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
         kept=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
-        takes=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have equal length
+        takes=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
     ),
     "zb-h1": Schedule(
         bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),

@@ -20,11 +20,11 @@ GIVEN_BY = {"F": -1, "f": 1, "i": -1, "I": 1}
 
 @dataclass(slots=True)
 class _Process:
-    """Process of the V and the steps that it has run so far."""
+    """A process of the V, and the steps that it has run so far."""
 
     clock: int = 0
     idle: int = 0  # idle time since its first forward pass
-    held: int = 0  # number of activations, each of one stage
+    held: int = 0  # number of sets of activations, each for one stage
     word: list[str] = field(default_factory=list)
     late: deque[str] = field(default_factory=deque)  # weight gradients that are ready to run
     ends: dict[str, list[int]] = field(default_factory=lambda: {step: [] for step in GIVEN_BY})
@@ -38,8 +38,9 @@ class _Filling:
 
     def __init__(self, p: int, lasts: dict[str, int], allowed: Sequence[int]) -> None:
         """Start with no steps. `lasts`: durations of F, I, W and a message, for one stage.
-        `allowed`: total idle time of each process up to which it does not run a weight gradient
-        early. A process may always idle as long as the process that has idled most so far."""
+        `allowed`: for each process, the total idle time up to which it does not run a weight
+        gradient early. A process may always idle as long as the process that has idled most so
+        far."""
         self.processes = [_Process() for _ in range(p)]
         self.lasts = lasts
         self.allowed = allowed

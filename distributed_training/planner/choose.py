@@ -124,8 +124,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
 
 
 def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the JSON with each ZeRO size that is "auto" replaced by the value that the Hugging
-    Face Trainer uses."""
+    """Return the JSON after replacing each "auto" ZeRO size with the value that the Hugging Face
+    Trainer uses."""
     zero = document.get("zero_optimization", {})
     sizes = {name: size(hidden_size) for name, size in SIZES.items() if zero.get(name) == AUTO}
     return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)

@@ -30,12 +30,12 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
 QUICKLY_CUT = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
-MAX_SPARE_ROWS = 128  # accepted number of embedding rows beyond the tokenizer's tokens
+MAX_SPARE_ROWS = 128  # maximum number of embedding rows beyond the tokenizer's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Files that a run reads, and values of the keys that depend on these files."""
+    """Files that a run reads, and key values that depend on these files."""
 
     decided: dict[str, Any]  # key -> value
     model: ModelSpec
@@ -47,7 +47,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Values of keys and counts that depend on the samples."""
+    """Key values and counts that depend on the samples."""
 
     decided: dict[str, Any] = field(default_factory=dict)  # key -> value
     packing: Packing | None = None
@@ -68,7 +68,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
-    if opened.is_gpt2:  # slower tokenizers are checked when they tokenize
+    if opened.is_gpt2:  # other tokenizers are slower and are checked during tokenization
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
@@ -216,8 +216,8 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
-    """Return the name of the dataset, with "auto" resolved. Raises UserError if `strict` is true
-    and WikiText-2 is not available for "auto"."""
+    """Return the dataset's name after resolving "auto". Raises UserError if `strict` is true and
+    WikiText-2 is not available for "auto"."""
     if dataset != AUTO:
         return dataset
     try:

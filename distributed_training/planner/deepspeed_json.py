@@ -92,7 +92,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
                 f"{what}: this run may skip different steps from runs with other strategies"
             )
     zero = document.get("zero_optimization", {})
-    if zero.get("stage") == 3:  # slower if blocks are compiled
+    if zero.get("stage") == 3:  # the option is slower if blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):
         section = zero.get(part)

@@ -128,9 +128,9 @@ ASK_LIMIT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Remove sections without an effect from `document`. Return the dotted names of the values that
-    only DeepSpeed can check. Raises UserError for a section or value that this suite does not run
-    as written."""
+    """Remove sections that have no effect from `document`. Return the dotted names of the values
+    that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
+    run as written."""
     for name, section in list(document.items()):
         in_braces = isinstance(section, dict)
         off = in_braces and (section.get("enabled") is False or not any(section.values()))

@@ -156,14 +156,14 @@ def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
 
 
 def _changes(config: RunConfig, wanted: Settings) -> Settings:
-    """Return the settings of `wanted` that differ from CONFIG."""
+    """Return the settings in `wanted` that differ from CONFIG."""
     return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the settings of RELAXED_SETTINGS that this layout needs: no setting, one setting or
-    all settings that differ from CONFIG. Return None if the layout is rejected even with all
-    of them."""
+    """Return the settings in RELAXED_SETTINGS that this layout needs: no setting, one setting or
+    all settings that differ from CONFIG. Return None if the layout is rejected even with all of
+    them."""
     changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         tried = replace(candidate, config=candidate.config.model_copy(update=settings))
@@ -176,7 +176,7 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 def build_layout(candidate: Candidate) -> Layout:
     """Partition the model into pipeline stages. Raises UserError if the mesh cannot divide the
-    model or is incompatible with a setting of CONFIG."""
+    model or is incompatible with a CONFIG setting."""
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
@@ -298,8 +298,8 @@ def cut_batch(candidate: Candidate) -> Batch:
     ]
     if not counts:
         raise _refusal(candidate, possible, sequences)
-    # A block keeps 16 values per hidden unit (predict/memory.py). 4 of these values are between the
-    # layers that tp splits, where only sequence parallelism shards activations.
+    # A block keeps 16 values per hidden unit (predict/costs/block.py). Of these values, 4 are
+    # between the layers that tp splits, where only sequence parallelism shards activations.
     tp = candidate.mesh["tp"]
     share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 

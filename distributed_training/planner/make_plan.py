@@ -28,7 +28,7 @@ def make_plan(
     cluster: Cluster,
     read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
 ) -> Plan:
-    """Return the plan of a run, after checking that the run can start. Files are downloaded only
+    """Return the plan for a run, after checking that the run can start. Files are downloaded only
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
     does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []

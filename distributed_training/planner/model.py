@@ -19,7 +19,7 @@ from distributed_training.settings.strategies import Strategy
 WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
 # Keys in WORDS_PRESET that are ignored here
 PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
-CPU_EVAL_SAMPLES = 50  # evaluating them takes 0.5 s on two cores with 512 tokens per sample
+CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per sample
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 
 
@@ -30,10 +30,10 @@ def choose_model(
     strategy: Strategy | None,
     notes: list[str],
 ) -> tuple[Request, ModelSpec]:
-    """Return CONFIG with the model chosen if it is "auto", and the model. If the model is chosen
-    for a CPU, also choose training settings for the user's own text. If training continues
-    adapters, the adapters determine the LoRA keys. `strategy` is None if the planner still has to
-    choose the strategy. Raises UserError for an unknown model."""
+    """Return CONFIG, with a model chosen if `model` is "auto", and the model's specification. If
+    the model is chosen for a CPU, also choose training settings for a local dataset. If training
+    continues adapters, the adapters determine the LoRA keys. `strategy` is None if the planner
+    still has to choose the strategy. Raises UserError for an unknown model."""
     decided = _continue_adapters(config, notes)
     if decided.get("model", config.model) != AUTO:
         pass
@@ -81,9 +81,9 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the values that a folder in `weights` determines. The values are the model, if CONFIG
-    does not name a model, and the rank, alpha, targets and dropout of adapters in the folder.
-    Raises UserError if CONFIG sets another rank, alpha or targets."""
+    """Return the key values that a folder in `weights` determines: the model, if CONFIG does not
+    name one, and the rank, alpha, targets and dropout of adapters in the folder. Raises UserError
+    if CONFIG sets a different rank, alpha or targets."""
     folder = Path(config.weights)
     decided: dict[str, Any] = {}
     if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():

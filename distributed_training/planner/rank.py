@@ -38,7 +38,7 @@ from distributed_training.settings.strategies import (
 ALIKE = 0.03
 ALIKE_ON_CPU = 0.2
 ALIKE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-SAFE = 0.05  # relative extra step time that the layout with the least memory may take
+SAFE = 0.05  # maximum relative increase in step time for the layout with the least memory
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MOST_BATCH = 8  # the largest batch size to test is 2 to this power
 MOST_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
@@ -49,10 +49,10 @@ def rank_layouts(
 ) -> list[Prediction]:
     """Return the predictions of all valid layouts, sorted from best to worst.
 
-    `build` returns CONFIG for the name of a strategy. `build` raises UserError if CONFIG and the
-    strategy are incompatible. Algorithms that compute different results are included only if
-    `asked` names them. On CPUs, strategies with CPU offload are included only if `asked` names them
-    or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
+    `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
+    incompatible. Algorithms that compute different results are included only if `asked` names them.
+    On CPUs, strategies with CPU offload are included only if `asked` names them or CONFIG has a
+    DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):
@@ -75,7 +75,7 @@ def rank_layouts(
 
 
 def _detours(plan: Draft) -> tuple[int, bool]:
-    """Return a sort key for strategies that give the same layout. The strategy that needs the
+    """Return a sort key for strategies that produce the same layout. The strategy that needs the
     fewest settings comes first. On a tie, fsdp comes before dp for sharded replicas (HSDP)."""
     shards = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(settings_of(plan)), shards and plan.strategy.mesh["dp_shard"] == 1
@@ -125,7 +125,7 @@ def _more_microbatches(plan: Draft) -> list[int]:
 
 
 def settings_of(plan: Draft) -> dict[str, Any]:
-    """Return the settings that give this layout, besides `strategy`."""
+    """Return the settings, other than `strategy`, that produce this layout."""
     named_mesh = plan.strategy.mesh
     mesh = plan.mesh
     settings: dict[str, Any] = {
@@ -170,7 +170,7 @@ def as_chosen(config: Request, name: str) -> Request:
 
 
 def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
-    """Suggest settings with which a plan fits into the memory of the cluster, such as "set
+    """Suggest settings with which a plan fits into the cluster's memory, such as "set
     num_microbatches=8". Candidates are more micro-batches, recomputation, a quantized base model,
     another strategy and a smaller optimizer state."""
     config = plan.config
@@ -243,7 +243,7 @@ def _within(choices: Sequence[Prediction], best: Prediction, share: float) -> li
 
 
 def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
-    """Return the recommended layouts of a ranking, each with labels such as "first, fastest"."""
+    """Return the recommended layouts from a ranking, each with labels such as "first, fastest"."""
     best = choices[0]
     safest = min(_within(choices, best, SAFE), key=lambda choice: choice.memory.needed_bytes)
     labeled: dict[int, tuple[list[str], Prediction]] = {}
@@ -255,7 +255,7 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
 def choose_strategy(
     config: Request, cluster: Cluster, model: ModelSpec, notes: list[str]
 ) -> tuple[Request, Strategy]:
-    """Choose the strategy and the axes of the mesh by their predicted speed. Return CONFIG with the
+    """Choose the strategy and the mesh axes by their predicted speed. Return CONFIG with the
     choice, and the strategy. `model` is the model that CONFIG names. Raises UserError if no
     strategy fits."""
     few = 8 if config.batch_size == AUTO else config.batch_size

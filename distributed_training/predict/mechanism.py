@@ -30,13 +30,13 @@ Cost = NDArray[np.float64]
 # Points in a step at which memory use may peak: during the passes, in the backward pass of the
 # first block (the last block to run backward), and in the optimizer step
 Moment = Literal["passes", "first block", "update"]
-Parts = Mapping[str, float]  # component of memory (predict/memory.py) -> bytes
+Parts = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
 Passes = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
 
 
 def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
-    """Return the number of bytes that each of `members` processes sends in a ring collective, or
-    that the sender sends in a "send" or "broadcast"."""
+    """Return the number of bytes that each of `members` processes sends in a ring collective. For
+    "send" and "broadcast", return the number of bytes that the sender sends."""
     if kind in ("send", "broadcast"):
         return tensor_bytes
     return TURNS[kind] * (members - 1) / members * tensor_bytes
@@ -58,7 +58,7 @@ class Place:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.micro_batches = plan.batch.num_microbatches
-        # Number of times per step that FSDP and ZeRO exchange a block, which is 1 in a pipeline
+        # Number of times per step that FSDP and ZeRO exchange a block (1 in a pipeline)
         self.rounds = 1 if self.pp > 1 else self.micro_batches
         # Whether the model's own weights are frozen and only adapters are trained
         self.frozen = config.lora_rank > 0
@@ -189,7 +189,7 @@ class Mechanism:
     again: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
     moved: Callable[[Place], float] = lambda _: 0
-    # Bytes that clipping and the optimizer step of a process read and write
+    # Bytes that clipping and the optimizer step read and write in a process
     updated: Callable[[Place], float] = lambda _: 0
     # Number of exchanges per block that the host launches
     launches: Callable[[Place], float] = lambda _: 0

@@ -22,7 +22,7 @@ class MemoryEstimate:
     """Estimated peak memory of the processes on each pipeline rank, in bytes."""
 
     by_place: list[dict[str, int]]  # component -> bytes when their sum is largest
-    likely_bytes: list[int]  # lower and upper ends of the GPU memory that is likely needed
+    likely_bytes: list[int]  # lower and upper ends of the likely need for GPU memory
     context_bytes: int  # on a GPU, outside PyTorch's allocator
     host_bytes: int  # RAM per process
     disk_bytes: int  # size of the files per process

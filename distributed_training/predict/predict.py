@@ -30,11 +30,11 @@ class Cluster:
 
     num_processes: int
     processes_a_node: int
-    machine: Machine  # one node
+    machine: Machine  # hardware of one node
     rates: Rates | None  # None for an unknown GPU
     name: str
     is_here: bool  # whether this machine is one of the nodes
-    # Layouts that "auto" chooses must need less GPU memory than this
+    # Layouts that "auto" chooses must need less GPU memory than this number of bytes
     below_bytes: float = math.inf
 
 
@@ -204,7 +204,7 @@ class Prediction:
         return self.tokens_per_s * flops / (self.rates.peak_flops * plan.num_processes)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the values that a run's record stores."""
+        """Return the values to store in a run's record."""
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,

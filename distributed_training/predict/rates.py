@@ -45,10 +45,10 @@ class Rates:
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
-    on_host: bool = False  # whether no device computes while Python runs
+    on_host: bool = False  # whether Python and the computation share the CPU
     peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
     measured_at: str = ""  # time of calibration; "" if the rates were not measured
-    measured: tuple[str, ...] = ()  # measured parts: "host", "gpu"
+    measured: tuple[str, ...] = ()  # parts that were measured: "host", "gpu"
 
 
 def rates_of(gpu: Gpu) -> Rates:

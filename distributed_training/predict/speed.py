@@ -74,7 +74,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
 
 
 class Work(Timing):
-    """Times and costs of the parts of a plan's step."""
+    """Times and costs of the individual parts of a plan's step."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan, rates)

@@ -18,7 +18,8 @@ def tensor_bytes(at: Place) -> Bytes:
 
 
 def sent_by_kind(at: Place) -> dict[str, float]:
-    """Map "axis kind" to the number of bytes that a process sends per step."""
+    """Return the number of bytes that a process sends per step, by axis and operation. The keys are
+    strings such as "tp all_reduce"."""
     return {
         f"{axis} {kind}": sent_bytes(kind, size, 2 if axis == "pp" else at.mesh[axis])
         for (axis, kind), size in sorted(tensor_bytes(at).items())
@@ -26,8 +27,8 @@ def sent_by_kind(at: Place) -> dict[str, float]:
 
 
 def sent_by_axis(plan: Draft) -> dict[str, float]:
-    """Map each axis to the number of bytes that a process sends per step. The process is on the
-    pipeline rank whose processes send the most."""
+    """Return the number of bytes that a process sends per step over each axis. The process is on
+    the pipeline rank whose processes send the most."""
     most = max(map(sent_by_kind, all_places(plan)), key=lambda sent: sum(sent.values()))
     by_axis: dict[str, float] = defaultdict(float)
     for name, size in most.items():

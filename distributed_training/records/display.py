@@ -18,11 +18,12 @@ from distributed_training.settings.files import folder_label, plural, relative_p
 from distributed_training.settings.machine import GIB
 
 MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
-WIDTH = 80  # length of the longest line that a run prints
+WIDTH = 80  # maximum length of the lines that a run prints
 
 
 class Display:
-    """Output of a run. Progress is a bar on a terminal and an occasional line in a log file."""
+    """Output of a run. Progress is shown as a bar on a terminal and as occasional lines in a log
+    file."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -37,7 +38,7 @@ class Display:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a note about a choice that was made for the user, with the reason."""
+        """Print a note that states a choice made for the user and the reason for this choice."""
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
@@ -74,7 +75,7 @@ class Display:
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
         """Show the last of `rows`, which are rows of metrics.jsonl. The speed excludes the run's
-        first step, whose number is `first`, because this step is slower than the others."""
+        first step, step `first`, because this step is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]
@@ -137,7 +138,7 @@ def _quote(word: str) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Format a number of bytes in GiB, or in MiB if it is small."""
+    """Format a number of bytes in GiB, or in MiB if the number is small."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -161,7 +162,7 @@ def short_path(path: str | Path) -> str:
 
 
 def last_part(source: str) -> str:
-    """Return a short name for a dataset or for weights. The short name of a path is its last
+    """Return a short name for a dataset or for weights. For a path, the name is its last
     component."""
     return folder_label(Path(source.rstrip("/"))) or source
 
@@ -291,7 +292,7 @@ def describe_prediction(
 
 
 def bottleneck(bound_by: str) -> str:
-    """Return the displayed name of a step's main bottleneck."""
+    """Return the display name of a step's main bottleneck."""
     words = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
     return words.get(bound_by, bound_by)
 

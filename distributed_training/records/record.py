@@ -118,7 +118,7 @@ class History(BaseModel):
         return f"{lowest:.4f} at step {self.evaluations[losses.index(lowest)]['step']}"
 
     def cut(self, step: int) -> None:
-        """Drop the results after `step`."""
+        """Drop all results that were recorded after `step`."""
         self.step = step
         self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
         for rows in (self.evaluations, self.epochs, self.saves, self.loads):
@@ -141,7 +141,7 @@ class Record(History):
     hostname: str | None = None  # host of the process that writes the record
     pid: int | None = None  # process id of that process
     run_dir: str  # "" if the run left no folder
-    # The resolved CONFIG, without "auto"
+    # CONFIG after all "auto" values have been resolved
     config: Annotated[dict[str, Any], _has("model", "dataset", "max_length", "precision")]
     engine_options: dict[str, Any] = {}  # keys that only this strategy's engine declares
     config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
@@ -177,7 +177,9 @@ class Record(History):
     # measured are None.
     memory: _Numbers = {}
     loss_seconds: list[float] = []  # training time up to each entry of loss_curve; set by `compare`
-    disk: dict[str, int] | None = None  # read_bytes and write_bytes of all ranks in num_steps steps
+    disk: dict[str, int] | None = (
+        None  # read_bytes and write_bytes of all ranks during num_steps steps
+    )
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, averaged over ranks
 
     @property

@@ -50,8 +50,7 @@ class Section:
 
 
 def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Return one section per comparison. If there are several sections, the names of the plots are
-    numbered."""
+    """Return one section per comparison. If there are several sections, plot names are numbered."""
     sections = []
     is_numbered = len(comparisons) > 1
     for number, comparison in enumerate(comparisons, 1):

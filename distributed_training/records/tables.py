@@ -18,7 +18,7 @@ _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 @dataclass(frozen=True)
 class Number:
-    """Column of numbers. A cell shows the number of one run, or the mean over several runs."""
+    """Column of numbers. A cell shows the value of one run, or the mean over several runs."""
 
     value: Value
     show: Callable[[float], str]

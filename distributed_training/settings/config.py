@@ -42,7 +42,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Validated values of CONFIG's keys."""
+    """Validated values of the CONFIG keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -269,8 +269,8 @@ def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
-    """Return an instance of `model` with these `values`. `keys` describes the fields of `model`.
-    Raises UserError for a value that is not accepted."""
+    """Return an instance of `model` with the given `values`. `keys` describes the fields of
+    `model`. Raises UserError for a value that is not accepted."""
     try:
         return model(**values)
     except ValidationError as error:

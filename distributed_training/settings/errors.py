@@ -15,7 +15,7 @@ from distributed_training.settings.launchers import is_first
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
-# Phrases in errors of Python, torch and the dynamic linker if memory or threads are refused
+# Phrases in the errors of Python, torch and the dynamic linker when memory or threads are denied
 _OUT_OF_MEMORY = (
     "annot allocate memory", "can't allocate memory", "failed to map segment",
     "can't start new thread", "Resource temporarily unavailable",
@@ -119,7 +119,7 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
 
 
 def explain(error: Exception) -> UserError | None:
-    """Return an error that says which defect of the system or of the environment made a library
+    """Return an error that names the defect in the system or the environment that made a library
     fail with `error`. Return None if there is no such defect."""
     if gone := current_folder_is_gone():
         return gone

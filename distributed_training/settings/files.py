@@ -71,7 +71,7 @@ def relative_path(path: str | Path) -> str:
 
 
 def given_path(text: str | Path) -> Path:
-    """Return the path of a file or folder that the user names. A relative path refers to the
+    """Return the path to a file or folder that the user names. A relative path refers to the
     current folder, or to the checkout if the path exists only there."""
     path = Path(text).expanduser()
     in_checkout = ROOT / path

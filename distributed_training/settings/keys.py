@@ -73,7 +73,7 @@ def key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field that is a key. The help text is `help` or a string below the field. `work`:
+    """Declare a model field as a key. The help text is `help` or a string below the field. `work`:
     whether two runs must have the same value to be comparable."""
     schema: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=schema)
@@ -166,7 +166,7 @@ def by_key(
 
 def foreign_key(name: str) -> str | None:
     """Return advice on an option of transformers' Trainer, accelerate or a launcher, such as the
-    corresponding option of this suite. Return None for an unknown option."""
+    corresponding option in this suite. Return None for an unknown option."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(name.lower().replace("-", "_"))
     return advice

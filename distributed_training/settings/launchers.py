@@ -56,7 +56,7 @@ SOURCES = (
     Source(  # LSF
         "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
     ),
-    # sbatch also sets SLURM_PROCID, but no variable of a step. SLURM_PTY_PORT is set in a shell
+    # sbatch also sets SLURM_PROCID, but no step variable. SLURM_PTY_PORT is set in a shell
     # that srun --pty starts.
     Source(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", unless="SLURM_PTY_PORT",
@@ -132,8 +132,8 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def is_first(environment: Mapping[str, str]) -> bool:
     """Return whether this process prints messages for the whole run. Rank 0 and a single process
-    do. So does a process with an invalid rank, because no other process would report the rank, and
-    a process whose launcher set no number of processes, because there may be no rank 0."""
+    do. A process with an invalid rank also does, because no other process would report the rank. So
+    does a process whose launcher set no number of processes, because there may be no rank 0."""
     source = find_source(environment)
     if source is None and find_uncounted(environment):
         return True

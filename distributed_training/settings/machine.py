@@ -77,7 +77,7 @@ def detect_machine() -> Machine:
 
 def has_bf16(info: Path) -> bool:
     """Return whether the CPU has instructions for bf16 matrix multiplications: AVX-512 or AMX on
-    x86, or Arm's instructions. `info` is the path of Linux's /proc/cpuinfo. Return False if the
+    x86, or the Arm instructions. `info` is the path to Linux's /proc/cpuinfo. Return False if the
     file does not exist."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (

@@ -33,7 +33,7 @@ def named_code() -> list[str]:
 
 
 def name_families(models: Iterable[object]) -> None:
-    """For each element of `models` that is the path of a model family, allow the code in that
+    """For each element of `models` that is the path to a model family, allow the code in that
     folder to run. The elements must come from CONFIG or the command line."""
     for model in models:
         if folder := _folder_of(model):

@@ -39,14 +39,14 @@ class Traits:
     """Capabilities of an engine. Other code checks these capabilities, never the engine's name."""
 
     build: str  # engine class as "package.module:Class", or "Class" in the engine's file
-    axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
+    axes: tuple[str, ...] = MESH_AXES  # mesh axes that may be larger than 1
     schedules: tuple[str, ...] = ("1f1b",)  # pipeline schedules; the first is the default
-    package: str | None = None  # package that the engine requires besides torch
+    package: str | None = None  # package that the engine requires in addition to torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     packs_records: bool = False  # whether it passes the boundaries of packed records to the model
     compacts_moments: bool = False  # whether it can store Adam moments in fewer bits
-    averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
+    averages_with_torch: bool = False  # whether PyTorch's DDP and FSDP settings apply
     # True if it accepts a model whose parameters are already on the device
     builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
@@ -158,7 +158,7 @@ class Strategy:
     name: str  # short name: the value of CONFIG["strategy"]
     source: Path  # the JSON file that defines the strategy
     document: Mapping[str, Any]  # DeepSpeed JSON with unresolved "auto" values; {} with a mesh
-    mesh: Mapping[str, int]  # sizes of the axes; -1 means all remaining processes
+    mesh: Mapping[str, int]  # axis sizes; -1 means all remaining processes
     # Axes that the strategy sets; a suggested layout changes only these
     named_axes: tuple[str, ...]
     engine: str  # a built-in engine or a .py file in the strategy's folder
@@ -177,8 +177,7 @@ class Strategy:
 
     @property
     def offload(self) -> dict[str, str]:
-        """Return the device to which each of "optimizer" and "param" is offloaded: "none", "cpu" or
-        "nvme"."""
+        """Return the offload device for "optimizer" and for "param": "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {what: section.device if section else "none" for what, section in sections.items()}
 

@@ -10,7 +10,7 @@ import sys
 from distributed_training.settings.errors import UserError, current_folder_is_gone
 from distributed_training.settings.files import shown
 
-# Files that torch, psutil and the supervision of a run read
+# Files that torch, psutil and supervise/ read
 _PROC_FILES = (
     "/proc/meminfo", "/proc/stat", "/proc/self/stat", "/proc/self/ns/net",
     "/proc/sys/kernel/random/boot_id",
@@ -30,9 +30,9 @@ _VARIABLES = {
 
 
 def require_system() -> None:
-    """Raise UserError if this command cannot work on this system: another system than Linux, no
-    current folder, no /proc, too little address space, or an environment variable with a value that
-    a library does not accept."""
+    """Raise UserError if this command cannot work on this system: an operating system other than
+    Linux, no current folder, no /proc, too little address space, or an environment variable with a
+    value that a library does not accept."""
     if sys.platform != "linux":
         fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
         raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)

@@ -40,7 +40,7 @@ def keep_bytecode() -> None:
     if first and (os.cpu_count() or 1) >= MANY_CORES:
         specs = map(importlib.util.find_spec, LARGE)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
-        # Isolated mode, because -m makes Python look for modules in the current folder first.
+        # Use isolated mode, because -m makes Python look for modules in the current folder first.
         python = [sys.executable, "-I", "-X", f"pycache_prefix={folder}"]
         command = [*python, "-m", "compileall", "-q", "-j16", "-x/tests?/", *folders]
         quiet = subprocess.DEVNULL

@@ -111,7 +111,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
 
 
 def plan_run(request: Request, cluster: Cluster) -> Plan:
-    """Return the plan of a run, which is written into the run's folder."""
+    """Plan a run, write the plan into the run's folder, and return the plan."""
     plan = make_plan(request, cluster, read_data)
     return run_dir.reserve_run_dir(plan)
 

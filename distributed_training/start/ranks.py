@@ -32,7 +32,7 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise.process import LAUNCHER, STOPS, Process, handling, numbered
 
 LOOPBACK = "127.0.0.1"
-STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
+STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable that contains rank 0's file descriptor
 
 # Seconds from a stop signal until the ranks are killed: torchrun's variable, its default, and the
 # limit after a rank has failed
@@ -201,8 +201,8 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `count` ranks, or use the ranks in `begun`, and wait for all of them. Ranks that are
-    commands receive `line` on standard input. If a rank fails, the others are terminated. Stop
+    """Start `count` ranks, or use the ranks in `begun`, and wait for all of them. Ranks that run a
+    command receive `line` on standard input. If a rank fails, the others are terminated. Stop
     signals and Ctrl-Z are forwarded to the ranks."""
     ranks = list(begun)
     signals: list[int] = []

@@ -64,7 +64,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
             opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
             # If torchrun's agent serves the store, the prefix separates the attempts of restarted
-            # processes. Otherwise, agents of several nodes may count attempts differently, so the
+            # processes. Otherwise, agents on different nodes may count attempts differently, so the
             # prefix is constant.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
             store = dist.PrefixStore(f"attempt {attempt}", opened)
@@ -243,7 +243,7 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
     local = {"local_rank": process.rank % num_local, "local_world_size": num_local}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
     faults = [report["wrong_interface"] for report in ranks if report["wrong_interface"]]
-    if faults and num_local < process.world_size:  # ranks of one machine use loopback
+    if faults and num_local < process.world_size:  # ranks on one machine use loopback
         raise UserError(faults[0], fix="name one of these interfaces, or unset the variable")
     return replace(process, **local)
 
@@ -278,14 +278,15 @@ def use_loopback() -> None:
 
 
 def _machine() -> tuple[str, int]:
-    """Return an identifier that is equal for processes that reach each other over loopback."""
+    """Return an identifier that is the same for all processes that can reach each other over
+    loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.stat("/proc/self/ns/net").st_ino
 
 
 def _interface(address: str) -> str | None:
-    """Return the name of this host's interface that has the address. Return None if there is
-    none."""
+    """Return the name of this host's network interface with the given address. Return None if there
+    is none."""
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address.partition("%")[0] for entry in entries):
             return name
@@ -363,7 +364,7 @@ def continue_run(
 
 def check_disks(plan: Plan, process: Process) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with shared_disk=False,
-    each node has a folder of its own. Each node's own folder must contain that node's files of the
+    each node has a folder of its own. Each node's own folder must contain that node's files for the
     checkpoint to resume from. Raises UserError on every rank if a node lacks the folder or a file.
     All ranks must call this function."""
     leads = process.local_rank == 0

@@ -77,7 +77,7 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
     except Exception as error:
         refusal = explain(error)
         if refusal is None and isinstance(error, OSError):
-            # Most often, the disk of the cache is full or read-only.
+            # Usually, the disk that contains the cache is full or read-only.
             fix = "set output_dir to a folder on another disk"
             refusal = UserError("Preparing the data failed", str(error), fix)
         if refusal is None:

@@ -9,7 +9,8 @@ import sys
 import threading
 from typing import Any
 
-STALLED_S = 5.0  # time to wait for a stalled reader; later writes do not wait until it reads again
+# Time to wait for a stalled reader. Until the reader reads again, later writes do not wait.
+STALLED_S = 5.0
 
 
 class LastingStream:
@@ -42,7 +43,9 @@ class LastingStream:
     def write(self, text: str) -> int:
         with self._writing:
             self._line += text
-            if "\n" in text or "\r" in text:  # a progress bar that ends moves the cursor back
+            if (
+                "\n" in text or "\r" in text
+            ):  # progress bars return the cursor to the start of the line
                 self._send()
         return len(text)
 

@@ -137,7 +137,7 @@ def use_cpu() -> torch.device:
 
 
 def warm_up(process: Process) -> None:
-    """Do the slow parts of startup that need no plan. On a GPU, initialize the CUDA context and
+    """Perform the slow startup steps that need no plan. On a GPU, initialize the CUDA context and
     import torch's compiler."""
     if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
         torch.zeros((), device=torch.device("cuda", process.local_rank))

@@ -20,10 +20,10 @@ from distributed_training.settings.errors import RunError, UserError, print_erro
 from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
-LOCKED_S = 30.0  # a process creates its run directory within this time
+LOCKED_S = 30.0  # maximum time that a process needs to create its run directory
 RENEWED_S = 20.0  # a live run renews its claim at least once within this time
 _claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
-_claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows
+_claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows of
 _silent: dict[Path, "Claim"] = {}  # run directory -> claim of another machine that was not renewed
 
 
@@ -151,7 +151,7 @@ def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process on this machine holds the lock of the run directory."""
+    """Return whether a process on this machine holds a lock on the run directory."""
     try:
         with open(run_dir / OWNER_FILE, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ SIGNS_OF_LOSS = (
 # Operating system messages for a full disk, an exhausted quota and an exceeded file-size limit.
 # Libraries quote these messages.
 DISK_FULL_MESSAGES = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
-CAUSE_KEY = "cause of the end"  # key of the reason in the store
+CAUSE_KEY = "cause of the end"  # key in the store for the reason
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
 

@@ -38,8 +38,9 @@ class Process:
 
 
 class Startup:
-    """Time in seconds of each startup phase, from the start of this process to the end of its first
-    step. In a forked process, `before` contains the times of the phases before the fork."""
+    """Duration in seconds of each startup phase, from the start of this process to the end of its
+    first step. In a forked process, `before` contains the durations of the phases before the
+    fork."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})

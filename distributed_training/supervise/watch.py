@@ -50,7 +50,7 @@ _WAITING = re.compile(
     r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
 )
 _WRAPPER = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
-# Patterns of lines in faulthandler's output
+# Patterns for lines in faulthandler's output
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Variables that our launcher, torchrun and deepspeed set
@@ -92,7 +92,7 @@ class Watch:
         self._next_rank = (process.rank + 1) % process.world_size
         self._timeout_s: float | None = None
         self._min_limit_s = 0.0
-        # Durations of the last steps, to the nearest second
+        # Durations of the most recent steps, to the nearest second
         self._steps_s: deque[float] = deque(maxlen=1000)
         self._activity = "startup"
         self._since = 0.0
@@ -294,7 +294,7 @@ def _lives(process: psutil.Process) -> bool:
 def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
     """Describe the ranks that the other ranks wait for. These are the ranks with the fewest
     activities or, if all ranks have the same number of activities, the ranks outside a collective.
-    `states` has the result of `_describe` for each rank."""
+    `states` contains the result of `_describe` for each rank."""
     least = min(state["count"] for state in states)
     late = [rank for rank, state in enumerate(states) if state["count"] == least]
     if len(late) == len(states):

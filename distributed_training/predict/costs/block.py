@@ -58,8 +58,8 @@ def elementwise(at: Timing) -> tuple[Cost, Cost]:
 
 
 def _matrices(at: Place) -> list[tuple[float, float]]:
-    """Return (rows, columns) of each of a block's matrices on one rank. tp splits the matrices
-    alternately by rows and by columns."""
+    """Return the (rows, columns) of each matrix in a block, as stored on one rank. tp splits the
+    matrices alternately by rows and by columns."""
     return [
         (rows, columns / at.tp) if index % 2 else (rows / at.tp, columns)
         for index, (rows, columns) in enumerate(at.size.block_matrices)
@@ -135,7 +135,7 @@ def backward(at: Place) -> float:
 
 
 def gradients(at: Place, moment: Moment) -> float:
-    """Return the share of the gradients that exists at a moment.
+    """Return the fraction of the gradients that exist at a moment.
 
     With several micro-batches, all gradients exist. With a single micro-batch, no gradients are
     counted during the passes, because activations are freed as gradients are added. At the first

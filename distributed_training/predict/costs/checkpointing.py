@@ -30,8 +30,8 @@ def between_blocks(at: Place) -> float:
 
 def kept_selectively(at: Place) -> float:
     """Return the total size in bytes of a block's input and of the results of its attention and
-    matrix multiplications. No gradient needs the last result, and only uncompiled blocks keep
-    it."""
+    matrix multiplications. The last result is not needed for any gradient, and only uncompiled
+    blocks keep it."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", "selective")
     returned = (at.size.values_in + at.size.attention_width) / at.size.hidden_size
@@ -40,7 +40,7 @@ def kept_selectively(at: Place) -> float:
 
 
 # The incoming gradient needs memory in addition to everything that the block keeps. In a recomputed
-# block, it takes the memory of the block's input.
+# block, the gradient takes the memory of the block's input.
 NONE = Mechanism(
     used=lambda plan: plan.config.activation_checkpointing == "none",
     kept=block.kept,

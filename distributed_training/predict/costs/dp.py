@@ -22,7 +22,7 @@ def exchange(at: Place) -> Bytes:
 
 
 def _matrices(at: Place) -> list[tuple[int, int]]:
-    """Return (rows, columns) of each matrix in the model."""
+    """Return the (rows, columns) of each matrix in the model."""
     size = at.size
     hidden = size.hidden_size
     tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)

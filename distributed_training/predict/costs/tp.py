@@ -30,7 +30,7 @@ def traffic(at: Place) -> Bytes:
     gathered = 0
     if at.last:
         exchanged += count * at.hidden
-        if at.config.loss_chunk_tokens:  # two fp32 numbers per token of each process
+        if at.config.loss_chunk_tokens:  # two fp32 numbers per token and process
             gathered += count * 8 * at.tokens * at.tp
         else:
             reduced += count * 12 * at.tokens

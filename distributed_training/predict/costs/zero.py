@@ -71,7 +71,7 @@ def exchange(at: Place) -> Bytes:
     if at.zero.stage == 3:
         kind = "reduce_scatter"
         gathered = times * at.width * at.parameters
-        if at.adapters:  # gathered parameters stay until the update
+        if at.adapters:  # parameters remain gathered until the update
             gathered = at.width * at.parameters + learning
         if not at.zero.stage3_max_reuse_distance:
             gathered *= 2
@@ -120,7 +120,7 @@ ZERO = Mechanism(
     # During the passes, stage 3 has a flat buffer for all gradients.
     gradients=lambda at, moment: at.zero.stage == 3 and moment == "passes",
     buckets=buckets,
-    # Two bytes per value, also in fp32 runs
+    # Two bytes per value, even in fp32 runs
     on_host=lambda at: 2 * at.strategy.swap_buffer_values,
     exchange=exchange,
     launches=launches,
