@@ -8,7 +8,7 @@
 
 A checkpoint appears under its final name only when it is complete, and the last `keep_checkpoints`
 are kept. Without a shared disk, each node stores meta.json and the files of that node's ranks.
-These files also contain copies of shards that the node's ranks hold but only ranks of other nodes
+These files also contain copies of shards that the node's ranks hold but only ranks on other nodes
 write. The name of each copy has the prefix COPY. The sampler needs no file, because the step number
 determines its position. resume.py finds and checks checkpoints."""
 
@@ -83,7 +83,7 @@ class Saver:
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Start writing the state to disk. The previous save must have finished. If all hosts have
-        enough free memory, a copy is written while training continues. Otherwise the state itself
+        enough free memory, a copy is written while training continues. Otherwise, the state itself
         is written, and training must wait for `finish`. All ranks must call this method."""
         began = time.monotonic()
         self.step = step

@@ -73,7 +73,7 @@ class Trained:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
         computation use this dtype. A quantized base then stays quantized and keeps its compute
         dtype. If `dtype` is None, the model computes in fp32. If fp32 weights would take more than
-        a quarter of the available RAM, each weight keeps the dtype of its file."""
+        a quarter of the available RAM, each weight keeps the dtype in which it is stored."""
         model = self.spec.outline()
         weights, fingerprint = self._watched(model)
         rounded_to = self.adapters.rounded_to() if self.adapters else None

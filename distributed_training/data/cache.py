@@ -44,7 +44,7 @@ _META = "meta.json"
 _BYTES = "bytes.npy"  # number of bytes of text that each token represents
 _CHECKSUM = "sha256"  # checksums of all other files
 _BATCH = 2**21  # characters per batch, which all cores tokenize together
-_AHEAD = 2  # batches that are tokenized while one is written
+_AHEAD = 2  # number of batches tokenized while another is written
 _READ = 16 * 2**20  # bytes read at a time
 _LONG = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
 _VERY_LONG = 2_000_000_000  # announce the checksum if a corpus exceeds this many bytes
@@ -60,8 +60,8 @@ def tokenize(
 
     If several processes call this function, one process fills the folder and the others wait.
     Raises UserError if the text cannot be read or the cache cannot be written. Also raises
-    UserError if the tokenizer has more than `rows` tokens, where `rows` is the size of the model's
-    embedding."""
+    UserError if the tokenizer has more than `rows` tokens, where `rows` is the number of rows in
+    the model's embedding."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG:

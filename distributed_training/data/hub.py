@@ -52,7 +52,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass  # The Hub answered, so the library reports below why it fails.
-        except Exception as error:  # No answer, so only the cache can be used.
+        except Exception as error:  # The Hub did not answer, so only the cache can be used.
             unanswered = error
             offline = constants.HF_HUB_OFFLINE
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -95,7 +95,7 @@ def fetch_tokenizer(repo_id: str) -> Path:
 
     try:
         files = HfApi().model_info(repo_id, timeout=TIMEOUT_S).siblings or []
-    except Exception:  # Without network, the cache may have the files.
+    except Exception:  # Without a network connection, the cache may have the files.
         return fetch_folder(repo_id, ("tokenizer_config.json",))
     names = [file.rfilename for file in files]
     tokenizer_files = [name for name in names if "/" not in name and is_tokenizer_file(name)]

@@ -118,7 +118,7 @@ class Samples:
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
     def count_bytes(self, bytes_of: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of text that all targets in the loss represent.
+        """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
         `bytes_of` contains the number of bytes for each token id."""
         total = 0
         calls = -(-len(self) * self.seq_len // _CHUNK_TOKENS)

@@ -32,7 +32,7 @@ from distributed_training.settings.files import load_json
 # Maximum factor by which a tokenizer may lengthen a string, and maximum number of tokens that it
 # may add to every string. Published tokenizers at most triple the length of a space.
 MAX_GROWTH = 64
-MAX_BYTES = 100_000_000  # maximum size of a tokenizer file; the largest published files have 35 MB
+MAX_BYTES = 100_000_000  # maximum size of a tokenizer file; the largest published files are 35 MB
 # Maximum number of tokens added to a vocabulary. transformers needs 75 us per added token.
 MAX_ADDED = 100_000
 END_OF_TEXT = "<|endoftext|>"

@@ -58,7 +58,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """Return the logits [1, T, vocab] of token ids [1, T], without gradients. All ranks pass
+        """Return the logits [1, T, vocab] for token ids [1, T], without gradients. All ranks pass
         the same ids and receive the same logits."""
 
     def past(self) -> Past | None:
@@ -90,8 +90,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Restore the `state_parts` and `counters` of a checkpoint, which may come from any engine
-        and layout."""
+        """Restore the `state_parts` and `counters` from a checkpoint, which may come from any
+        engine and layout."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return fp32 tensors that only this rank has. They are needed to resume exactly under the

@@ -137,8 +137,8 @@ class DeepSpeedEngine(base.Engine):
     def _parts(
         self, group: int, tensor_names: Iterable[str], read: Callable[[int], dict[str, Any]]
     ) -> Iterator[Part]:
-        """Yield this rank's shards, without padding, of the weights and Adam moments of one group
-        of the optimizer. `read` returns the flat tensors of a group by name."""
+        """Yield this rank's shards of the weights and Adam moments in one optimizer group, without
+        padding. `read` returns the flat tensors of a group by name."""
         for name, parameter in self.named_params.items():
             fragment = private.find_zero_fragment(self.optimizer, parameter)
             if fragment is None or fragment[0] != group:

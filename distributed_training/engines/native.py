@@ -39,7 +39,7 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 class NativeEngine(base.Engine):
-    """Engine that applies the mechanisms of parallel/ in a fixed order and runs AdamW."""
+    """Engine that applies the mechanisms in parallel/ in a fixed order and runs AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
@@ -159,7 +159,8 @@ class NativeEngine(base.Engine):
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
-        """Run a pass that fixes the order of DDP's buckets. Its gradients are discarded.
+        """Run a forward and backward pass that fixes the order of DDP's buckets, and discard its
+        gradients.
 
         DDP fills its buckets in the order in which gradients arrive in the first pass, and
         compression stores errors per bucket. During the next pass, torch may keep the first buckets
@@ -194,7 +195,7 @@ class NativeEngine(base.Engine):
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on the tensors of `Samples.batch`, stacked over m micro-batches to
+        """Run one optimizer step on tensors from `Samples.batch`, stacked over m micro-batches to
         [m, B, ...]. Return this rank's summed loss and the norms from `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)

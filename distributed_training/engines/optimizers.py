@@ -1,9 +1,9 @@
 """Build AdamW with Adam moments in fp32 or in fewer bits.
 
 The second moment is a mean over about 1,000 steps, so it shrinks by at most about a thousandth per
-step. Half the distance between neighboring bf16 values is two to four thousandths of a value. With
-rounding to nearest, the second moment could therefore never shrink. Stochastic rounding rounds up
-or down with probabilities that keep the mean exact."""
+step. Half the distance between neighboring bf16 values is two to four thousandths of their
+magnitude. With rounding to nearest, the second moment could therefore never shrink. Stochastic
+rounding rounds up or down with probabilities that keep the mean exact."""
 
 from collections.abc import Iterator
 from dataclasses import replace

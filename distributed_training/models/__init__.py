@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Box, Decoder, Source
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
-# Largest accepted values of fields of ModelSize
+# Largest accepted values for fields of ModelSize
 _MAX_VALUES = {
     "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
@@ -150,7 +150,7 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Return the number of parameters of the token embedding. An untied output layer has the
+        """Return the number of parameters in the token embedding. An untied output layer has the
         same number."""
         return self.vocab_size * self.hidden_size
 
@@ -431,7 +431,7 @@ def write_tensors(
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
     `outline` has the names, shapes and dtypes of the tensors in the same order, and may be on
-    "meta". The function in safetensors would need all tensors at once."""
+    "meta". The function that safetensors provides would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}

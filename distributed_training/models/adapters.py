@@ -1,5 +1,5 @@
-"""Read the config of LoRA adapters in a PEFT folder, and find the folder of their base weights.
-This module does not import torch."""
+"""Read the config of LoRA adapters in a PEFT folder, and find the folder that contains their base
+weights. This module does not import torch."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

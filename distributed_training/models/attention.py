@@ -98,7 +98,8 @@ def attend(
     """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K], as [B, T, H, K].
 
     With `documents`, tokens attend only within their document. `dropout` is the fraction of
-    attention weights to drop. `scale` is the factor of q k^T, by default K^(-1/2)."""
+    attention weights to drop. `scale` is the factor by which q k^T is multiplied, by default
+    K^(-1/2)."""
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask

@@ -259,8 +259,8 @@ class Decoder(nn.Module):
         return self.token_embedding.weight if self.size.tied else self.output_rows.weight
 
     def stage(self, blocks: range) -> "Decoder":
-        """Return the pipeline stage with a range of blocks. Parameters keep the names that they
-        have in the whole model.
+        """Return the pipeline stage that contains a range of blocks. Parameters keep the names that
+        they have in the whole model.
 
         The first stage includes the modules before the blocks, and the last stage the modules after
         them. The stage shares its modules with this model. However, a last stage that is not also

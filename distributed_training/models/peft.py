@@ -203,7 +203,7 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     """Remove unneeded zeros from adapters under PEFT's names. Return the adapters and their rank.
 
     Adapters whose B is 0 are removed. From the others, columns of B that are 0 are removed until
-    the rank is the largest number of nonzero columns of any B."""
+    the rank is the largest number of nonzero columns in any B."""
     nonzero = {}  # name of B -> (columns, nonzero ones first; number of nonzero columns)
     for name, b in tensors.items():
         if ".lora_B." in name:

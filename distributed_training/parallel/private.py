@@ -221,7 +221,7 @@ def import_muon() -> None:
 
 
 def forget_pipeline_grid() -> None:
-    """Drop DeepSpeed's process grid. Otherwise the next engine would reuse it."""
+    """Drop DeepSpeed's process grid. Otherwise, the next engine would reuse it."""
     import deepspeed
 
     deepspeed.utils.groups.mpu = None

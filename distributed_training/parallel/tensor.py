@@ -4,9 +4,9 @@ The letters in shapes are defined in decoder.py. In addition, R is the number of
 `column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
 by columns, so each process computes one term of a sum. With sequence parallelism (2205.05198),
 norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
-tokens. An all-gather precedes attention and MLP, and a reduce-scatter follows. Without sequence
-parallelism, all processes compute the same norms and residuals, and one all-reduce follows. The
-loss is sharded by vocabulary."""
+tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter follows.
+Without sequence parallelism, all processes compute the same norms and residuals, and one all-reduce
+follows instead. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,7 +167,7 @@ def _split_loss(
 class _SplitCrossEntropy(torch.autograd.Function):
     """Summed cross entropy of N targets, which is the same on every process.
 
-    This process has the logits [N, P / R] of the token ids from `first` on. Two fp32 all-reduces
+    This process has the logits [N, P / R] for token ids starting at `first`. Two fp32 all-reduces
     over `group` compute the largest logit, the sum of exponentials and the target's logit for each
     target."""
 

@@ -150,7 +150,7 @@ class HostMemory:
     def _find(self, gpu: torch.device | None) -> None:
         if gpu is None:
             return
-        torch.cuda.set_device(gpu)  # Each thread must do this. Otherwise the driver opens GPU 0.
+        torch.cuda.set_device(gpu)  # Each thread must do this. Otherwise, the driver opens GPU 0.
         self.memory.zero_()  # writing makes the kernel allocate the pages
         address = self.memory.data_ptr()
         runtime = torch.cuda.cudart()

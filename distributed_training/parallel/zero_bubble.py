@@ -5,7 +5,7 @@ The first part computes the gradients that the previous stage waits for. The sec
 the gradients of the blocks' matrices. Autograd cannot stop in the middle of a compiled block, so
 the matrices are hidden from it. Instead, each matrix multiplication x W^T gets a tap: an extra
 input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x from
-the saved x and dY. Together the two parts compute the same gradients as a whole backward pass."""
+the saved x and dY. Together, the two parts compute the same gradients as a whole backward pass."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,8 @@ Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in]
 
 
 class WeightGradients:
-    """Gradients of the matrices of one stage's blocks. Autograd no longer computes them."""
+    """Gradients of the matrices in one stage's blocks. Autograd no longer computes these
+    gradients."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. `tp_parts` (see Plan) contains the numbers of parts into

@@ -132,8 +132,8 @@ def load(trained: Trained) -> tuple[Decoder, torch.device]:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Print text that the model of a run generates from the prompt, or from each line of standard
-    input. Return the exit code."""
+    """Print text that a run's model generates from the prompt, or from each line of standard input.
+    Return the exit code."""
     trained, tokenizer, chat = find_trained(arguments.run, BEST if arguments.best else LAST)
     model, device = load(trained)
     dialog = list[Message]()
@@ -346,8 +346,8 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
 
 
 def merge_exported(exported: Path, to: str | None) -> int:
-    """Write the whole model of a run's exported adapters to the folder `to`, which defaults to the
-    run's merged/. Return the exit code."""
+    """Merge a run's exported adapters into their base model, and write the whole model to the
+    folder `to`, which defaults to the run's merged/. Return the exit code."""
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
     _require_new(folder)
     trained, tokenizer, chat = find_trained(str(exported), LAST)

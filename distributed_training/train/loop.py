@@ -390,7 +390,7 @@ class Trainer:
         """Remember the first signal. If another signal arrives after PATIENCE_S, leave it to the
         handler that was set before training.
 
-        Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore only a later signal
+        Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore, only a later signal
         means that the user does not want to wait."""
         now = time.monotonic()
         if not self._signum:

@@ -6,7 +6,7 @@ With topk-int8, each process divides a bucket into one shard per process and sen
 process that averages it. A message contains the k values of largest magnitude exactly and the other
 values as 8-bit multiples of one scale. The averages are sent back in the same format.
 
-DDP evaluates the hooks' annotations, so they must not be strings."""
+DDP evaluates the hooks' annotations, so the annotations must not be strings."""
 
 from typing import Any
 

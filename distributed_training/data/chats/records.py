@@ -36,7 +36,7 @@ _ROLES = {
 # Keys that mark whether a message is in the loss: one from OpenAI, two from axolotl, two from verl
 # and one from ms-swift
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
-# Keys, besides content, of values that the model generates in an answer
+# Keys besides "content" whose values the model generates in an answer
 _OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages have a training mark that is ignored, because only answers are in the loss"
 _TWO_SYSTEMS = (
@@ -101,7 +101,8 @@ class Shape:
         self.unread = self._find_unread(keys, names or record)
 
     def _find_unread(self, keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Return the dataset's `names` of columns that are not read, given the first record."""
+        """Return the `names` of the dataset's columns that are not read. `keys` is the first
+        record."""
         read = {*self.names}
         if self.form != TEXT:
             read |= {*_CONTEXT, "chat_template_kwargs"}

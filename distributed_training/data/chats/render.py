@@ -40,7 +40,7 @@ class Renderer:
     """The parent's interface to the child process that renders templates.
 
     `templates` contains the template without tools and the template with tools. `names` contains
-    the variables that both templates can use, and `marks` the special tokens."""
+    the variables that both templates can use, and `marks` contains the special tokens."""
 
     def __init__(
         self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]

@@ -200,7 +200,7 @@ class HubDecoder(Decoder):
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
-    """Cast the embeddings of tokens, because casting the whole table would take longer."""
+    """Cast the token embeddings, because casting the whole table would take longer."""
     return x.to(module.cast_dtype or x.dtype)
 
 
