@@ -122,9 +122,9 @@ def file_of(rank: int) -> str:
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
     """Return the names of the files that `rank` needs to load a checkpoint. Usually, these are all
-    of the checkpoint's files. Only the files written on the rank's node are needed if some files
-    are absent, the nodes have no shared disk, and the layout is unchanged. Raises ElsewhereError if
-    a needed file is on another host."""
+    of the checkpoint's files. If some files are absent, the nodes have no shared disk and the
+    layout is unchanged, only the files written on the rank's node are needed. Raises ElsewhereError
+    if a needed file is on another host."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]

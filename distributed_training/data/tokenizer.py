@@ -304,7 +304,8 @@ class Tokenizer:
     @property
     def unknown_id(self) -> int:
         """Id of the token that replaces unknown characters. The id is -1 if there is no such token,
-        or if it is the end-of-text token, as in byte-level BPE, which can encode all characters."""
+        or if it is the end-of-text token. The latter holds for byte-level BPE, which can encode all
+        characters."""
         token = None if self.is_gpt2 else self._loaded.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
@@ -332,9 +333,9 @@ class Tokenizer:
         """True if data/pieces.py may cut documents. Concatenating the ids of the pieces then gives
         the ids of the whole document.
 
-        Documents may be cut if the tokenizer uses byte-level BPE, if words end before a space and
-        before a line feed that follows a letter, and if no added token contains or strips
-        spaces."""
+        Documents may be cut only under three conditions. The tokenizer uses byte-level BPE, words
+        end before a space and before a line feed that follows a letter, and no added token contains
+        or strips spaces."""
         if self.is_gpt2:
             return True
         if self._library is None:

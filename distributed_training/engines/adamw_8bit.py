@@ -40,8 +40,8 @@ def restore(moment: Any, values: torch.Tensor) -> None:
     """Quantize `values`, which come from an earlier quantization, into `moment`. The codes stay the
     same, and the scales change at most in the last bit.
 
-    The scale is not always the largest magnitude of a block, because there is a code for 1 but none
-    for -1, and because no scale is smaller than 1e-12."""
+    The scale is not always the largest magnitude in a block, for two reasons: there is a code for 1
+    but none for -1, and no scale is smaller than 1e-12."""
     blocks = values.view(len(moment.scale), -1)
     scale = blocks.amax(1)
     if moment.signed:

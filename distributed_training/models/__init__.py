@@ -4,8 +4,8 @@ torch only inside functions.
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
 last three describe the Hugging Face format of the family's weights (see gpt2/). The folder may be
 anywhere, and its __init__.py imports torch only inside functions. In CONFIG, `model` is the name of
-a size, the path of a Hugging Face folder, the name of a Hub repository, or the path of a family. A
-family's first size is the default. To select another size, append `:size` to the family's path."""
+a size or Hub repository, or the path of a Hugging Face folder or family. A family's first size is
+the default. To select another size, append `:size` to the family's path."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class ModelSize:
         `seq_len` tokens.
 
         The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. N is the
-        number of parameters without an untied token embedding, L is the number of layers, D is the
+        number of parameters without an untied token embedding. L is the number of layers, D is the
         combined width of all heads, and T is `seq_len`. Attention counts the full T x T square
         (PaLM, appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.

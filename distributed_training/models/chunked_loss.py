@@ -31,9 +31,9 @@ class ChunkedCrossEntropy:
     """Cross entropy that equals `summed_cross_entropy` but is computed for at most `tokens` tokens
     at a time.
 
-    The forward pass also computes the gradients of the hidden states [B, T, D] and of the output
-    rows [P, D], because the logits are not kept for the backward pass. Each gradient has the dtype
-    of its tensor. The matrix multiplications accumulate the gradient of the output rows over
+    The logits are not kept for the backward pass. The forward pass therefore also computes the
+    gradients of the hidden states [B, T, D] and of the output rows [P, D]. Each gradient has the
+    dtype of its tensor. The matrix multiplications accumulate the gradient of the output rows over
     chunks. The caller must not be compiled, because torch.compile would move the gradients to the
     backward pass."""
 
@@ -54,7 +54,7 @@ class ChunkedCrossEntropy:
     ) -> torch.Tensor:
         """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D].
 
-        With a `split`, `weight` is this rank's shard of the rows, [P / R, D], and the caller must
+        With a `split`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
         sum the gradient of `x` over the group. `cap` limits the logits (`decoder.limit`)."""
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.

@@ -118,8 +118,8 @@ def replace_by_dequantized(module: nn.Module) -> None:
 
 
 def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
-    """Read the matrices of a model's blocks from `source`, quantize them to NF4 on `device` one at
-    a time, and replace the model's parameters with the codes. Each matrix is first rounded to the
+    """Read the matrices of a model's blocks from `source` and quantize them to NF4 on `device`, one
+    at a time. Replace the model's parameters with the codes. Each matrix is first rounded to the
     dtype of the parameter that it replaces."""
     scales: dict[str, torch.Tensor] = {}
     for name, parameter in list(model.named_parameters()):

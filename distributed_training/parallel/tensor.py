@@ -2,7 +2,7 @@
 
 The letters in shapes are defined in decoder.py. In addition, R is the number of processes. A
 `column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
-by columns, so each process computes one term of a sum. With sequence parallelism (2205.05198),
+by columns. Each process thus computes one term of a sum. With sequence parallelism (2205.05198),
 norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
 tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter follows.
 Without sequence parallelism, all processes compute the same norms and residuals, and one all-reduce

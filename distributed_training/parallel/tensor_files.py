@@ -257,7 +257,7 @@ class TensorFiles:
         is_box = len(start) == len(part.shape)
         if is_box and all(len(stored_part.start) == len(start) for stored_part in stored):
             return self._fill(part, size, start)
-        # Otherwise read whole rows, which are both boxes and ranges.
+        # Otherwise, read whole rows, which are both boxes and ranges.
         row_shape = part.shape[1:]
         width = 1 if is_box else math.prod(row_shape)
         first = start[0] // width

@@ -208,7 +208,7 @@ def plan_runs(
     machine = detect_machine()
     processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), machine, {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
-        # An option of one strategy can be unknown to the other strategies.
+        # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
     shared_keys = (by_name(plan.common) | typed).keys()

@@ -161,7 +161,7 @@ def memory_and_files() -> Iterator[Finding]:
 
 
 def disk(output_dir: Path) -> Iterator[Finding]:
-    """Check the free space and speed of the disk for runs."""
+    """Check the free space and the speed of the disk that stores runs."""
     folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = f"{folder} has {free / GIB:,.0f} GiB free"

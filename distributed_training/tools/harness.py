@@ -154,7 +154,7 @@ def each_run(
             sys.stderr.flush()
             shutil.rmtree(group.folder, ignore_errors=True)
             os._exit(1)
-        torch.compiler.reset()  # Otherwise a few runs would reach the recompilation limit.
+        torch.compiler.reset()  # Otherwise, a few runs would reach the recompilation limit.
         gc.collect()
         if group.device.type == "cuda":
             torch.cuda.empty_cache()

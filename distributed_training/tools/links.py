@@ -144,7 +144,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
 
 
 def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fit and the points of each operation in the entries of `time_group`.
+    """Return the fit and the points for each operation in the entries from `time_group`.
 
     Each point contains both bandwidths and `ring_s`, the time of the messages in a ring at the
     measured latency and bandwidth of a single send."""

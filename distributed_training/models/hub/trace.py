@@ -3,8 +3,8 @@ matrices need no memory.
 
 AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
 reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
-multiplications and attention are fused into kernels, which read only inputs from outside the kernel
-and write only outputs that are used outside."""
+multiplications and attention are fused into kernels. A kernel reads only inputs from outside the
+kernel and writes only outputs that are used outside."""
 
 import contextlib
 import warnings
