@@ -1,6 +1,6 @@
-"""Define the plan of a run: every decision about it, as plain data in <run>/plan.json.
-planner/make_plan.py makes it once. A dry run prints it, every process reads it, and the record
-repeats it. This module does not import torch."""
+"""Define the plan of a run: all decisions about the run, as plain data in <run>/plan.json.
+planner/make_plan.py makes the plan once. A dry run prints the plan, every process reads it, and the
+record repeats it. This module does not import torch."""
 
 import json
 from dataclasses import dataclass, field

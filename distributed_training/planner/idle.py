@@ -1,6 +1,6 @@
 """Find settings that have no effect with a layout. This module does not import torch.
 
-A setting without an effect is rejected on the command line. In CONFIG or a preset, which several
+A setting that has no effect is rejected on the command line. In CONFIG or a preset, which several
 strategies may share, such a setting only causes a note, unless the key is strict. A value that the
 plan has in any case, such as a default, also causes only a note. Therefore the values of a resolved
 CONFIG can be repeated on the command line."""

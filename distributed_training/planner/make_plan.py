@@ -1,4 +1,4 @@
-"""Make the plan of a run from CONFIG and a machine. This module does not import torch."""
+"""Make the plan for a run from CONFIG and a machine. This module does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import replace

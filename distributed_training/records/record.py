@@ -177,9 +177,7 @@ class Record(History):
     # measured are None.
     memory: _Numbers = {}
     loss_seconds: list[float] = []  # training time up to each entry of loss_curve; set by `compare`
-    disk: dict[str, int] | None = (
-        None  # read_bytes and write_bytes of all ranks during num_steps steps
-    )
+    disk: dict[str, int] | None = None  # read_bytes and write_bytes of all ranks in num_steps steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, averaged over ranks
 
     @property

@@ -1,5 +1,5 @@
-"""Show comparisons of runs on a terminal, as Markdown and as HTML. Implement the command
-`report`."""
+"""Show comparisons of runs on a terminal, in Markdown and in HTML. This module implements the
+command `report`."""
 
 import argparse
 import base64

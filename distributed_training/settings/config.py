@@ -111,11 +111,11 @@ class RunConfig(Options):
     lora_rank: CountOrZero = learning(0, aliases=("lora_r",))
     """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
     lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0)
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
+    """Adapter scale. The output of each adapter is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
     lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
-    """Matrices in each block that get adapters, such as qkv,mlp_in. None: all matrices."""
+    """Matrices in each block that have adapters, such as qkv,mlp_in. None: all matrices."""
     strategy: Text = layout(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout(None)
@@ -147,23 +147,24 @@ class RunConfig(Options):
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything except matrix multiplications and attention."""
     base_dtype: Literal["auto", "bf16", "nf4"] | None = memory(None, work=True)
-    """With lora_rank: dtype of the frozen weights. nf4: 4 bits for the matrices of the blocks
+    """With lora_rank: dtype of the frozen weights. nf4: 4 bits per weight in the blocks' matrices
     (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
     """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
     memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step
     by at most 1%."""
     offload_dir: Text | None = memory(None)
-    """Folder for infinity's parameter and optimizer files. None: output_dir/.offload."""
+    """Folder for the parameter and optimizer files of the strategy infinity. None:
+    output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
     """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, fp16 on
     older GPUs, fp32 on CPUs."""
     compile: bool | Literal["auto", "whole"] = speed(AUTO)
     """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
-    (one process only). auto: True on GPUs of compute capability 7.0 or higher."""
+    (one process only). auto: True on GPUs with compute capability 7.0 or higher."""
     cuda_graphs: bool | Auto = speed(AUTO)
-    """Launch each training step as one CUDA graph. auto: if this gives correct results and fits in
-    memory."""
+    """Launch each training step as one CUDA graph. auto: if the graph gives correct results and
+    fits in memory."""
     async_tp: bool | Auto = speed(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
     on H100 and H200."""
@@ -204,7 +205,7 @@ class RunConfig(Options):
         aliases=("save_total_limit",))
     """Number of checkpoints to keep. Older checkpoints are deleted."""
     keep_best: bool = keeping(False)
-    """Write best/ at each evaluation with the lowest validation loss so far."""
+    """Save the weights to best/ after each evaluation with the lowest validation loss so far."""
     resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",))
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""

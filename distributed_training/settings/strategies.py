@@ -10,7 +10,7 @@ Keys of config.json:
 
 To add an algorithm, put a file such as "engine.py" into the folder. The file defines `TRAITS`,
 optionally `OPTIONS`, and the class that `TRAITS.build` names. The class may also be in another file
-of the folder ("local_sgd.py:LocalSGD")."""
+in the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib

@@ -1,5 +1,5 @@
-"""Check, before a command begins, that the operating system and the environment variables of
-libraries let it finish. This module imports nothing slow."""
+"""Check before a command begins that the operating system and the environment variables of
+libraries allow the command to finish. This module imports nothing slow."""
 
 import os
 import platform

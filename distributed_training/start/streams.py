@@ -43,9 +43,7 @@ class LastingStream:
     def write(self, text: str) -> int:
         with self._writing:
             self._line += text
-            if (
-                "\n" in text or "\r" in text
-            ):  # progress bars return the cursor to the start of the line
+            if "\n" in text or "\r" in text:  # "\r" is from a progress bar
                 self._send()
         return len(text)
 
