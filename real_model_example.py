@@ -23,14 +23,14 @@ CONFIG = {
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample
     "num_samples": "auto",  # training samples per epoch; auto: up to 1000, -1: all
-    "seed": 42,  # initial weights, order of the data, dropout
-    "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name on the Hub
-    "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case
+    "seed": 42,  # for initial weights, data order and dropout
+    "dataset": "auto",  # a .txt, .md, .jsonl, .csv or .parquet file, a folder, user/name on the Hub
+    "precision": "auto",  # bf16, fp16, fp32; master weights are always fp32
     "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, higher for random weights
     "lr_schedule": "cosine",  # constant, linear, cosine; the last two decrease toward 0
     "warmup_steps": 10,  # steps over which the learning rate rises
-    "activation_checkpointing": "none",  # full, selective: less memory, more computation
-    "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
+    "activation_checkpointing": "none",  # full, selective: save memory by recomputing activations
+    "deepspeed_config": None,  # path to a DeepSpeed JSON file; None: the strategy's own
     "generate": "The value of",  # prompt for samples before and after training; None: no samples
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
     "checkpoint_every": None,  # steps; None: at the end of each epoch, signal: on Ctrl-C, 0: never
