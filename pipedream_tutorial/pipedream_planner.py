@@ -111,8 +111,8 @@ def main() -> None:
 
 
 def get_profile(config: dict[str, Any]) -> Profile:
-    """Load or measure the profile that CONFIG names. Save a measured profile if CONFIG requests
-    it."""
+    """Load or measure the profile that CONFIG names. Save a measured profile if CONFIG names a
+    file."""
     path, target = Path(config["profile"]), config["save_profile"]
     if not path.exists() and (FOLDER / path).exists():  # scripts can be started from any folder
         path = FOLDER / path
@@ -231,7 +231,7 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their longest cell. Numbers are aligned to the right."""
+    """Print columns that are as wide as their longest cell, with numbers right-aligned."""
     columns = []
     for column in zip(*rows, strict=True):
         width = max(map(len, column))

@@ -87,7 +87,7 @@ OUTPUTS = ("trace", "record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
-    """Return CONFIG with the command line's changes."""
+    """Apply the command-line changes to CONFIG, and return the result."""
     config = parse_arguments(CONFIG, RULES, str(__doc__), script=__file__, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)

@@ -135,7 +135,7 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
 
 
 def build(name: str, p: int, m: int, v: int = 2, duration: Any = None) -> list[Order]:
-    """Return each rank's order. Interleaved 1F1B uses `v`, and ZB-V uses `duration` by kind."""
+    """Return each rank's order. Only interleaved 1F1B uses `v`, and only ZB-V uses `duration`."""
     _, word = SCHEDULES[name]
     if name == "interleaved":
         return interleaved(p, m, v)
@@ -203,7 +203,7 @@ class Row(NamedTuple):
 
 
 def measure(name: str, config: dict[str, Any]) -> Row:
-    """Simulate one schedule. Raises ValueError for sizes that the schedule does not allow."""
+    """Simulate a schedule. Raises ValueError for sizes that the schedule does not allow."""
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration = stage_durations(config, v)
@@ -235,8 +235,8 @@ def stage_durations(config: dict[str, Any], v: int) -> Durations:
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
-    """Return the largest number of held microbatches. F adds 1/v, for one of a rank's v stages, and
-    B or W subtracts 1/v."""
+    """Return the largest number of microbatches held at any time. F adds 1/v, for one of a rank's v
+    stages, and B or W subtracts 1/v."""
     held = most = 0
     for kind, _, _ in order:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
@@ -306,7 +306,8 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 
 
 def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Return the figures of a Row from its makespan, or texts, in the shown columns."""
+    """Return a table line with a Row's figures, starting with its makespan, or with given strings,
+    in the shown columns."""
     line = f"{title:<24}"
     for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
         if not shown or name in shown:
@@ -315,7 +316,7 @@ def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) 
 
 
 def notes(config: dict[str, Any]) -> list[str]:
-    """Return a line for each shown column."""
+    """Return a line that explains each shown column."""
     names = config["columns"] or COLUMNS
     return [f"{name}: {COLUMNS[name][2].format(**config)}" for name in names]
 
@@ -424,9 +425,9 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
-    """Return the order of ZB-V's authors (arXiv 2401.10241). The V is filled several times, and the
-    filling whose ranks idle least is used. Each filling shows which ranks may idle longer in the
-    next filling."""
+    """Return the order that ZB-V's authors build (arXiv 2401.10241). The V is filled several times,
+    and the filling whose ranks idle least is used. Each filling shows which ranks may idle longer
+    in the next filling."""
     best: list[str] = []
     least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):

@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = {
 
 
 def main() -> None:
-    """Draw the pictures that CONFIG and the command line request, and print the files' names."""
+    """Draw the pictures that CONFIG and the command line request, and print the file names."""
     config = parse_arguments(
         CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines.", script=__file__
     )

@@ -53,6 +53,6 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__).parse_args()  # it has no options but --help
+    ArgumentParser(description=__doc__).parse_args()  # the only option is --help
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (folder,), nprocs=2)

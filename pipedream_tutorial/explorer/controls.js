@@ -1,5 +1,5 @@
-// The reader's choices: accepted values, their form in the address, and the resulting timeline.
-// Also the menus, sliders and switches, each of which writes one key of the choices.
+// Define the reader's choices: accepted values, their form in the URL, and the resulting timeline.
+// Also define the menus, sliders and switches. Each of them writes one key of the choices.
 "use strict";
 
 const START = {
@@ -10,8 +10,8 @@ const START = {
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
   zoom: 1, level: 0, solved: [],
 };
-// Accepted values: whole numbers from ... to, or numbers from 0 (or `positive` ones) to `most`. If
-// there is a slider: its label, its help and, if they differ, its ends.
+// Accepted values: whole numbers in a range, or numbers from 0 (or above 0 with `positive`) to
+// `most`. A slider also has a label, help and, if they differ from the range, its ends.
 const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
   m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "microbatches per batch" },
@@ -52,7 +52,7 @@ const SWITCHES = {
 };
 const MOST_CELLS = 15000; // Python has no such limit, but a page should answer at once.
 
-// Return the choices with their number of batches.
+// Return the choices with the number of batches filled in.
 function resolved(chosen) {
   const names = [chosen.schedule, chosen.other].filter(Boolean);
   return { ...chosen, n: chosen.n || (names.every((name) => policyOf(name).flushes) ? 1 : 4) };
@@ -95,7 +95,7 @@ function toHash(chosen) {
   return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(start[key])));
 }
 
-// {chosen, refused}: values that are not accepted keep their defaults, and refused has the reason.
+// Return {chosen, refused}. A rejected value keeps its default, and `refused` has the reason.
 function fromHash(hash) {
   const given = new URLSearchParams(hash.slice(1));
   const chosen = startOf(given.get("level"));
@@ -139,10 +139,10 @@ function changed(chosen, patch) {
   return next;
 }
 
-// The last search, because moves and switches need no other.
+// The last search. Moves and switches do not need a new one.
 const searched = { key: "", found: null };
 
-// Result of the search for these choices: {words, length, bound, tried, unit}.
+// Return the search result for these choices: {words, length, bound, tried, unit}.
 function searchedFor(chosen) {
   const key = JSON.stringify(["F", "I", "W", "c", "p", "m", "K", "scale"].map((name) => chosen[name]));
   if (key !== searched.key) {
@@ -154,8 +154,8 @@ function searchedFor(chosen) {
   return searched.found;
 }
 
-// All batches, before any move. Flushing schedules are repeated, and others continue without a
-// pause.
+// Return all batches, before any move. Flushing schedules are repeated, and others continue without
+// a pause.
 function wholeSchedule(name, chosen) {
   const { p, m, n, v, cut, recompute, kept } = chosen;
   const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
@@ -172,7 +172,7 @@ function wholeSchedule(name, chosen) {
   return recompute ? recomputed(schedule, kept) : schedule;
 }
 
-// {timeline, policy, use, batchSize, numbers}. Throws RuleError for choices that do not work.
+// Return {timeline, policy, use, batchSize, numbers}. Throws RuleError for choices that do not work.
 function run(name, chosen, moves = []) {
   const schedule = moves.reduce(moved, wholeSchedule(name, chosen));
   const timeline = simulate(schedule, buildCosts(schedule, chosen));
@@ -220,7 +220,7 @@ function buildControls() {
   for (const key of ["rate", "scale"]) byId(key).onchange = () => enter(key, byId(key).value);
 }
 
-// The typed text. If it is refused, the field shows the current value again.
+// Handle typed text. If it is rejected, the field shows the current value again.
 function enter(key, text) {
   const error = refusal(() => {
     store.change({ [key]: key === "scale" ? acceptedList(text, store.chosen.p) : accepted(key, text) });

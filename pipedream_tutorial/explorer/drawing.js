@@ -1,6 +1,6 @@
-// Draw a timeline as SVG, with ranks from top to bottom, time from left to right, its title and its
-// numbers. The style sheet has the colors. The functions take a pane and return the drawing as
-// text.
+// Draw a timeline as SVG, with its title and its numbers. Ranks run from top to bottom, and time
+// runs from left to right. The style sheet has the colors. The functions take a pane and return the
+// drawing as a string.
 "use strict";
 
 const AXIS = 18;
@@ -94,7 +94,7 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
     if (byVersion) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLORS}`;
     const more = `fill-opacity="${1 - pale}" ${labels ? `data-at="${rank}.${index}"` : ""}`;
     let drawn = rect(kind, x, y, wide, each - (part ? 0 : gap / 2), more);
-    // The kind as a bar at the bottom.
+    // Show the kind as a bar at the bottom.
     if (byVersion) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each);
     const size = Math.min(13, Math.max(9, each * 0.55));
     if (!labels || width <= Math.max(11, labels.digits * size * 0.62 + 2) || each <= 7) return drawn;
@@ -104,8 +104,8 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
   }).join("");
 }
 
-// Return 0 for a rank's first stage (or the first copy of the model), and higher, paler shades for
-// others.
+// Return 0 for a rank's first stage (or the first copy of the model), and higher numbers, which
+// mean paler shades, for others.
 function paleness({ numStages, copies, stagesPerRank, numRanks }, stage) {
   return Math.floor(stage / (copies > 1 ? numStages : numRanks)) / Math.max(2, copies * stagesPerRank);
 }
@@ -243,8 +243,8 @@ function focused({ run, focus }) {
   return focus && run?.timeline.lines[focus.rank]?.[focus.index];
 }
 
-// Show the target of a dragged item, and whether it is allowed. A forbidden target has a cross, so
-// that it differs in more than color.
+// Show the target of a dragged item, and whether the target is allowed. A forbidden target has a
+// cross, so that it differs in more than color.
 function drawDrag(view, { rank, from, to, verdict }) {
   const before = view.run.timeline.lines[rank].toSpliced(from, 1)[to - 1];
   const [x, top, { row }] = [toX(view, before?.end ?? 0), rowTop(view.layout, rank), view.layout];
@@ -350,8 +350,8 @@ function numbersOf(pane) {
     ["weight versions", numbers.peakVersions],
     ["updates behind", numbers.staleness],
   ];
-  // A limit applies to the search and to moves. For fixed schedules, the page only says if they
-  // exceed it.
+  // The memory limit applies to the search and to moves. For fixed schedules, the page only reports
+  // whether they exceed it.
   const over = numbers.peakActivations.flatMap((held, rank) => (K && held > K ? [rank] : []));
   if (over.length) pairs.push(["over the memory limit", `rank ${over.join(", ")}`]);
   if (numbers.mixed) pairs.push(["gradients", "wrong"]);

@@ -1,12 +1,12 @@
-// Read and write orders as CSV, one line per rank and one operation per cell, which the tutorial's
-// --csv writes and torch loads (schedules/ops.py). Read measured runs from the tutorial's Chrome
-// traces (simulate/trace.py).
+// Read and write orders as CSV, with one line per rank and one operation per cell. The tutorial's
+// --csv option writes this format, and torch loads it (schedules/ops.py). Also read measured runs
+// from the tutorial's Chrome traces (simulate/trace.py).
 "use strict";
 
 const WRITTEN = /^(\d{1,9})([FBIW])(\d{1,9})$/;
 const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
-// Line ends are those of Python's csv module.
+// Line endings match Python's csv module.
 function toCsv({ orders, copies, ops }) {
   if (copies > 1) throw new RuleError("a CSV cannot express that there are two copies of the model");
   if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
@@ -56,8 +56,8 @@ function checkOnceAndWhole({ orders, numStages, ops }) {
 
 const FIRST_PID = { measured: 2000, predicted: 1000 }; // for rank 0, with at most 1000 microbatches
 
-// {group, schedule, lines, cells, last, durations}: cells as in simulate(), and mean durations in
-// ms.
+// Return {group, schedule, lines, cells, last, durations}, with cells as in simulate() and mean
+// durations in ms.
 function readTrace(text) {
   let document;
   try {
@@ -85,8 +85,8 @@ function readTrace(text) {
   throw new RuleError("it has no pipeline run; use a file that --trace wrote");
 }
 
-// Return, in ms, the means of a rank's whole share, each rank's factor, and the sending time. A
-// whole backward pass counts as two equal halves, I and W.
+// Return the mean durations for all layers of a rank and the communication time, in ms, and each
+// rank's factor. A whole backward pass counts as two equal halves, I and W.
 function meanDurations(run) {
   const mean = (numbers) => sum(numbers) / numbers.length;
   const rounded = (value) => Math.round(value * 100) / 100;

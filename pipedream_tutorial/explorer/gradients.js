@@ -1,18 +1,18 @@
-// Train a small network in the order of a schedule, and compare each microbatch's gradient with the
-// exact one: is it the gradient of the model that the forward passes ran?
+// Train a small network in a schedule's order, and compare each microbatch's gradient with the
+// exact gradient of the model that its forward passes ran.
 //
-// A stage is a residual layer, y = x + tanh(x U) V, in doubles. Plain SGD trains it to imitate a
-// random layer of the same kind. The loss of a microbatch is divided by the number of microbatches
-// in a batch.
+// A stage is a residual layer, y = x + tanh(x U) V, in double precision. Plain SGD trains it to
+// imitate a random layer of the same kind. The loss of a microbatch is divided by the number of
+// microbatches in a batch.
 "use strict";
 
 const WIDTH = 16;
 const HIDDEN = 32;
 const ROWS = 8; // samples per microbatch
-const SAMPLES = 64; // microbatches, which then repeat
+const SAMPLES = 64; // number of different microbatches; training repeats them
 const MOST_OPERATIONS = 4000;
 
-// Return [rows, inner] times [inner, columns]. `ta` and `tb` mark transposed operands.
+// Multiply [rows, inner] by [inner, columns]. `ta` and `tb` mark transposed operands.
 function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   const out = new Float64Array(rows * columns);
   for (let r = 0; r < rows; r++) {
@@ -26,7 +26,7 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   return out;
 }
 
-// Draw the weights of a stage at random.
+// Return random weights for a stage.
 function randomStage(chance) {
   const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
   return { U, V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5) };
@@ -88,8 +88,8 @@ function exactGradients(weights, { x, wanted }, batchSize) {
   return { gradients: backs.map(({ gradients }) => gradients).reverse(), loss };
 }
 
-// {perStage, whole, newest: median relative errors over the microbatches; losses by microbatch}.
-// `newest` compares with the gradient at the weights that the update changes.
+// Return {perStage, whole, newest, losses}: median relative errors over the microbatches, and
+// losses by microbatch. `newest` compares with the gradient at the weights that the update changes.
 function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   const { numStages, numMicrobatches } = timeline.schedule;
   const task = buildTask();

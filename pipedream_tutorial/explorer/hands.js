@@ -1,5 +1,5 @@
-// Handle pointer, touch and keyboard on a timeline: focus an operation, or drag it within its rank.
-// Also the clock: play, and step from one start or end to the next.
+// Handle pointer, touch and keyboard input on a timeline: focus an operation, or drag it within its
+// rank. Also control the clock: play, and step from one start or end to the next.
 "use strict";
 
 const LONG_PRESS_MS = 450;
@@ -110,8 +110,8 @@ function move(by) {
   drop(main);
 }
 
-// Return whether the key has a meaning. With Shift, the arrows move the operation; otherwise they
-// move the focus.
+// Handle a key, and return whether it has a meaning. With Shift, the arrows move the operation;
+// otherwise they move the focus.
 function onKey(pane, { key, shiftKey }, editable) {
   const { lines } = pane.run.timeline;
   const along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
@@ -138,8 +138,8 @@ function onKey(pane, { key, shiftKey }, editable) {
   return true;
 }
 
-// Return the cell of the next rank that starts nearest in time, or the cell in focus if there is
-// none.
+// Return the cell on the next rank whose start is nearest in time. Return the cell in focus if there
+// is no next rank.
 function neighbor(pane, step) {
   const cell = focused(pane);
   const distance = ({ start }) => Math.abs(start - cell.start);
@@ -166,8 +166,8 @@ class Player {
     if (this.time !== null) this.show(this.time);
   }
 
-  // Idle time of each rank in its own span. (Until the end of all ranks, ranks with equal work idle
-  // equally.)
+  // Idle time of each rank within its own span. (Measured until all ranks have ended, ranks with
+  // equal work idle equally.)
   get idle() {
     return main.run?.numbers.span.ranks;
   }
@@ -250,7 +250,7 @@ class Player {
   }
 }
 
-// idle: by rank. If several ranks share the first place, each of them is right.
+// idle: by rank. If several ranks idle longest, each of them is a right answer.
 function answerText(guess, idle) {
   const most = Math.max(...idle);
   const first = range(idle.length).filter((rank) => idle[rank] > most - 1e-9);

@@ -1,5 +1,5 @@
-// Six levels that teach. Each has a start, allowed changes, and goals that depend on the numbers.
-// Below them are the bar of levels, and the text and goals of the current level.
+// Define six lessons (levels). Each has a start, allowed changes, and goals that depend on the
+// numbers. Below them are the level bar, and the text and goals of the current level.
 "use strict";
 
 // A goal: its text, and a test of whether a timeline's {numbers, trained} meet it.
@@ -12,7 +12,7 @@ const heldAtMost = (limit) => [
 
 const EVEN = { F: "1", I: "1", W: "1", c: "0", scale: [], n: 1, K: 0 };
 
-// The order that a search found after 30 tries.
+// An order that a search found after 30 tries.
 const STOPPED = [
   "0F0,0F1,0F2,0I0,0W0,0I1,0F3,0I2,0W1,0F4,0W2,0F5,0I3,0W3,0I4,0W4,0I5,0W5",
   "1F0,1F1,1F2,1I0,1W0,1I1,1W1,1I2,1W2,1F3,1F4,1I3,1F5,1W3,1I4,1W4,1I5,1W5",

@@ -1,4 +1,4 @@
-// The page: one state, and everything that is drawn from it.
+// Define the page: one state, and everything that is drawn from this state.
 "use strict";
 
 const WIDE = matchMedia("(min-width: 1100px)"); // as in style.css: controls left, timelines right
@@ -19,7 +19,7 @@ const store = {
   },
   set(chosen) {
     store.chosen = chosen;
-    clearTimeout(store.writing); // browsers allow few changes of the address a second
+    clearTimeout(store.writing); // browsers allow few changes of the URL per second
     store.writing = setTimeout(store.write, 150);
     refresh();
   },
@@ -77,7 +77,7 @@ function showFocus(pane) {
   byId("movers").hidden = pane !== main || Boolean(main.measured);
 }
 
-// The address is in a field, so it can be copied even if the browser denies use of the clipboard.
+// Show the URL in a field, so that it can be copied even if the browser denies clipboard access.
 async function share() {
   store.write();
   const field = byId("link");
@@ -87,7 +87,7 @@ async function share() {
   try {
     await navigator.clipboard.writeText(location.href);
     say(`The address is in the clipboard. ${what}`, "same");
-  } catch { // no clipboard without https, or not allowed
+  } catch { // clipboard access needs https and may be denied
     field.focus();
     field.select();
     say(`The browser does not let this page use the clipboard. Copy the address from the field. ${what}`, "same");

@@ -1,10 +1,10 @@
-// Compute costs of a timeline: idle time, activations and the critical path (simulate/measures.py).
-// Also the versions of the weights that a policy keeps and that microbatches use
+// Compute a timeline's costs: idle time, activations and the critical path (simulate/measures.py).
+// Also compute the weight versions that a policy keeps and that microbatches use
 // (schedules/policies.py).
 "use strict";
 
-// Return the numbers of the tutorial's tables for one timeline. Idle time is by rank: until the
-// last rank ends, and within the rank's own span. Versions and staleness are the largest of any
+// Return the numbers in the tutorial's tables for one timeline. Idle time is by rank: until the
+// last rank ends, and within the rank's own span. Versions and staleness are the highest of any
 // stage.
 function summary(timeline, use) {
   const { lines, last, tick, schedule } = timeline;
@@ -28,8 +28,8 @@ function summary(timeline, use) {
 }
 
 // Return [time in ticks, value from then on] by rank, at each change of the value. `firstOf` gives
-// the first value of a rank, and `pointsOf` the changes [time, value] by its cells. Of several
-// changes at one time, the last counts.
+// a rank's first value, and `pointsOf` gives the changes [time, value] that its cells cause. If
+// several changes have the same time, the last one counts.
 function stepsByRank({ lines }, firstOf, pointsOf) {
   return lines.map((line, rank) => {
     const steps = [...new Map([[0, firstOf(rank)], ...line.flatMap(pointsOf)])];
@@ -37,9 +37,10 @@ function stepsByRank({ lines }, firstOf, pointsOf) {
   });
 }
 
-// Microbatches of its whole share whose activations a rank holds. A forward pass adds them when it
-// starts. They are freed when the backward pass ends, or W if it is split. With R, only the share
-// `kept` remains when the forward pass ends, and R adds the rest.
+// Return the activations that each rank holds over time, in microbatches on all of its layers. A
+// forward pass adds activations when it starts. They are freed when the backward pass ends or, if
+// it is split, when W ends. With R, only the share `kept` remains when the forward pass ends, and R
+// adds the rest.
 function heldActivations(timeline) {
   const { kept, stagesPerRank, rankOf, orders } = timeline.schedule;
   const gone = 1 - kept;
@@ -60,7 +61,7 @@ function peakActivations(timeline) {
   return heldActivations(timeline).map((line) => rounded(Math.max(...line.map(([, held]) => held))));
 }
 
-// Return the weight versions of its whole share that a rank keeps.
+// Return the number of weight versions that each rank keeps, in copies of all of its layers.
 function liveVersions(timeline, use) {
   const { orders, stagesPerRank } = timeline.schedule;
   const kept = orders.map((order) => new Map(order.flat().map((op) => [op.stage, 1])));
@@ -84,7 +85,7 @@ function criticalPath({ lines, cells, last }) {
   return path;
 }
 
-// Map each cell to the ticks by which it could end later without delaying the end.
+// Map each cell to the number of ticks by which it could end later without delaying the end.
 function slackOf({ schedule, lines, cells, c, last }) {
   const latest = new Map([...cells.values()].map((cell) => [cell, last]));
   const lower = (cell, time) => latest.set(cell, Math.min(latest.get(cell), time));
@@ -104,7 +105,7 @@ function isUpdate({ kind }) {
   return kind === "B" || kind === "W";
 }
 
-// `flushes`: consecutive batches are repeats of one order. `perMicrobatch`: update after each
+// `flushes`: consecutive batches repeat one order. `perMicrobatch`: update after each
 // backward pass, otherwise once per batch. `stashed`: a backward pass uses its forward pass's
 // weights. `versionOf`: the version that microbatch i uses, by default the newest.
 const POLICIES = {
@@ -116,8 +117,8 @@ const POLICIES = {
 };
 
 // Map each operation to {its version, kept: versions that its stage keeps after it, behind: updates
-// at its own update that its weights do not include}. Only the orders determine these; times do not
-// matter.
+// at its own update that its weights do not include}. The result depends only on the orders, not on
+// times.
 function weightUse({ ops, numStages, copies }, policy, batchSize) {
   const own = range(numStages * copies).map(() => []);
   for (const op of ops) own[op.stage].push(op);

@@ -1,14 +1,14 @@
-// Exact numbers, operations, and their order on every rank (schedules/ops.py). Simulation of orders
-// with an exact clock of whole ticks (simulate/simulator.py), and the cost of a move within a rank.
+// Define exact numbers, operations, and their order on every rank (schedules/ops.py). Simulate
+// orders with an exact clock (simulate/simulator.py), and compute the cost of a move within a rank.
 //
-// Operations are written as in torch: 2F0 is stage 2, F, microbatch 0. An item of an order is a
-// list of one operation, or of two that run at the same time.
+// Operations are written as in torch: 2F0 is F of microbatch 0 on stage 2. An item of an order is a
+// list of one operation, or of two operations that run at the same time.
 "use strict";
 
-// A refused request of the reader. The message is the reason.
+// Error for a request that is rejected. The message is the reason.
 class RuleError extends Error {}
 
-// Return why it is refused, or "".
+// Return why the request is rejected, or "".
 function refusal(act) {
   try {
     act();
@@ -59,7 +59,7 @@ class Fraction {
   }
 }
 
-// {tick, counts of ticks}: a tick is the longest time that divides each of `times`.
+// Return {tick, counts of ticks}. A tick is the longest time that divides each of `times`.
 function inTicks(times) {
   const scale = times.reduce((all, { d }) => (all * d) / gcd(all, d), 1n);
   const wholes = times.map(({ n, d }) => (n * scale) / d);
@@ -104,7 +104,7 @@ function itemText(item) {
   return item.length === 1 ? item[0].text : `(${item[0].text};${item[1].text})OVERLAP_F_B`;
 }
 
-// Return the orders with each operation changed.
+// Return the orders with a function applied to each operation.
 function changedOps(orders, change) {
   return orders.map((order) => order.map((item) => item.map(change)));
 }
@@ -151,7 +151,7 @@ function repeat(schedule, numBatches) {
   return schedule.withOrders(schedule.orders.map((_, rank) => batches.flatMap((orders) => orders[rank])));
 }
 
-// Replace every whole backward pass with its two consecutive halves. No time changes.
+// Replace every whole backward pass with its two consecutive halves. The times do not change.
 function cutBackwards(schedule) {
   return schedule.withOrders(schedule.orders.map((order) => order.flatMap((item) => {
     const [{ kind, stage, microbatch }] = item;
@@ -202,10 +202,10 @@ function withoutMicrobatch(item) {
   return item.map((op) => op.kind + op.stage).join("|");
 }
 
-// {schedule, costs, lines, cells, tick, c, last}: `lines` has each rank's cells {item, rank, index,
-// start, end, bound} in its order. `cells` has the same cells by operation, each after its inputs.
-// Times are in ticks. A bound is the operation whose end (and sending) determined the start, or
-// null at 0.
+// Return {schedule, costs, lines, cells, tick, c, last}. `lines` has each rank's cells {item, rank,
+// index, start, end, bound} in its order. `cells` has the same cells by operation, each after its
+// inputs. Times are in ticks. `bound` is the operation whose end, or whose message, determined the
+// start. It is null for a start at 0.
 function simulate(schedule, costs) {
   const { orders } = schedule;
   const items = new Map(orders.flat(1).map((item) => [withoutMicrobatch(item), item]));
@@ -252,8 +252,8 @@ function lastEnd(lines) {
   return Math.max(...lines.map((line) => line.at(-1)?.end ?? 0));
 }
 
-// Follow the waiting ranks until a rank is repeated. The error's cause is the circle: [{rank, text
-// of its next operation, need}].
+// Follow the waiting ranks until a rank repeats. The error's cause is the circle: [{rank, text of
+// its next operation, need}].
 function deadlock(schedule, lines, cells) {
   const path = [];
   let rank = schedule.orders.findIndex((order, r) => lines[r].length < order.length);

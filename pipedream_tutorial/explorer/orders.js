@@ -1,9 +1,9 @@
-// The schedules (schedules/orders.py and building_blocks.py, which name the papers): how p ranks
-// and m microbatches give an order per rank, a description of each schedule, and the idle time of
-// its ranks.
+// Define the schedules (schedules/orders.py and building_blocks.py, which name the papers): an
+// order per rank for p ranks and m microbatches, a description of each schedule, and the idle time
+// of its ranks.
 //
 // A rank's order is a word, as in pipedream_simple.py, with one letter per operation and two per
-// pair. Small letters belong to the rank's second stage: the stage on the way up a V, or of a
+// pair. Lowercase letters belong to the rank's second stage, which is on the way up a V or in a
 // second copy.
 "use strict";
 
@@ -20,7 +20,7 @@ function numbered(steps) {
   return steps.map((step) => step.map(next));
 }
 
-// Words by rank. Microbatches from m on are left out.
+// Return orders from the words of the ranks. Microbatches from m on are omitted.
 function fromWords(words, m = Infinity) {
   const orders = words.map((word, r) => {
     const stageOf = (letter) => (letter < "a" ? r : 2 * words.length - 1 - r);
@@ -35,7 +35,7 @@ function byRank(wordOf) {
   return (p, m) => fromWords(range(p).map((r) => wordOf(r, p, m)), m);
 }
 
-// microbatchOf(i, copy): number of a copy's microbatch i among all microbatches.
+// microbatchOf(i, copy): index of a copy's microbatch i among all microbatches.
 function twoCopies(words, microbatchOf) {
   const p = words.length;
   const renumbered = ({ kind, stage, microbatch: i }) => buildOp(kind, stage, microbatchOf(i, stage < p ? 0 : 1));
@@ -80,7 +80,7 @@ function interleaved(p, m, v) {
   }));
 }
 
-// torch's order for all durations, defined for 2p - 1 microbatches or more.
+// torch's order, which is the same for all durations, for 2p - 1 or more microbatches.
 function zbVFixed(r, p, m) {
   const count = Math.max(m, 2 * p - 1);
   let word = "F".repeat(2 * (p - r) - 1) + "fF".repeat(r) + "fiw".repeat(p - r);
@@ -134,8 +134,8 @@ function withWeights(line) {
   return full;
 }
 
-// Move operations to earlier free slots if data and memory allow, in the order of time. Operations
-// of the full pipeline stay, and if W has no slots, so do earlier ones.
+// Move operations to earlier free slots in time order, if data and memory allow. Operations do not
+// move while the pipeline is full. If W has no slots, earlier operations do not move either.
 function pullForward(lines, hasWeights) {
   const limit = Math.max(...lines.map((line) => mostHeld(line, hasWeights)));
   const m = lines[0].filter((letter) => letter === "F").length;
@@ -158,8 +158,7 @@ function pullForward(lines, hasWeights) {
   });
 }
 
-// Return the largest number of stages' activations that a rank holds. If W has no slots, it uses
-// free ones.
+// Return the peak activations of a rank, counted per stage. If W has no slots, it uses free ones.
 function mostHeld(line, hasWeights) {
   let [held, waiting, most] = [0, 0, 0];
   for (const letter of line) {
@@ -172,7 +171,8 @@ function mostHeld(line, hasWeights) {
   return most;
 }
 
-// Return the same orders, with every operation as soon as its rank and its data are ready.
+// Return the same orders, with every operation in the first slot at which its rank and data are
+// ready.
 function squeezed(lines) {
   const found = lines.map(() => []);
   placeByTime(lines, ({ rank, letter, earliest }) => {
@@ -186,7 +186,7 @@ function squeezed(lines) {
 // By letter: the previous rank on the way of the data, and the previous operation of its own rank.
 const SOURCES = { F: [-1], f: [1, "F"], i: [-1, "f"], I: [1, "i"] };
 
-// Call `place` for each operation in the order of time, and use the slot that it returns.
+// Call `place` for each operation in time order, and use the slot that it returns.
 // `earliest`: the slot after its data and the previous microbatch.
 function placeByTime(lines, place) {
   const before = lines.map((line) => [...line]);
@@ -237,7 +237,7 @@ function dualpipeWord(r, p, m) {
   ];
 }
 
-// DualPipeV on half as many ranks, unfolded: each rank becomes two ranks that mirror each other.
+// DualPipeV on half as many ranks, unfolded: each rank becomes two mirrored ranks.
 // One copy's stages are on the way down, and the other's on the way up.
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {

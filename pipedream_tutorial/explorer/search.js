@@ -3,7 +3,7 @@
 // Each rank has one stage, and backward passes are split. A rank's order is a word of m letters F,
 // I and W. In every prefix, there are at least as many F as I and as many I as W, and at most
 // `memory` more F than W. Rules build words, and moves of single letters improve them. Among
-// equally short orders, the one with the shorter longest span is better for consecutive batches.
+// equally short orders, an order whose longest span is shorter is better for consecutive batches.
 // The random numbers differ from Python's, so the words may also differ. The bound is the same.
 "use strict";
 
@@ -54,7 +54,7 @@ function byLength(one, other) {
   return one.length - other.length || one.span - other.span;
 }
 
-// Return a lower bound of all orders' makespans, in ticks. simulate/search.py derives it.
+// Return a lower bound on the makespans of all orders, in ticks. simulate/search.py derives it.
 function lowerBound({ m, memory, c, durations }) {
   const total = (times, of) => sum(times.map(of));
   const bounds = durations.map((own, rank) => {
@@ -70,11 +70,11 @@ function lowerBound({ m, memory, c, durations }) {
   return Math.max(...bounds);
 }
 
-// {words, length, span, bound, tried}: the best of the words that the rules build, improved.
+// Return {words, length, span, bound, tried} after improving the best words that the rules build.
 function search(problem, tries) {
   const { durations, memory, m } = problem;
-  // ZB-H1, ZB-H2 and orders between them: each rank runs `step` microbatches fewer ahead than the
-  // previous one.
+  // ZB-H1, ZB-H2 and orders between them: each rank runs `step` fewer microbatches ahead than the
+  // previous rank.
   const patterns = [0, 1, 2].flatMap((step) => range(memory + step * durations.length).map((ahead) =>
     durations.map((_, rank) => {
       const lead = Math.max(0, Math.min(memory - 1, ahead - step * rank));
@@ -93,7 +93,7 @@ function search(problem, tries) {
   return { ...best, bound, tried };
 }
 
-// Move single letters. Keep changes that are not longer, and sometimes longer ones.
+// Move single letters. Keep changes that do not lengthen the order, and sometimes others.
 function improve(problem, start, tries, seed, goal) {
   const chance = generator(seed);
   const below = (n) => Math.floor(chance() * n);
@@ -122,7 +122,7 @@ function improve(problem, start, tries, seed, goal) {
   return { ...best, tried };
 }
 
-// Mulberry32: a small generator of numbers in [0, 1), equal in every browser for equal seeds.
+// Mulberry32: a small random generator for [0, 1). Equal seeds give equal numbers in every browser.
 function generator(seed) {
   let state = seed + 1;
   return () => {

@@ -70,7 +70,7 @@ function measuredText(pane, cell) {
   return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
 }
 
-// Meaning of the visible frames, arrows and strips: a swatch's color, or none, and a text.
+// Return the legend for the visible frames, arrows and strips: a swatch color, if any, and text.
 function showLegend(panes, chosen) {
   const shown = panes.filter((pane) => pane.run);
   const schedules = shown.map((pane) => pane.run.timeline.schedule);

@@ -1,6 +1,5 @@
-// ZB-V as its authors build it. F and I follow a pattern, and W fills the time in which a rank
-// would otherwise wait. pipedream_simple.py explains the steps, and this file makes the same
-// orders.
+// Build ZB-V as its authors do. F and I follow a pattern, and W fills the time in which a rank would
+// otherwise wait. pipedream_simple.py explains the steps, and this file builds the same orders.
 "use strict";
 
 const STEPS = { F: 0, f: 0, i: 0, I: 0 };

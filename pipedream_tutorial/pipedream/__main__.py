@@ -101,7 +101,7 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
 
 def read(config: dict[str, Any]) -> dict[str, Any]:
-    """Return CONFIG with the command line's changes. Reject keys that the schedule does not use."""
+    """Apply the command-line changes to CONFIG. Reject keys that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
@@ -151,7 +151,7 @@ def show(config: dict[str, Any]) -> None:
 
 
 def export(row: Row, config: dict[str, Any]) -> None:
-    """Write the files of --csv and --trace."""
+    """Write the files that --csv and --trace request."""
     schedule = row.batch.schedule
     if config["csv"] is not None:
         if config["recompute"] is not None:
@@ -176,9 +176,9 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid and figures. Leave out the grid if `drawn` (orders -> title) has an
-    equal grid. A schedule without a flush differs from flushing schedules only over several
-    batches, so it is drawn over several batches."""
+    """Print a schedule's grid and figures. Omit the grid if `drawn` (orders -> title) already has
+    an identical one. A schedule without a flush is drawn over several batches, because it differs
+    from flushing schedules only there."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")
@@ -231,7 +231,7 @@ def tell(label: str, text: str) -> None:
 
 
 def tell_closed_form(row: Row) -> None:
-    """Print the idle time of one batch, by the formula and by simulation."""
+    """Print the idle time of one batch, computed both by the closed form and by simulation."""
     known = comparison.closed_form(row.name, row.config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
@@ -251,7 +251,7 @@ def tell_closed_form(row: Row) -> None:
 
 
 def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
-    """Print a line of the table for each schedule, or the reason why the schedule is impossible."""
+    """Print a table row for each schedule, or the reason why the schedule is impossible."""
     mixed = False
     shown = config["columns"]
     print(simple.table_line("", simple.COLUMNS, shown))
@@ -273,7 +273,7 @@ def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> N
 
 
 def print_training(config: dict[str, Any]) -> None:
-    """Train a small model under each weight policy, or under the named schedule."""
+    """Train a small model, either under each weight policy or under the named schedule."""
     name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained. To train under a CSV, use pipedream_runtime.py --schedule PATH.")

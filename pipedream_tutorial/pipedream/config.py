@@ -22,7 +22,7 @@ from pipedream.errors import UserError, nearest
 FOLDER = Path(__file__).resolve().parent.parent
 """Folder of the tutorial."""
 
-# This length prevents exponents and digit strings that would make computations slow.
+# The limits on length exclude exponents and digit strings that would make computations slow.
 _NUMBER = re.compile(
     r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/0{,9}[1-9]\d{,9})",
     re.ASCII | re.I,
@@ -34,7 +34,7 @@ _KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Values that one CONFIG key accepts."""
+    """Rule that defines which values a CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration, which keeps 1/3 exact
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
@@ -45,8 +45,8 @@ class Rule:
     high: float = math.inf  # given together with `low`
 
     def check(self, key: str, value: object) -> Any:
-        """Return `value`, typed or from CONFIG, as `kind`. Raises UserError if the value is not
-        accepted."""
+        """Convert `value`, from the command line or CONFIG, to `kind`. Raises UserError if the
+        value is not accepted."""
         if self.none and str(value).strip().lower() == "none":
             return None
         parts: object = value if self.many else [value]
@@ -60,12 +60,12 @@ class Rule:
         return values if self.many else values[0]
 
     def _read(self, value: object) -> Any:
-        """Return one value as `kind`. Return None if the value is not accepted."""
+        """Convert one value to `kind`. Return None if the value is not accepted."""
         text = str(value).strip()
         if self.kind is bool:
             return _WORDS.get(text.lower())
         if self.kind is str:
-            # Surrogates stand for bytes of the command line that are not text, and cannot be
+            # Surrogates stand for command-line bytes that cannot be decoded. They cannot be
             # printed.
             if not isinstance(value, str) or not text or not text.isprintable():
                 return None
@@ -127,10 +127,10 @@ def parse_arguments(
     script: str,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return CONFIG with the command line's changes, after checking every value.
+    """Apply the command-line changes to CONFIG, check every value, and return the result.
 
     `--set key=value` accepts several changes and may be repeated. `--key value` is equivalent, and
-    the last value counts. `arguments` defaults to the command line. Raises UserError for an
+    the last value wins. `arguments` defaults to the command line. Raises UserError for an
     unknown key or a value that its rule does not accept; --help prints all keys and exits with 0.
     """
     for key in sorted(config.keys() ^ rules.keys(), key=str):

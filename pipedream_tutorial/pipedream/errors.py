@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 class UserError(ValueError):
-    """Mistake of the user, shown on one line without a traceback. The exit code is 2."""
+    """A user mistake, shown on one line without a traceback. The exit code is 2."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}; {fix}")
@@ -24,7 +24,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main and exit with code 0, or with 2 after one line "error: ..." on stderr."""
+    """Run a script's main function. Exit with code 0, or print "error: ..." on one stderr line and
+    exit with code 2."""
     try:
         main()
         print(end="", flush=True)
@@ -39,7 +40,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
             f"{package} is not installed in this Python; "
             "type python -m pip install -r requirements.txt in the tutorial's folder"
         )
-    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
+    except BrokenPipeError:  # the reader of the output, such as `| head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Control a headless Chromium through a pipe, with the DevTools protocol.
+"""Control a headless Chromium through a pipe, using the DevTools protocol.
 
-python tests/browser.py figures/explorer.png makes the README's picture of explorer.html"""
+To make the README's picture of explorer.html: python tests/browser.py figures/explorer.png"""
 
 import base64
 import json
@@ -21,7 +21,7 @@ SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
 def find_browser():
-    """Return the path of Chromium or Chrome. Return None if neither is installed."""
+    """Return the path to Chromium or Chrome, or None if neither is installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
@@ -116,7 +116,7 @@ class Browser:
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def screenshot(self, path):
-        """Write a picture of the whole page to `path`."""
+        """Save a screenshot of the whole page to `path`."""
         page = self.send("Page.getLayoutMetrics")["cssContentSize"]
         shot = self.send(
             "Page.captureScreenshot", captureBeyondViewport=True, clip={**page, "scale": 1}

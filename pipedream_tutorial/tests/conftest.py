@@ -1,4 +1,4 @@
-"""Put the tutorial's folder first on sys.path, so that pytest can start in any folder."""
+"""Put the tutorial's folder first on sys.path, so that pytest can be started from any folder."""
 
 import gc
 import sys
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which tests often trigger."""
+    """Exclude imported modules from garbage collection, which the tests trigger often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

@@ -1,5 +1,5 @@
 // Run the explorer's engine without a browser: read a list of questions as JSON, and write the
-// answers. test_explorer_engine.py compares them with the Python simulator.
+// answers. test_explorer_engine.py compares the answers with the Python simulator.
 
 import { readFileSync } from "node:fs";
 import { runInThisContext } from "node:vm";

@@ -1,4 +1,4 @@
-"""Turn simulated runs into measurements, as if they had been measured."""
+"""Turn simulated runs into slices, as if the runs had been measured."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run our CSVs in torch's pipeline runtime with a small fp64 model and four processes.
+"""Run our CSVs in torch's pipeline runtime, with a small fp64 model and four processes.
 
     run_csv.py FOLDER NAME...
 

@@ -1,4 +1,4 @@
-"""Start the runtime as a user would, and check that no process remains."""
+"""Start the runtime as a user would, and check that no processes are left behind."""
 
 import os
 import subprocess

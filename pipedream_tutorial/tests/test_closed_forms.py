@@ -1,5 +1,5 @@
-"""Test that every closed form exactly equals the simulation, as a fraction. Also test sizes and
-durations outside the range of the closed forms."""
+"""Test that every closed form equals the simulated value exactly. Also test sizes and durations for
+which the closed forms are not valid."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ def makespan_idle(name: str, c: Case) -> Fraction:
 def cases(
     name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
 ) -> Iterator[Case]:
-    """Yield cases with sizes that the schedule allows and random durations for which `fits` is
-    true. At most `each` cases have the same sizes."""
+    """Yield cases with sizes that the schedule allows, and random durations for which `fits` is
+    true. Yield at most `each` cases per size."""
     rng = random.Random(name)
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}

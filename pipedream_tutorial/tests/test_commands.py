@@ -1,4 +1,4 @@
-"""Run the commands in the pages, and compare their output with the pages.
+"""Run the commands on the pages, and compare their output with the output that the pages show.
 
 A ```bash block is run unchanged, and its output must contain the lines of the following ```text
 block, in which "..." stands for omitted lines. In a block marked ```text trained, each number may
@@ -22,8 +22,7 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
-# (pattern, replacement): long commands run with less work, and their output is compared in the same
-# way.
+# (pattern, replacement): reduces the work of long commands. Their output is still compared.
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
@@ -33,15 +32,14 @@ SHORTER = [
 
 
 class Block(NamedTuple):
-    """A command, and the texts that its output must contain, as (kind, text)."""
+    """A command, and the text that its output must contain, as (kind, text) pairs."""
 
     command: str
     texts: tuple[tuple[str, str], ...]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return a page's ```bash blocks in order, each with the ```text blocks that follow the
-    block."""
+    """Return a page's ```bash blocks in order, each with the ```text blocks that follow it."""
     found: list[Block] = []
     for fence in _FENCE.finditer((FOLDER / page).read_text()):
         kind, body = fence["kind"], fence["body"]
@@ -90,7 +88,7 @@ def differences(output: str, kind: str, text: str) -> list[str]:
 
 
 def run_block(block: Block, folder: Path) -> list[str]:
-    """Run a block in the folder. Return a description of each mismatch."""
+    """Run a block in `folder`, and describe each mismatch."""
     command = block.command
     if not any(kind == "trained" for kind, _ in block.texts):
         for pattern, replacement in SHORTER:

@@ -1,5 +1,5 @@
-"""Test that links, tables and pictures of the pages are correct. test_commands.py tests the
-commands in the pages."""
+"""Test that the links, tables and pictures on the pages are correct. test_commands.py tests the
+commands."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def without_blocks(page: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub creates for the headings of a page."""
+    """Return the anchors that GitHub creates for a page's headings."""
     heads = re.findall(r"^#+ (.*)$", re.sub(_FENCE, "", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

@@ -49,8 +49,8 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 
 
 def grid():
-    """Return cases of every schedule: fixed sizes with equal and random durations, and one case
-    with W of duration 0."""
+    """Return cases for every schedule: fixed sizes with equal and random durations, and one case in
+    which W takes no time."""
     chance = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
@@ -69,7 +69,7 @@ def grid():
 
 
 def in_python(name, c):
-    """Return the expected answer of explorer_cells.mjs to "run"."""
+    """Return the answer that explorer_cells.mjs should give to "run"."""
     sizes = {"num_stages": "p", "num_microbatches": "m", "num_batches": "n", "chunks": "v"}
     durations = {
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",
@@ -130,7 +130,7 @@ def assert_critical(path, found):
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():
-    """Each schedule has a formula, which applies to some of the tested sizes."""
+    """Check the formula of each schedule, which applies to some of the tested sizes."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [

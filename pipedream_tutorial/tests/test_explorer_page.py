@@ -67,7 +67,7 @@ def numbers(browser, pane="main"):
 
 
 def middle(browser, operation):
-    """Return the center (x, y) of an operation's cell in the window."""
+    """Return the center (x, y) of an operation's cell, in window coordinates."""
     return browser.js(
         f"""(() => {{
             const {{ rank, index }} = explorer.main.run.timeline.cells.get("{operation}");
@@ -184,7 +184,7 @@ def test_pointing_at_an_operation_says_what_it_waits_for(browser):
 
 
 def with_late_forward():
-    """Return the time of 1F1B at c = 1 with 0F4 and the following 0B1 swapped."""
+    """Return the makespan of 1F1B with c = 1 after swapping 0F4 and the 0B1 that follows it."""
     schedule = build_schedule("1f1b", 4, 8)
     first, *others = schedule.orders
     swapped = (*first[:5], first[6], first[5], *first[7:])
@@ -283,8 +283,8 @@ LATE = ("B", 1, 2)
 
 
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
-    """F takes 10 ms and B takes 20 ms, except that the last B of rank 1 takes 40 ms. The scaled
-    means are 9 and 21 ms on rank 0, and 11 and 25.67 ms on rank 1. So a batch takes 9 + 3 (11 +
+    """F takes 10 ms and B takes 20 ms, except that rank 1's last B takes 40 ms. The scaled means
+    are 9 and 21 ms on rank 0, and 11 and 25.67 ms on rank 1. Therefore a batch takes 9 + 3 (11 +
     25.67) + 21 = 140 ms."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [

@@ -1,4 +1,4 @@
-"""Test that pictures show the computed values, and that texts do not overlap."""
+"""Test that pictures show the computed values and that their labels do not overlap."""
 
 import re
 import sys
@@ -37,8 +37,8 @@ CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorde
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
-    """Draw a picture, check that its texts do not overlap, are inside the page and are large
-    enough, and return the picture."""
+    """Draw a picture and return it. Check that its labels do not overlap, are inside the page and
+    are large enough."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
     original, begin = Text.draw, Figure.draw
 
@@ -49,7 +49,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
             texts.append((self.get_text(), (box.x0, box.y0, box.x1, box.y1), self.get_fontsize()))
 
     def start(self: Figure, renderer: Any) -> None:
-        texts.clear()  # keep only the texts of the last drawing
+        texts.clear()  # keep only the labels of the last drawing
         begin(self, renderer)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
 
 
 def numbers_of(picture: Path) -> np.ndarray:
-    """Return the pixels of a PNG, from 0 to 1, or the numbers in an SVG."""
+    """Return the pixel values of a PNG, from 0 to 1, or the numbers in an SVG."""
     if picture.suffix == ".png":
         return imread(picture)
     return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
@@ -78,7 +78,7 @@ def numbers_of(picture: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
-    """Draw all pictures of the shipped CONFIG, check that they equal the files in figures/, and
+    """Draw all pictures with the shipped CONFIG, check that they match the files in figures/, and
     return them."""
     folder = tmp_path_factory.mktemp("shipped")
     work = Work(CONFIG)
@@ -94,7 +94,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
-    """Return the rectangles of operations. Other rectangles are behind them and show idle time."""
+    """Return the rectangles that show operations. The rectangles behind them show idle time."""
     own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
 

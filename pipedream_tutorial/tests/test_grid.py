@@ -1,4 +1,4 @@
-"""Test the timeline in the terminal."""
+"""Test the timelines that are drawn in the terminal."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     for line in text.splitlines():
         if line.startswith("rank"):
             lines[int(line[5])] += line[7:].ljust(columns - 8)
-    # Number of columns per unit of time: the shortest operation has two
+    # Number of columns per unit of time: the shortest operation has two columns
     rate = 2 * shown.schedule.stages_per_rank
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
     for event in shown.events:

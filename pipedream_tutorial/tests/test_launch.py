@@ -1,4 +1,4 @@
-"""Test that an error names the failed stage, and that no process remains."""
+"""Test that an error names the failed stage and that no processes are left behind."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def _start_endless(*more, start=SCRIPT):
 
 
 def _kill(process, rank):
-    """Kill a stage and wait until all processes have ended. Return (the stage's process id, stderr
+    """Kill a stage and wait until all processes have ended. Return (process ID of the stage, stderr
     of all processes)."""
     children = psutil.Process(process.pid).children(recursive=True)
     victim = sorted(child.pid for child in children)[rank]  # ranks start in order
@@ -85,7 +85,7 @@ def test_a_killed_stage_ends_the_others_and_is_named():
 
 @pytest.mark.timeout(90)
 def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
-    """The measurements are not lost: the record contains the first case."""
+    """The parent's death must not lose measurements: the record contains the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
     end = time.monotonic() + 60
@@ -116,14 +116,14 @@ assert [launch(body, 4) for _ in range(20)] == [2] * 20
 
 
 def test_a_stage_that_refuses_at_once_ends_the_others_at_once():
-    """The other stages end even if they have just been forked."""
+    """The other stages must end even if they have only just been forked."""
     done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
     assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
 
 
 @pytest.mark.timeout(90)
 def test_no_stage_listens_to_the_network():
-    """Stages listen only on loopback, even if the machine's name has an address that others can
+    """Stages listen only on loopback, even if the host name has an address that other machines can
     reach."""
     addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
     outside = next((address for address in addresses if not address.startswith("127.")), "")
@@ -140,7 +140,7 @@ def test_no_stage_listens_to_the_network():
 
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
-    """Stage 2 also ends, although the killed stage 0 is not its neighbor."""
+    """Stage 2 must also end, although the killed stage 0 is not its neighbor."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
     start = [*torchrun, "pipedream_runtime.py", "--device=cpu"]
     _, errors = _kill(_start_endless(start=start), 0)

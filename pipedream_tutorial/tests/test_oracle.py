@@ -52,9 +52,10 @@ def stepped(weights: Weights, gradients: Weights) -> Weights:
 def recurrence(
     p: int, m: int, num_microbatches: int, version: Callable[[int, int], int]
 ) -> list[Weights]:
-    """Return the final weights of the recurrence W_s(i + 1) = W_s(i) - lr * gradient of microbatch
-    i with respect to W_s. The gradient is evaluated at W_0(v), W_1(v), ... with v = version(stage,
-    i). There is no schedule and no stash, because all versions of all stages are kept."""
+    """Compute the final weights from the recurrence W_s(i + 1) = W_s(i) - lr * gradient of
+    microbatch i with respect to W_s. The gradient is evaluated at W_0(v), W_1(v), ... with v =
+    version(stage, i). This needs no schedule or stash, because all versions of all stages are
+    kept."""
     stages = build_stages(p, 1, seed=SEED)
     history = [[own] for own in initial(stages)]
     for i in range(num_microbatches):
@@ -90,8 +91,8 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
 def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
-    """Under all these schedules, each stage adds the gradients of microbatches in the order 0, 1,
-    2, ..., so even rounding errors are equal."""
+    """Under all these schedules, each stage adds the microbatches' gradients in the order 0, 1, 2,
+    ..., so even the rounding errors are equal."""
     first, *others = [
         trained(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
     ]
@@ -100,9 +101,9 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
-    """Splitting the same layers into twice as many stages gives bit-identical results. DualPipeV is
-    an exception up to rounding: it runs some W operations after the W operations of later
-    microbatches, and therefore sums gradients in another order."""
+    """Splitting the same layers into twice as many stages gives bit-identical results. Only
+    DualPipeV's results differ, by rounding errors: it runs some W operations after those of later
+    microbatches, and therefore sums gradients in a different order."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

@@ -31,8 +31,8 @@ def compositions(total, parts):
 
 
 def brute_force(layers, workers, bandwidth, factor, replication):
-    """Return the shortest period over all cuts and all distributions of exactly `workers` workers.
-    Return None if there is no distribution."""
+    """Return the shortest period over all cuts and all ways to distribute exactly `workers`
+    workers, or None if no distribution exists."""
     best = None
     for stages in range(1, min(len(layers), workers) + 1):
         for sizes in compositions(len(layers), stages):

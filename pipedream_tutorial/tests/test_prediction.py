@@ -1,7 +1,7 @@
-"""Test predictions from measurements. Predictions are exact for simulated runs, and close with
-jitter.
+"""Test predictions from measurements. Predictions are exact for simulated runs, and close if the
+times have jitter.
 
-The accuracy for real runs depends on the load of the machine, so no test checks it. Records of
+The accuracy for real runs depends on the load on the machine, so no test checks it. The records of
 pipedream_runtime.py contain the accuracy (TEST_RESULTS.md).
 """
 
@@ -21,7 +21,7 @@ MS = 10**6
 
 
 def build_costs(forward, backward, *, weight=None, communication=0):
-    """Return costs in nanoseconds from the durations by stage in whole milliseconds."""
+    """Return costs in nanoseconds. The arguments are durations by stage in whole milliseconds."""
     weight = weight or [0] * len(forward)
     return Costs(
         forward=tuple(Fraction(f * MS) for f in forward),
@@ -64,8 +64,8 @@ def test_communication_counts_only_stages_that_waited():
 
 
 def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
-    """Stage 2's clock is 5 ms early, so stage 2 receives results before they were sent. The
-    messages that stage 2 sends show nothing."""
+    """Stage 2's clock is 5 ms slow, so stage 2 seems to receive results before they were sent. The
+    messages that stage 2 sends do not reveal the error."""
 
     def early(s):
         by = 5 * MS * (s.rank == 2)

@@ -23,8 +23,8 @@ def test_the_shipped_profile_is_gpt2():
         names = list(gpt2_layers(GPT2_SIZES["gpt2"]))
     assert [layer.name for layer in profile.layers] == names
     weights = sum(layer.weight_bytes for layer in profile.layers)
-    # GPT-2's parameters (Radford et al.: 124M), plus the output projection, which has separate
-    # weights here
+    # GPT-2's parameters (Radford et al.: 124M), plus the output projection, whose weights are not
+    # tied here
     assert weights == 4 * (124_439_808 + 50257 * 768)
     assert {layer.activation_bytes for layer in profile.layers[:-1]} == {4 * 256 * 768}
     blocks = profile.layers[1:-1]

@@ -18,7 +18,8 @@ KEPT = Fraction(1, 20)
 
 
 def built(name: str) -> list[tuple[Case, Schedule]]:
-    """Return (case with random durations, schedule) for all sizes that the schedule allows."""
+    """Return a (case with random durations, schedule) pair for each size that the schedule
+    allows."""
     chance, found = random.Random(name), []
     for p, m in SIZES:
         f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))
@@ -71,8 +72,8 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
 def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
-    """A rank holds all activations of one stage, at that stage's F or B, and the kept share of the
-    activations of the other stages."""
+    """A rank holds all activations of one stage while that stage runs F or B. For the other stages,
+    it holds only the kept share."""
     form = CLOSED_FORMS[name]
     for c, schedule in built(name):
         v = schedule.stages_per_rank

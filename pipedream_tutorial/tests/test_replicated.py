@@ -1,4 +1,4 @@
-"""Simulate the stages of a plan. Test the orders with replicas and their period."""
+"""Simulate plans, and test the orders of replicated stages and their period."""
 
 from fractions import Fraction
 

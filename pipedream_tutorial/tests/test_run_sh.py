@@ -1,4 +1,4 @@
-"""Test copies of run.sh with almost no requirements, because tests have no network."""
+"""Test copies of run.sh that have almost no requirements, because tests have no network."""
 
 import shutil
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent
 TOOLS = ("bash", "cat", "dirname", "mkdir", "chmod", "sleep", "flock", "uname")
 PYTHON = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
-# Replacement for uv. `uv venv` makes a Python without packages, and `uv pip install` makes a Python
-# with the packages of the tests' Python. Both commands write a line to a log.
+# Replacement for uv. `uv venv` creates a Python without packages, and `uv pip install` creates a
+# Python that has the same packages as the tests' Python. Both commands write a line to a log.
 UV = """#!/bin/bash
 echo "$1 $2" >> {log}
 for last; do :; done
@@ -72,7 +72,7 @@ def test_an_active_environment_is_used_as_it_is(copy, run):
 
 
 def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy, run):
-    """A failed setup is an error, and the next run repeats the setup."""
+    """A failed setup gives an error, and the next run repeats the setup."""
     log, fails = tmp_path / "uv.log", tmp_path / "fails"
     uv = UV.format(log=log, fails=fails, python=sys.executable)
     scripts = {"python3": PYTHON, "uv": uv}

@@ -1,5 +1,5 @@
-"""Test the runtime. Under every schedule, its weights are bitwise equal to the weights of one
-process."""
+"""Test the runtime. Under every schedule, its weights are bitwise equal to the weights from
+training in one process."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
         (c["schedule"], c["num_microbatches"]): c["measured"]["peak_versions"] for c in cases
     }
     assert found.keys() == versions.keys() == set(product(SCHEDULES, MICROBATCHES))
-    # The processes also use one thread. With more threads, sums may have another order.
+    # The processes also use one thread. With more threads, the order of summation may differ.
     torch.set_num_threads(1)
     for (name, m), stages in found.items():
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
@@ -152,7 +152,7 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
 
 
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
-    """Simulate a host clock that advances by a microsecond per reading, and a device with queued
+    """Simulate a host clock that advances by one microsecond per reading, and a device with queued
     work."""
     host = device = 0  # current time of the host; time when the device becomes idle
 

@@ -27,8 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulate with the given durations of whole passes per stage. How the backward pass is split
-    does not matter."""
+    """Simulate with the given durations of whole passes, by stage. The way in which backward passes
+    are split does not matter."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),
@@ -112,8 +112,8 @@ def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, wor
 
 
 def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
-    """Each half fills the pipeline once and then runs at the pace of the half's slowest stage.
-    Every hop adds its time once per half."""
+    """The forward half and the backward half each fill the pipeline once and then run at the pace
+    of their slowest stage. Every hop adds its time once per half."""
     rng = random.Random(1)
     for _ in range(150):
         p, m = rng.randint(1, 7), rng.randint(1, 12)
@@ -123,7 +123,7 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
-    """The order of PipeDream is 1F1B without a flush, so its pace is PipeDream's throughput."""
+    """PipeDream's order is 1F1B without a flush, so 1F1B's pace is PipeDream's throughput."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)
@@ -137,8 +137,8 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
 
 
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
-    """Stage 0 has at most p microbatches in flight, so p further microbatches cost 2 (p-1) hops,
-    however well sending overlaps with computing. The cost is 2 c (p-1) / p per microbatch."""
+    """Stage 0 has at most p microbatches in flight, so each further p microbatches cost 2 (p-1)
+    hops, however well sending overlaps with computing. The cost per microbatch is 2 c (p-1) / p."""
     rng = random.Random(4)
     for p in range(1, 8):
         times = {}

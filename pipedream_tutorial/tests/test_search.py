@@ -1,5 +1,5 @@
-"""Test that orders from the search are valid, as short as reported, and, if the optimum is known,
-optimal."""
+"""Test that orders from the search are valid and as short as reported. If the optimum is known, the
+orders must be optimal."""
 
 import json
 import sys

@@ -81,8 +81,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """A row also has the time of consecutive batches, which is computed without simulating all
-    batches."""
+    """A row also has the total time of consecutive batches, which is computed without simulating
+    all of them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
@@ -101,8 +101,8 @@ def test_a_row_is_what_the_measures_say(name):
 
 
 def test_chunks_may_be_uneven():
-    """A schedule with two chunks per rank has one factor per chunk. With one stage per rank, the
-    mean of two factors describes the same model."""
+    """A schedule with two chunks per rank uses one factor per chunk. A schedule with one stage per
+    rank uses the mean of two factors, which describes the same model."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
     case = CASE | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}

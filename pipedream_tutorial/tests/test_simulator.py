@@ -32,7 +32,8 @@ def schedules(draw: Callable[[Any], Any]) -> Schedule:
 
 @st.composite
 def timelines(draw: Callable[[Any], Any], overlap: bool = True) -> Timeline:
-    """Generate a timeline with uneven stages, sending time and, if requested, overlapped pairs."""
+    """Generate a timeline with uneven stages, communication time and, if requested, overlapping
+    pairs."""
     schedule = draw(schedules())
     n = schedule.num_stages
     by_stage = st.tuples(*[DURATIONS] * n)
@@ -139,8 +140,8 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
     with pytest.raises(ValueError, match="length 3 for 2 stages"):
         build_costs(s, stage_scale=[1, 2, 3])
-    # In Chimera, both copies of the model use the durations of a stage's position, not of the
-    # stage's number.
+    # In Chimera, a stage's durations depend on its position in the model, not on its number, so
+    # they are equal in both copies.
     s = build_schedule("chimera", 2, 2)
     t = simulate(s, build_costs(s, stage_scale=[1, 5]))
     lengths = {str(e.item): e.end - e.start for e in t.events}

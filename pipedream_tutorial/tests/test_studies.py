@@ -1,5 +1,5 @@
-"""Test that gradient errors are exactly zero if theory says so, and have the right size
-otherwise."""
+"""Test that gradient errors are exactly zero where theory predicts it and have the right size
+elsewhere."""
 
 from typing import Any
 

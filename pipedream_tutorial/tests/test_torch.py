@@ -27,8 +27,7 @@ BOTH: list[tuple[str, str, int]] = [
 
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
-    """Build torch's schedule from fake stages, because its constructor reads only numbers from
-    stages."""
+    """Build torch's schedule from fake stages. Its constructor reads only numbers from them."""
     from torch.distributed.pipelining import schedules as theirs  # takes seconds; only here
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}

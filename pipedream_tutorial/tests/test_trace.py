@@ -120,8 +120,8 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_are_what_is_in_flight(name: str) -> None:
-    """At the end of each microbatch's last pass, count the microbatches that are between F and
-    their last pass."""
+    """At the end of each microbatch's last pass, count the microbatches that have started F but not
+    ended their last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
     events = [e for e in written(run, policy=policy) if e["ph"] == "C"]
@@ -131,7 +131,7 @@ def test_counters_are_what_is_in_flight(name: str) -> None:
     use = weight_use(run.schedule, policy, M)
     for rank, stages in enumerate(run.schedule.stages()):
         own = {e["name"]: {} for e in events}
-        for e in events:  # of several values at one time, the last counts
+        for e in events:  # if there are several values at one time, the last one counts
             if e["pid"] == 1000 + rank:
                 own[e["name"]][e["ts"]] = e["args"]["count"]
         held, kept = own.values()

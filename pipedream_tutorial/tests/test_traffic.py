@@ -1,4 +1,4 @@
-"""Compare formulas for memory and traffic with counts from real modules, a simulated ring and
+"""Compare the memory and traffic formulas with counts from real modules, a simulated ring and
 actual orders."""
 
 from dataclasses import replace
@@ -63,7 +63,8 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
 
 
 def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
-    """The paper's table has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and 16 N / P."""
+    """For N parameters on P devices, the paper's table has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and
+    16 N / P bytes."""
     n = MEDIUM.parameters
     for devices in (2, 8):
         found = []
@@ -104,8 +105,8 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
 
 
 def test_the_price_of_zb_h1_depends_on_the_logits() -> None:
-    """COMPARISON.md has 61% with fp32 logits, 31% with bf16 logits, and 38% if I holds both for a
-    moment."""
+    """COMPARISON.md states 61% with fp32 logits, 31% with bf16 logits, and 38% if I briefly holds
+    both."""
 
     def memory(**changes: object) -> Fraction:
         layout = Layout(title="", pipeline=4, **changes)

@@ -45,8 +45,8 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )
 def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
-    """The module does not keep the first version of the weights in memory. Only with in-place
-    updates, their tensors remain."""
+    """The module does not keep the first version of the weights in memory. Its tensors remain only
+    if updates are in place."""
     (module,) = build_stages(1, 1, seed=1)
     trainer = one_stage(module, 0, 1, policy)
     assert all(parameter.is_meta for parameter in trainer.module.parameters())
@@ -59,7 +59,7 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
 
 
 def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
-    """Count matrix multiplications, whose number is equal for two halves and a whole pass."""
+    """Count matrix multiplications. Their number is the same for two halves and a whole pass."""
     layers, linears, kinds = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)
     for schedule in ("zb-h1", "1f1b"):

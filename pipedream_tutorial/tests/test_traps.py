@@ -1,4 +1,4 @@
-"""Test the ways to change weights in flight, and autograd's reaction to each."""
+"""Test autograd's reaction to each way of changing weights while a graph is in flight."""
 
 import pytest
 from pipedream.train.traps import copy_into_data, replace_data, run_trap, step_optimizer

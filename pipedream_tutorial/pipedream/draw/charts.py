@@ -41,7 +41,7 @@ FLOOR = 0.4  # distance of 0 below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Draw the busy share of every schedule by three definitions, with the least busy schedule on
+    """Draw every schedule's busy share under three definitions, with the least busy schedule on
     top. PipeDream's weight policies share a row if they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
@@ -94,12 +94,12 @@ def utilization_comparison(work: Work) -> Figure:
 
 
 class IdleCurve(NamedTuple):
-    """Idle shares of one batch by number of microbatches, from 0 to 1. There is one share of the
-    makespan and one of the ranks' spans. The curve belongs to one schedule, or to several schedules
-    with equal values."""
+    """Idle shares of one batch, from 0 to 1, for each number of microbatches. Each entry has two
+    shares: of the makespan and of the ranks' spans. A curve stands for one schedule, or for several
+    schedules with equal values."""
 
     titles: list[str]
-    simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed
+    simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that the schedule allows
     closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, if known
 
 
@@ -130,7 +130,7 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
 
 
 def bubble_vs_microbatches(work: Work) -> Figure:
-    """Draw idle shares against m, with closed forms as lines and simulations as points."""
+    """Plot idle shares against m, with closed forms as lines and simulations as points."""
     p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.config, counts)
@@ -172,7 +172,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
 
 
 def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
-    """Make the y axis a logarithmic scale of shares, with a separate line for 0 below the scale."""
+    """Give the y axis a logarithmic scale for shares, with a separate line for 0 below it."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
@@ -188,7 +188,7 @@ def _curve_style(place: int) -> dict[str, Any]:
 
 
 def memory_vs_bubble(work: Work) -> Figure:
-    """Draw the peak memory of the fullest rank (activations and weight versions) against the idle
+    """Plot the peak memory of the fullest rank (activations and weight versions) against the idle
     share of consecutive batches."""
     weights = work.config["weight_size"]
     places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
@@ -232,9 +232,9 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 
 def activations_and_versions(work: Work) -> Figure:
-    """Draw held activations as areas and kept weight versions as lines, over two batches. Each
-    schedule has a panel and each rank a lane, all on one scale. The two peaks of a lane are written
-    beside the lane."""
+    """Draw held activations as areas and kept weight versions as lines over two batches. Each
+    schedule has a panel and each rank a lane, and all lanes share one scale. Each lane's two peaks
+    are written beside it."""
     rows = {row.name: row for row in work.found}
     shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))

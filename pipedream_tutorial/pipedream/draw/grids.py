@@ -38,7 +38,7 @@ Coloring = Callable[[Op], Color]
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes and settings of the pictures. Simulations run when a picture first needs them."""
+    """Sizes and settings for the pictures. Simulations run when a picture first needs them."""
 
     config: Config
 
@@ -48,19 +48,19 @@ class Work:
 
     @property
     def found(self) -> list[Row]:
-        """All schedules that this size allows. Pictures need only one order of ZB-V."""
+        """All schedules that these sizes allow. The pictures need only one ZB-V order."""
         rows = [row for row in self._rows if isinstance(row, Row)]
         return [row for row in rows if row.name != "zb-v-fixed"]
 
     @property
     def refusals(self) -> list[str]:
-        """Notes with the schedules that this size does not allow, and the reasons."""
+        """Notes that explain why these sizes do not allow some schedules."""
         refused = [row for row in self._rows if isinstance(row, Refused)]
         return [f"Not possible here: {row.reason.partition(';')[0]}" for row in refused]
 
 
 def kind_colors(schedule: Schedule) -> Coloring:
-    """Return a function that gives an operation the color of its kind. The color is paler for a
+    """Return a function that maps an operation to the color of its kind. The color is paler for a
     rank's second and later stages. With two copies of the model, it is paler for the second copy's
     stages on all ranks."""
     pale = {
@@ -90,22 +90,22 @@ def grid_height(timeline: Timeline) -> float:
 
 
 class Panel(NamedTuple):
-    """Timeline with its title. By default, a cell has the color of its operation's kind and the
-    number of its microbatch."""
+    """Timeline with its title. By default, a cell shows its operation's kind as a color and its
+    microbatch as a number."""
 
     text: str
     timeline: Timeline
     labels: Sequence[Callable[[Op], str]] = (lambda op: str(op.microbatch),)
-    """Cells get the first label that fits into all cells. If no label does, the last label is
-    written into the cells that it fits."""
+    """Cells get the first label that fits in every cell. If no label fits everywhere, the last
+    label is written in the cells where it fits."""
     color: Coloring | None = None
     outlined: Collection[Op] = ()
 
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
-    """Draw one rectangle per operation. The rectangle's x and width are the operation's time, and
-    its y is the rank, with 0 on top. The halves of a pair share the rank's row. The time axis ends
-    at `until`, by default the makespan. The gid of a rectangle is the operation as text. Behind the
+    """Draw one rectangle per operation. The rectangle's x and width show when the operation runs,
+    and its y is the rank, with 0 on top. The halves of a pair share the rank's row. The time axis
+    ends at `until`, by default the makespan. A rectangle's gid is the operation's name. Behind the
     operations, each rank has a rectangle from time 0 to the makespan, with the gid "idle"."""
     timeline = panel.timeline
     color = panel.color or kind_colors(timeline.schedule)
@@ -113,7 +113,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     num_ranks = timeline.schedule.num_ranks
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
-    # Size, in points, of a unit of time and of a rank.
+    # Size in points of one unit of time and of one rank
     across = ax.bbox.width / (1.002 * end) / page.POINT
     down = ax.bbox.height / num_ranks / page.POINT
     ax.barh(range(num_ranks), float(timeline.makespan), ROW, **IDLE_HATCH, gid="idle")
@@ -132,7 +132,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
             cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
 
     def room(label: str, cell: Rectangle) -> float:
-        """Return the largest font size, in points, at which the label fits into the cell."""
+        """Return the largest font size, in points, at which the label fits in the cell."""
         lines = label.split("\n")
         # In DejaVu Sans, a digit is 0.64 font sizes wide, and a line is 1.2 font sizes high.
         by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
@@ -144,7 +144,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
         if min(rooms.values(), default=0) >= page.LEAST:
             break
     size = min(page.SMALL, max(page.LEAST, min(rooms.values(), default=0)))
-    # If some cells are too small, no cell of their kind has a number, because gaps would mislead.
+    # If some cells are too small, no cell of their kind gets a number, because gaps would mislead.
     tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
     for op in inside:
@@ -156,7 +156,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
-    """Set a tick for every rank, and whole numbers for the times."""
+    """Set one tick per rank, and integer ticks on the time axis."""
     ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
@@ -173,8 +173,8 @@ def lay_out(
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
-    """Draw a page of timelines above each other, on one time axis. The axis ends at `until`, by
-    default the last makespan. The label of the axis names the durations, which all panels share.
+    """Draw a page of stacked timelines on one time axis. The axis ends at `until`, by default the
+    longest makespan. The axis label names the durations, which all panels share.
     `tall` is the height of a panel in grid heights. `options` are passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
@@ -208,8 +208,8 @@ def cost_text(timeline: Timeline) -> str:
 
 
 def durations_text(timeline: Timeline) -> str:
-    """Return the durations of one microbatch on a rank's whole share, such as 'F = 1, B = I + W = 1
-    + 1 = 2'."""
+    """Return the durations of one microbatch on all of a rank's layers, such as 'F = 1, B = I + W =
+    1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
@@ -231,7 +231,7 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """Draw the forward half of one batch, in one piece and as microbatches that fill the
+    """Draw the forward half of one batch, first in one piece and then as microbatches that fill the
     pipeline."""
     config = work.config
     m = config["num_microbatches"]
@@ -282,7 +282,7 @@ def all_schedules(work: Work) -> Figure:
         f"{work.config['num_stages']} ranks: from {idle_share(worst.batch)} idle ({worst.title}) "
         f"to {idle_share(best.batch)} ({best.title})"
     )
-    # The naive schedule takes much longer, so on its scale all others would look alike.
+    # The naive schedule takes much longer. On its scale, all others would look alike.
     *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
     until = second if 0 < 2 * second < longest else longest
     panels = []
@@ -300,8 +300,8 @@ def all_schedules(work: Work) -> Figure:
 
 
 def weight_versioning(work: Work) -> Figure:
-    """Color cells by the weight version that each pass uses, with and without stashing. A backward
-    pass is outlined if its version differs from its forward pass's version."""
+    """Color cells by the weight version that each pass uses, with and without stashing. Outline a
+    backward pass if its version differs from the version of its forward pass."""
     timeline = measure("pipedream", work.config).batch
     ops = list(timeline.schedule.ops())
     uses = {

@@ -49,7 +49,7 @@ def new_figure(
     right: float = 0.4,
     gap: float = 0.75,
 ) -> tuple[Figure, list[Axes]]:
-    """Make a page with a title, a legend, rows of panels and lines of notes. All lengths are in
+    """Create a page with a title, a legend, rows of panels and lines of notes. All lengths are in
     inches. `panel_heights` has the height of each row, and `gap` is the distance between rows."""
     # Use as few lines as possible, of about equal length.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
@@ -85,8 +85,8 @@ def new_figure(
 
 
 def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figure:
-    """Write a figure as PNG or SVG, and return the figure. Equal data gives equal files. The
-    metadata of a PNG contains `source`, the digest of the drawn data."""
+    """Save a figure as PNG or SVG, and return the figure. Equal data gives identical files. The PNG
+    metadata contains `source`, the digest of the plotted data."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata=metadata)
@@ -117,17 +117,17 @@ SPOTS = sorted(
     product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
-"""Offsets, in typographic points, from a marker to the nearer side of its label. For a label
-directly above or below the marker, the offset leads to the middle of the label. The nearest offsets
-come first. Readers associate a label most easily with the marker on its left."""
+"""Offsets, in typographic points, from a marker to the nearer side of its label, nearest first. For
+a label directly above or below the marker, the offset is measured to the middle of the label.
+Readers most easily associate a label with the marker on its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
-    """Write labels beside their points, given in data units, the rightmost first. A label is as
+    """Write labels beside their points (in data units), starting with the rightmost. A label is as
     near to its point as possible without hiding points, other labels, their lines, or anything at
-    `avoid`. A line passes below another point or label only if there is no other way, because the
-    line would seem to lead there. Set the limits of the axes before the call. Raises RuntimeError
-    if there is no space."""
+    `avoid`. A line passes below another point or label only if there is no alternative, because the
+    line would seem to lead there. Set the axis limits before the call. Raises RuntimeError if there
+    is no space."""
     pixels = ax.transData.transform
     marks = [_around(pixels(at), DOT) for at in labels]
     marks += [_around(pixels(at), 1) for at in avoid]
@@ -159,5 +159,5 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
 
 
 def _around(pixel: np.ndarray, margin: float) -> Bbox:
-    """Return a box around a point with a margin in points."""
+    """Return a box around a pixel with a margin in typographic points."""
     return Bbox([pixel, pixel]).padded(margin * POINT)

@@ -1,4 +1,4 @@
-"""Print a timeline as text, with one line per rank, and the timeline's figures."""
+"""Print a timeline as text, with one line per rank, followed by its figures."""
 
 import os
 import shutil
@@ -35,30 +35,31 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
 
 
 def _colored(text: str, letters: str) -> list[str]:
-    """Color the letters of each cell by the kind of operation with which it begins."""
+    """Color the letters of a cell by the kind of its first operation."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 
 
 def print_wrapped(text: str, begin: str = "") -> None:
-    """Print `begin` and the text. Continuation lines are indented."""
+    """Print `begin` and the text, and indent continuation lines."""
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 
 def listed(values: Sequence[Fraction | int], what: str) -> str:
-    """Return the values as text, one for each `what`, or a single value if all are equal."""
+    """Return the values as text: one value per `what`, or a single value if all are equal."""
     if len(set(values)) == 1:
         return f"{number(values[0])} on every {what}"
     return f"{' '.join(map(number, values))} by {what}"
 
 
 def width() -> int:
-    """Return the number of columns of the terminal, or 100 without a terminal."""
+    """Return the width of the terminal in columns, or 100 without a terminal."""
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 
 def use_color() -> bool:
-    """Return False if NO_COLOR is set (no-color.org) or the output is a file."""
+    """Return whether to use color: not if NO_COLOR is set (no-color.org) or stdout is not a
+    terminal."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

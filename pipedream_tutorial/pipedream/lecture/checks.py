@@ -27,7 +27,7 @@ from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 
 class WrongAnswer(Exception):
-    """Explanation of why an answer is wrong, for its author."""
+    """Exception that explains to the student why an answer is wrong."""
 
 
 class Verdict(NamedTuple):
@@ -41,9 +41,8 @@ class Verdict(NamedTuple):
 
 
 def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
-    """Turn a check that returns a message, or raises WrongAnswer, into a check that returns a
-    Verdict. Any exception of the answer is also reported, because the answer is the student's
-    code."""
+    """Turn a check that returns a message or raises WrongAnswer into a check that returns a
+    Verdict. Any other exception is also reported, because the answer is the student's code."""
 
     @wraps(check)
     def judge(*answers: Any) -> Verdict:
@@ -132,7 +131,7 @@ def check_one_f_one_b(order: OrderOf) -> str:
 
 @graded
 def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
-    """Check exercise 5: several batches under 1F1B, each with the weights that the previous batch
+    """Check exercise 5: several batches under 1F1B, each using the weights that the previous batch
     produced."""
     for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
         schedule = batches(p, m, num_batches)
@@ -159,8 +158,7 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
 
 @graded
 def check_zero_bubble(order: OrderOf) -> str:
-    """Check exercise 8: the backward pass in two halves, I and W, with W in the rank's idle
-    time."""
+    """Check exercise 8: the backward pass split into I and W, with W in the rank's idle time."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
         schedule = _schedule_of(order, p, m, "FIW")
         at = f"with p={p}, m={m}"
@@ -182,8 +180,8 @@ def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
-    """Return the answer's orders of all ranks. Raises WrongAnswer if the orders are incomplete or
-    cannot run."""
+    """Return the schedule that the answer defines for all ranks. Raises WrongAnswer if its orders
+    are incomplete or cannot run."""
     lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
     for rank, line in enumerate(lines):
@@ -211,18 +209,18 @@ def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     return ops
 
 
-Microbatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) of each
+Microbatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) for each microbatch
 EXACT = 1e-9  # sums in a different order differ by less in float64
 
 
 class Channel:
-    """Queue from one stage to the next: first in, first out. Messages have no names."""
+    """First-in, first-out queue from one stage to the next. Messages are not labeled."""
 
     def __init__(self) -> None:
         self._under_way: deque[Tensor] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send the numbers without their graph."""
+        """Send a copy of the tensor without its graph."""
         self._under_way.append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
@@ -239,7 +237,7 @@ def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
-    """Return the gradient of the mean loss over all samples, by parameter."""
+    """Return the gradient of the mean loss over all samples for each parameter."""
     inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss = cross_entropy(model(inputs), targets)
     return list(torch.autograd.grad(loss, list(model.parameters())))
@@ -247,7 +245,7 @@ def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Te
 
 @graded
 def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
-    """Check exercise 2: run a batch through two stages, and leave its gradient in .grad."""
+    """Check exercise 2: run a batch through two stages and leave its gradients in .grad."""
     for m in (4, 3):
         stages = build_stages(2, 1, seed=0)
         microbatches = some_microbatches(m)
@@ -298,12 +296,12 @@ def check_batch_gradient(
 
 @graded
 def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
-    """Check exercise 6: a stage's update under PipeDream while microbatches are in flight. The
-    answer computes the next weights from the weights, gradients and learning rate."""
+    """Check exercise 6: how a stage updates its weights under PipeDream while microbatches are in
+    flight. The answer computes the next weights from the weights, gradients and learning rate."""
     replaced = False
 
     class Trainer(StageTrainer):
-        """Trainer of the tutorial, with the answer's update."""
+        """The tutorial's trainer, but with the answer's update."""
 
         def _step(self, gradients: Gradients) -> list[Tensor]:
             nonlocal replaced
@@ -348,7 +346,8 @@ def check_halves(
     input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
     weight_gradient: Callable[[Tensor, object], Tensor],
 ) -> str:
-    """Check exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
+    """Check exercise 7: the two halves of the backward pass of Y = tanh(X W), where the second half
+    sees only X and the values that the first half has kept."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)

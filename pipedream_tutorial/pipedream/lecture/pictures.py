@@ -15,7 +15,7 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 
 class Shown(NamedTuple):
-    """Timelines above each other. A notebook shows the picture, and a terminal shows the text."""
+    """Stacked timelines. A notebook shows them as a picture, and a terminal as text."""
 
     title: str
     timelines: Sequence[Timeline]
@@ -59,9 +59,9 @@ def tell(
     why: str = "",
     picture: Any = None,
 ) -> Any:
-    """Print a run's result, the guess and whether the guess is right, and return the picture.
-    Without a guess, ask for a guess and return None. `right` is the right guess, if it is not the
-    whole result."""
+    """Print the result, the guess and whether the guess is right, and return the picture. Without a
+    guess, ask for one and return None. `right` is the correct guess if it differs from the whole
+    result."""
     if guess is None:
         print(f"{what}: write your guess instead of None, and run this cell again")
         return None
@@ -73,9 +73,9 @@ def tell(
 
 
 def agree(guess: object, found: object) -> bool:
-    """Return whether all numbers of a guess agree with the result, within 2% or half a percentage
-    point. If the result has no numbers, all words must agree. 0.75, 75, "75%" and "3/4" are the
-    same share."""
+    """Return whether all numbers in a guess match the result, within 2% or half a percentage point.
+    If the guess has no numbers, all its words must occur in the result. 0.75, 75, "75%" and "3/4"
+    are the same share."""
     ours, theirs = numbers_in(guess), numbers_in(found)
     if not ours:
         words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))
@@ -91,7 +91,7 @@ def _close(guess: Fraction, found: Fraction) -> bool:
 
 
 def numbers_in(value: object) -> list[Fraction]:
-    """Return the numbers in a value, a list of values, or a text. Percentages become shares."""
+    """Return the numbers in a value, a list of values, or a string. Percentages become shares."""
     if isinstance(value, (list, tuple)):
         return [number for one in value for number in numbers_in(one)]
     numbers = []

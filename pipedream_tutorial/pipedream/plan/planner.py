@@ -19,9 +19,9 @@ directions of a sharded parameter server, and its 2 a_i adds the activation in o
 gradient in the other. These factors are right for links that carry one direction at a time. For
 full-duplex links, the times are up to twice too long.
 
-There is no limit on memory. A profile has the size of a layer's output, but a worker keeps
-everything that the layer's backward pass needs, which is many times larger. A limit would accept
-plans that do not fit.
+There is no memory limit. A profile has only the size of a layer's output, but a worker keeps
+everything that the layer's backward pass needs, which is many times larger. A limit based on the
+profile would accept plans that do not fit.
 """
 
 import math
@@ -48,8 +48,8 @@ class Stage(NamedTuple):
     last: int  # the last layer, inclusive
     replicas: int  # workers; each takes every replicas-th microbatch
     forward_s: Fraction  # for one microbatch on one worker
-    backward_s: Fraction  # of one microbatch
-    weight_bytes: Fraction  # of one copy of the weights
+    backward_s: Fraction  # for one microbatch on one worker
+    weight_bytes: Fraction  # for one copy of the weights
     sent_bytes: (
         Fraction  # per microbatch to the next stage, and as many back; 0 after the last stage
     )
@@ -62,12 +62,12 @@ class Stage(NamedTuple):
 
     @property
     def period_s(self) -> Fraction:
-        """Seconds per microbatch of this stage alone, with all its replicas."""
+        """Seconds per microbatch for this stage alone, with all its replicas."""
         return max(self.compute_s, self.sync_s) / self.replicas
 
 
 class Plan(NamedTuple):
-    """Partition of layers over workers, and its predicted speed."""
+    """Partition of the layers among workers, with its predicted speed."""
 
     stages: tuple[Stage, ...]
 
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
 
     @property
     def terms(self) -> dict[str, Fraction]:
-        """Seconds per microbatch of each stage and link. The largest value sets the pace."""
+        """Seconds per microbatch for each stage and link. The largest value sets the pace."""
         seconds = {}
         for index, stage in enumerate(self.stages):
             seconds[f"compute of stage {index}"] = stage.compute_s / stage.replicas
@@ -117,9 +117,10 @@ def plan_pipeline(
     """Return the plan with the shortest period and, among such plans, with the fewest workers.
 
     `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
-    gives each stage one worker. With `use_all_workers=True`, every worker takes part, as in
+    gives each stage one worker. With `use_all_workers=True`, every worker is used, as in
     PipeDream's formula, even if fewer workers are faster (synchronizing two workers can take longer
-    than computing on one). Takes O(layers^2 workers^2) steps. Raises UserError if no plan exists.
+    than computing on one). The search takes O(layers^2 workers^2) steps. Raises UserError if no
+    plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
         raise UserError("no layer takes any time", "use a profile with times above 0 s")
@@ -130,7 +131,7 @@ def plan_pipeline(
         )
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
-    # (j, m) -> A(j, m) and its stages. Before the first layer, there are no stages.
+    # (j, m) -> A(j, m) and its stages. No stages precede the first layer.
     best: dict[tuple[int, int], tuple[Fraction, tuple[Stage, ...]]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
@@ -157,7 +158,8 @@ def make_plan(
     bandwidth: Number,
     sync_factor: Number,
 ) -> Plan:
-    """Return the plan with the given stages, in order, each as (last layer, replicas)."""
+    """Return the plan with the given stages. `cuts` has (last layer, replicas) for each stage, in
+    order."""
     stage = partial(_stage, layers, bandwidth, sync_factor)
     firsts = [0, *(last + 1 for last, _ in cuts)]
     return Plan(tuple(stage(first, *cut) for first, cut in zip(firsts, cuts, strict=False)))
@@ -189,13 +191,13 @@ def _stage(
 
 
 def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each stage, a number n of microbatches in flight per worker with which the
-    pipeline always runs at full speed.
+    """Return, for each stage, a number n of microbatches in flight per worker that always lets the
+    pipeline run at full speed.
 
-    PipeDream gives the input stage NOAM = ceil(workers / input replicas). If numbers of replicas do
+    PipeDream gives the input stage NOAM = ceil(workers / input replicas). If the replica counts do
     not divide each other, NOAM can be too small. For example, 3-2-1 workers with equal work per
-    worker run at 5/4 of the predicted period. The following numbers, from the last stage backwards,
-    suffice for all durations:
+    worker run at 5/4 of the predicted period. The following numbers, computed from the last stage
+    backwards, suffice for all durations:
 
         n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
@@ -217,9 +219,9 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
-    """Return PipeDream's order, 1F1B-RR. Replica r of a stage with R replicas runs the microbatches
-    i with i mod R == r, at most `in_flight` of them at a time. Ranks are numbered stage by
-    stage."""
+    """Return PipeDream's order, 1F1B-RR. Replica r of a stage with R replicas runs every microbatch
+    i for which i mod R == r. At most `in_flight` of a stage's microbatches are in flight per
+    replica. Ranks are numbered stage by stage."""
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
@@ -231,7 +233,7 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
 
 
 class PlanRun(NamedTuple):
-    """Simulation of a plan."""
+    """Result of simulating a plan."""
 
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage: most microbatches on each of its workers
@@ -241,7 +243,7 @@ class PlanRun(NamedTuple):
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:
-    """Simulate a plan's stages with one of two models of a link.
+    """Simulate a plan's stages with one of two link models.
 
     `busy_links=True` is the planner's model. A link carries one message at a time and takes link_s
     / 2 in each direction. The link is simulated as a separate stage between its neighbors, and more
@@ -282,14 +284,14 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
 
 
 def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
-    """Return the time in seconds per microbatch once the run repeats itself. Return None if the run
+    """Return the number of seconds per microbatch once the run repeats itself, or None if the run
     is too short.
 
-    `reach` is the largest replicas * in_flight of a stage. No operation waits for an operation
-    whose microbatch is `reach` or more away. If all operations of `reach` consecutive microbatches
-    start the same time after the operations c microbatches earlier, all later operations do too.
-    The period is that time / c. The last `reach` microbatches do not count, because the end of the
-    run affects them.
+    `reach` is the largest value of replicas * in_flight over all stages. No operation waits for an
+    operation whose microbatch is `reach` or more away. Suppose that all operations of `reach`
+    consecutive microbatches start a fixed time after the operations c microbatches earlier. Then so
+    do all later operations, and the period is that time / c. The last `reach` microbatches do not
+    count, because the end of the run affects them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, for each kind and stage
     for op, (start, _) in sorted(timeline.times.items()):

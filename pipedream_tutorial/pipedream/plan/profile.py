@@ -1,4 +1,4 @@
-"""Measure or load the costs of a model's layers: seconds, activation bytes and weight bytes.
+"""Measure or load the cost of each layer: seconds, activation bytes and weight bytes.
 
 PipeDream (arXiv 1806.03377) plans with these three numbers per layer. Loading a profile does not
 import torch.
@@ -24,7 +24,7 @@ class Layer(NamedTuple):
 
     name: str
     forward_s: Number
-    backward_s: Number  # for the whole backward pass: gradients of the input and the weights
+    backward_s: Number  # for the whole backward pass: input gradient and weight gradients
     activation_bytes: Number  # of the output, which is sent if another worker has the next layer
     weight_bytes: Number
 
@@ -34,7 +34,7 @@ class Profile(NamedTuple):
 
     model: str
     device: str
-    torch: str  # version of torch
+    torch: str  # torch version
     dtype: str
     batch: int  # sequences in a microbatch
     sequence: int  # tokens in a sequence
@@ -91,13 +91,14 @@ def save_profile(profile: Profile, path: Path) -> None:
 def measure_profile(
     layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time the forward and backward pass of each layer on the device of the weights and of
+    """Time the forward and backward pass of each layer on the device that holds the weights and
     `example`. `layers` has the name and the module of each layer.
 
-    The tensor `example` is the first layer's input, one microbatch. Each layer's output is the next
-    layer's input. The last layer also receives `targets` and returns a loss. Seconds are medians of
-    `repeats`, rounded to 0.1 us. A third as many warm-up repeats come first. Each repeat runs all
-    layers, so that a disturbance slows one repeat of several layers, not all repeats of one layer.
+    The tensor `example` is one microbatch, the first layer's input. Each layer's output is the next
+    layer's input. The last layer also receives `targets` and returns a loss. The reported times are
+    medians over `repeats`, rounded to 0.1 us. A third as many warm-up repeats come first. Each
+    repeat runs all layers, so a disturbance slows one repeat of several layers, not all repeats of
+    one layer.
     """
     import torch
 
@@ -123,7 +124,7 @@ def measure_profile(
             torch.autograd.backward(output, gradient)
             backward_s = clock() - started
             for tensor in (x, *module.parameters()):
-                tensor.grad = None  # leave no gradients behind
+                tensor.grad = None  # free the gradients
             x = output.detach()
             samples[index].append((forward_s, backward_s, x.nbytes))
     measured = []

@@ -1,6 +1,6 @@
-"""Start one process per stage and terminate all processes if one fails. This module or torchrun's
-agent starts and terminates the processes. Each process reports its own failure. A process that only
-lost its neighbor waits a moment, so that the cause is reported first."""
+"""Start one process per stage and terminate all processes if one fails. Either this module or
+torchrun's agent starts and terminates the processes. Each process reports its own failure. A
+process that only lost its neighbor waits a moment, so that the cause is reported first."""
 
 import gc
 import logging
@@ -21,11 +21,11 @@ from pipedream.errors import UserError
 CASE = "PIPEDREAM_CASE"
 STORE = "PIPEDREAM_STORE"
 GRACE_S = 2.0
-DIFFERENT = 3  # exit code if all ran, but weights differ from training in one process
+DIFFERENT = 3  # exit code if all processes succeed, but weights differ from one-process training
 
 
 class StageLostError(RuntimeError):
-    """Error if another stage's process has ended or did not answer in time."""
+    """Error raised if another stage's process has ended or did not answer in time."""
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
@@ -99,8 +99,8 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
 
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
-    """Set the environment variables that torchrun sets, and run `body`. This function runs in a new
-    process."""
+    """Set the environment variables that torchrun would set, and run `body`. This function runs in
+    a new process."""
     os.setsid()  # Ctrl-C then reaches only the parent, which terminates this process
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -109,7 +109,7 @@ def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) ->
 
 
 def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
-    """Run `body` as one stage with its rank, print its exception if there is one, and exit."""
+    """Run `body` as one stage, print its exception if it raises one, and exit."""
     rank = int(os.environ["RANK"])
     code = 1
     message = None

@@ -1,4 +1,4 @@
-"""Predict measured runs with the simulator, and write the record and the table of both.
+"""Predict measured runs with the simulator, and write a record and a table that compare the two.
 
 The simulator uses the durations of one measured run. The unit of time is a nanosecond, and times
 are exact fractions. This module does not import torch.
@@ -25,14 +25,14 @@ from pipedream.simulate.trace import Slice, transfers
 RECORD_FORMAT = 2  # in format 1, "zb-v" was torch's order for all durations
 Record = Mapping[str, Any]
 Report = dict[str, Any]
-"""Results of one rank from a run: slices (thread, operation, start_ns, end_ns) and pairs of a stage
-and its peak_versions. The rank with the last stage adds pairs of a microbatch and its mean loss. A
-GPU adds peak_memory_mib from its allocator and waited_for_host. This is the share of operations,
-from 0 to 1, that had finished as soon as the host had launched them."""
+"""Results from one rank's run: slices (thread, operation, start_ns, end_ns) and (stage,
+peak_versions) pairs. The rank with the last stage adds (microbatch, mean loss) pairs. On a GPU, the
+report also has the allocator's peak_memory_mib, and waited_for_host. The latter is the share of
+operations, from 0 to 1, that had finished as soon as the host had launched them."""
 
 
 class Case(NamedTuple):
-    """Schedule with a number of microbatches."""
+    """A schedule and a number of microbatches."""
 
     name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
     num_microbatches: int  # in a batch
@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
 
 class MeasuredRun:
-    """Measured run of a case: the repeat with the median makespan. Of two middle repeats, the
-    faster one is used."""
+    """The measured run for a case: the repeat with the median makespan, or the faster of the two
+    middle repeats."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
@@ -100,15 +100,16 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Map each operation to its slice on a thread, which computes the operation or sends or
-        receives the result."""
+        """Map each operation to its slice on one thread. The thread computes the operation, or
+        sends or receives its result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
     def communication_ns(self) -> Fraction:
-        """Median time from the end of an operation to the start of the operation that uses its
-        result. Only idle receivers count: stages that had ended their previous operation when the
-        result was produced. The value is 0 if there are no idle receivers."""
+        """Median time from the end of an operation to the start of the operation on another stage
+        that uses its result. A receiver counts only if it was idle, which means that it had ended
+        its previous operation when the result was produced. The value is 0 without idle
+        receivers."""
         at = self.by_operation("compute")
         orders = self.case.schedule.flat
         before = {op: previous for order in orders for previous, op in pairwise(order)}
@@ -120,9 +121,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the mean durations of the same layers in `num_stages` equal stages, and the time
-        to send. If the run did not split its backward passes, each pass counts as an input
-        gradient."""
+        """Return the mean durations for the same layers in `num_stages` equal stages, and the
+        communication time. If the run did not split its backward passes, each pass counts as an
+        input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -149,8 +150,8 @@ class MeasuredRun:
 def build_record(
     runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """Return a JSON-serializable record, with all times in milliseconds, lists by stage, and one
-    case per run.
+    """Return a JSON-serializable record with one case per run. All times are in milliseconds, and
+    lists have one entry per stage.
 
     `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
     record, `calibration` has the means of `calibrated_on`, the run that gives the durations.
@@ -204,8 +205,8 @@ def _ms(ns: Fraction | float) -> float:
 
 
 def write_whole(name: str, record: Record) -> None:
-    """Replace the file atomically, so that the record is complete whenever the run ends. If the
-    file is a link, the target of the link is replaced."""
+    """Replace the file atomically, so that it is never incomplete, even if the run is interrupted.
+    If the file is a link, replace the link's target."""
     path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -236,7 +237,7 @@ def makespan_error(case: Record) -> float:
 
 
 def render(record: Record) -> str:
-    """Return the table of a record, with measured and predicted values on one line per run."""
+    """Return a record as a table. Each line shows the measured and predicted values of one run."""
     calibration = record["calibration"]
     cases = record["cases"]
     times = zip(calibration["forward_ms"], calibration["backward_ms"], strict=True)

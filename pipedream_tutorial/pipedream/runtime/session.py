@@ -1,4 +1,4 @@
-"""Run every schedule and search at every size, as one of several processes."""
+"""Run every schedule and every search at every size. Each stage's process runs this code."""
 
 import json
 import os
@@ -31,8 +31,8 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 def build_cases(config: Config) -> list[Case]:
     """Return one case per schedule and number of microbatches. For a search, return one case per
-    limit on memory and number of microbatches. Raises UserError for schedules that cannot be
-    trained, and for a search without measured durations."""
+    memory limit and number of microbatches. Raises UserError for schedules that cannot be trained,
+    and for a search without measured durations."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -55,7 +55,7 @@ def build_cases(config: Config) -> list[Case]:
 
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
-    """Return the orders over all batches of a named schedule or of a CSV."""
+    """Return the orders over all batches, and the weight policy, for a named schedule or a CSV."""
     if name in SCHEDULES:
         return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
     batch = load_order(Path(name))
@@ -68,8 +68,8 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 
 def exchange(value: Any) -> list[Any]:
-    """Return every rank's value, by rank. Values are sent as JSON, because unpickling can execute
-    code. All ranks must call this function."""
+    """Return the values of all ranks, in rank order. Values are sent as JSON, because unpickling
+    can execute code. All ranks must call this function."""
     encoded = json.dumps(value).encode()
     longest = torch.tensor(len(encoded))
     with connection_to("the other stages"):
@@ -199,7 +199,7 @@ def describe(station: Station) -> str:
 
 
 def what_ran(station: Station, command: str) -> dict[str, Any]:
-    """Return the part of a record that describes the command, machine, versions and workload."""
+    """Return the record fields that describe the command, machine, versions and workload."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if station.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

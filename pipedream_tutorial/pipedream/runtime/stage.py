@@ -57,9 +57,9 @@ class Peer:
         self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
     def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
-        """Begin a run. `arriving` has the peer's operations whose results are sent to this rank, in
-        the order of sending. All results have the shape and dtype of `like`. `depth` receives are
-        posted ahead."""
+        """Prepare to receive during a run. `arriving` lists the peer's operations whose results
+        this rank receives, in sending order. All results have the shape and dtype of `like`.
+        `depth` receives are posted ahead."""
 
         def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
             buffer = torch.empty_like(like)
@@ -83,7 +83,7 @@ class Peer:
         return self.arrived.pop(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start to send a tensor, and keep it until it has been sent."""
+        """Start sending a tensor, and keep the tensor until it has been sent."""
         # NCCL reports when a send has finished. gloo reports this only in wait(), so its sends are
         # kept until drain().
         while self.under_way and self.under_way[0][1].is_completed():
@@ -102,20 +102,20 @@ class Peer:
 
 
 class Clock:
-    """Clock that marks points in a stage's work and later returns the times at which the work
-    reached these points.
+    """Clock that marks points in a stage's work and later returns the times at which these points
+    were reached.
 
     On a CPU, calls return when their computation has finished, so the clock is the raw counter that
-    all processes of a host share. (Zero points taken after a barrier would differ, because
+    all processes on a host share. (Zero points taken after a barrier would differ, because
     processes leave the barrier at different times.)
 
     On a GPU, calls return before their computation has finished, so the clock uses CUDA events. A
     new clock records 20 events and waits for each. The event with the shortest wait becomes the
-    zero point, and its host time is the middle of that wait."""
+    zero point, and the middle of that wait is taken as its host time."""
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
-        """`new_event` creates an event like torch.cuda.Event with timing: record(), synchronize(),
-        elapsed_time()."""
+        """`new_event` creates an event with the methods of a torch.cuda.Event with timing:
+        record(), synchronize() and elapsed_time()."""
         self.new_event = new_event
         self.spans: list[tuple[str, Op, Any, Any]] = []  # thread, operation, marks at both ends
         if new_event is not None:
@@ -138,8 +138,8 @@ class Clock:
         return time.perf_counter_ns(), event
 
     def read(self, mark: tuple[int, Any]) -> int:
-        """Return the mark's time in nanoseconds of perf_counter. On a GPU, call this method when
-        the GPU is idle."""
+        """Return the mark's time on the perf_counter clock, in nanoseconds. On a GPU, call this
+        method when the GPU is idle."""
         host_ns, event = mark
         if event is None:
             return host_ns
@@ -154,7 +154,7 @@ class Clock:
 
 
 class Station:
-    """One rank in its own process, for any schedule."""
+    """A rank in its own process, which can run any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
         """Raises UserError for settings that cannot be trained."""
@@ -167,10 +167,10 @@ class Station:
         self.peers: dict[int, Peer] = {}  # by rank
 
     def meet(self, cases: Sequence[Case]) -> None:
-        """Connect with the other ranks, then warm up with two microbatches of each case, without
-        sending. The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds. A
-        GPU loads each kernel on first use, and loading can wait forever while a receive is
-        pending."""
+        """Connect to the other ranks, then warm up with two microbatches of each case, without
+        sending. The first torch.autograd.grad call with grad_outputs takes hundreds of
+        milliseconds. A GPU loads each kernel on first use, and loading can wait forever while a
+        receive is pending."""
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         listen_on_loopback()
         size = self.config["num_stages"]
@@ -189,14 +189,13 @@ class Station:
                     trainer.run(op, None if at_the_end else x, self.workload.task)
 
     def _connect(self, schedules: Sequence[Schedule], timeout: datetime.timedelta) -> None:
-        """Connect with all ranks with which this rank exchanges messages under any of the
-        schedules.
+        """Connect to all ranks with which this rank exchanges messages under any of the schedules.
 
-        Every process creates all groups in the same order, and immediately exchanges a group's
-        first message. NCCL sets up communicators on first use, and in this order processes cannot
-        wait for each other in a circle. A receive that is posted ahead occupies multiprocessors of
-        its GPU until its message arrives. NCCL uses at most nccl_max_ctas of them for one receive;
-        None sets no limit.
+        Every process creates all groups in the same order, and immediately exchanges each group's
+        first message. NCCL sets up communicators on first use, and this order prevents deadlocks
+        during setup. A receive that is posted ahead occupies multiprocessors on its GPU until its
+        message arrives. NCCL uses at most nccl_max_ctas multiprocessors for one receive. None sets
+        no limit.
         """
         ways = set()
         for schedule in schedules:
@@ -273,7 +272,7 @@ class Station:
     def _run_order(
         self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]
     ) -> None:
-        """Run the rank's operations, and wait until all their results have been sent."""
+        """Run this rank's operations, and wait until all their results have been sent."""
         ranks = case.schedule.ranks()
         orders = case.schedule.flat
         source = handed_on(case.schedule)
@@ -309,14 +308,14 @@ class Station:
 
 
 def listen_on_loopback() -> None:
-    """Keep gloo and NCCL from listening on the address of the machine's name, which other machines
-    may reach."""
+    """Make gloo and NCCL listen on the loopback interface. By default, they would listen on the
+    host name's address, which other machines may reach."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
 
 
 def median_us(act: Callable[[], object]) -> int:
-    """Return the median of six durations of `act` in microseconds. All ranks start each call
+    """Return the median duration of six calls of `act`, in microseconds. All ranks start each call
     together."""
     times = []
     for _ in range(6):
@@ -342,7 +341,7 @@ def take_device(config: Config, rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    if config["check_weights"]:  # sums in another order give different bits
+    if config["check_weights"]:  # sums in a different order give different bits
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device

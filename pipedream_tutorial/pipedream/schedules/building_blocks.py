@@ -2,13 +2,13 @@
 2405.15362).
 
 Each rank has two stages in a V-shaped schedule, as in ZB-V. Each of the rank's six operations per
-microbatch takes one slot, so the block of the next microbatch begins 6 slots later. A rank without
-gaps is always busy. A block defines four slots, and the two W operations use idle slots. The
-lifetime of activations in a block determines how many microbatches overlap, so the block alone
-determines the memory.
+microbatch takes one slot, so the block of the next microbatch begins six slots later. A rank
+without gaps is always busy. A block defines four slots, and the two W operations use idle slots.
+The lifetime of activations in a block determines how many microbatches overlap. Therefore the block
+alone determines the memory.
 
-The blocks leave gaps while the pipeline fills and drains. Two passes close these gaps within the
-same memory, as in the authors' code (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism).
+The blocks leave gaps while the pipeline fills and drains. Two passes close these gaps without using
+more memory, as in the authors' code (zbv_greedy.py in sail-sg/zero-bubble-pipeline-parallelism).
 First, all operations at both ends move to earlier slots. Then the operations at the draining end
 move once more, with W in the free slots. The orders equal the authors' orders, operation by
 operation.
@@ -25,30 +25,30 @@ from pipedream.schedules.ops import Orders
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
-"""Changes of the held activations and of the number of waiting W operations, by kind."""
+"""Changes in the number of held activations and of waiting W operations, by kind."""
 
 Slots = list[list[list[int]]]
 """rank -> kind (F_DOWN to I_DOWN, and W in the first pass) -> slots of microbatches 0, 1, ..."""
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return the orders of V-Min, which holds about a third of 1F1B's activations. Neighboring
-    ranks run an operation one slot apart."""
+    """Return the orders of V-Min, which holds about a third as many activations as 1F1B.
+    Neighboring ranks run an operation one slot apart."""
     pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return the orders of V-Half, which holds half of 1F1B's activations. Neighboring ranks are
-    two slots apart toward the last rank and one slot apart on the way back."""
+    """Return the orders of V-Half, which holds half as many activations as 1F1B. Neighboring ranks
+    are two slots apart toward the last rank and one slot apart on the way back."""
     late = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """Repeat the block, which has each rank's slots for one microbatch, `m` times. With `reorder`,
+    """Repeat the block `m` times. `block` has each rank's slots for one microbatch. With `reorder`,
     close the gaps at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
@@ -63,16 +63,16 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 
 def _word(own: list[list[int]]) -> list[str]:
-    """Return a rank's operations, including W, in the order of their slots. Operations of the stage
-    on the way up have lowercase letters."""
+    """Return a rank's operations, including W, in slot order. Operations of the rank's second
+    stage, on the way up the V, have lowercase letters."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Yield (slot, kind of its I) for each W. Each W uses the first free slot after its I. The W of
-    I_UP come first."""
+    """Yield (slot, kind of its I) for each W. Each W uses the first free slot after its I. The W
+    operations that follow I_UP come first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
@@ -85,7 +85,7 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _pull(slots: Slots) -> None:
-    """Move operations to earlier free slots, in order of time, if data and memory allow. Operations
+    """Move operations to earlier free slots, in time order, if data and memory allow. Operations
     do not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. In the
     pass without slots for W, earlier operations do not move either."""
     lines = [_Line(rank_slots) for rank_slots in slots]
@@ -106,7 +106,7 @@ def _pull(slots: Slots) -> None:
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (slot, rank, kind, microbatch) of all operations."""
+    """Yield (slot, rank, kind, microbatch) for each operation."""
     for rank, rank_slots in enumerate(slots):
         for kind, line in enumerate(rank_slots):
             for i, slot in enumerate(line):
@@ -130,7 +130,8 @@ class _Line:
             for slot in line:
                 self.kinds[slot] = kind
         self.states: list[tuple[int, int]] = []
-        """After each slot: held activations of stages, and W operations whose I has run."""
+        """After each slot: held activations, counted per stage, and W operations whose I has
+        run."""
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:

@@ -2,8 +2,8 @@
 
 Stages are equal and communication takes no time, unless stated otherwise. Every formula equals the
 simulator's exact fraction (tests/test_closed_forms.py), often for a wider range of durations than
-in the paper. `idle_holds` returns whether the formulas of idle time are valid. `source` is the
-number of a paper on arXiv. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
+in the paper. `idle_holds` returns whether the idle-time formulas are valid. `source` is an arXiv
+number. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Sizes, and durations of one microbatch on a rank's whole share of the layers."""
+    """Sizes, and durations for one microbatch on all of a rank's layers."""
 
     p: int
     m: int
@@ -28,12 +28,12 @@ class Case(NamedTuple):
 
     @property
     def total(self) -> Fraction:
-        """T: the time that a rank works on one microbatch."""
+        """T: the time that a rank spends on one microbatch."""
         return self.f + self.backward
 
 
 def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
-    """Return the idle share of a rank's time, 0 to 1: X / (m T + X)."""
+    """Return the idle share of a rank's time, from 0 to 1: X / (m T + X), with X = `idle_time`."""
     return idle_time / (c.m * c.total + idle_time)
 
 
@@ -61,7 +61,7 @@ def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
 
 def v_min_activations(c: Case, r: int) -> Fraction:
     """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is (p+4) //
-    3. On rank 0, the peak is one stage's activations lower if p = 2 mod 3."""
+    3. On rank 0, the peak is lower by one stage's activations if p = 2 mod 3."""
     most = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         most -= 1
@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return the start of rank r minus the delay of its end after rank 0's end, both in units of F.
-    The last rank's two stages are neighbors."""
+    """Return the start of rank r minus its end's delay after rank 0's end, both in units of F. The
+    last rank's two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
@@ -89,9 +89,9 @@ class ClosedForm:
     """Idle time of rank r between its first start and its last end, computed from X."""
     idle_holds: Callable[[Case], bool] = lambda c: True  # whether both formulas are exact
     peak_activations: Callable[[Case, int], Fraction | int]
-    """Peak activations of rank r, in microbatches on its whole share. The formula is exact for all
-    sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush need
-    m >= p, and ZB-V needs F = I = W. In other cases, the formula is an upper bound."""
+    """Peak activations of rank r, in microbatches on all of its layers. The formula is exact for
+    all sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush
+    need m >= p, and ZB-V needs F = I = W. Otherwise, the formula is an upper bound."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
     """Most weight versions on stage s, in a run of at least 2 p microbatches and 3 batches."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
@@ -100,7 +100,7 @@ class ClosedForm:
     idle_text: str = "(p-1) (F+B)"
     range_text: str = "always"
     published: str = "the same"
-    """Formula and range in the source, if they differ from ours."""
+    """Formula and range of validity in the source, if they differ from ours."""
     source: str
 
     def span_idle(self, c: Case, r: int) -> Fraction:

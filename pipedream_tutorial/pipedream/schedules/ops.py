@@ -18,8 +18,8 @@ from pipedream.errors import UserError
 
 
 class Op(NamedTuple):
-    """Operation of pipedream_simple.py with named fields, written as in torch: 2F0 is stage 2, F,
-    microbatch 0. R repeats F to recompute the activations that F did not keep."""
+    """Operation as in pipedream_simple.py, but with named fields. It is written as in torch: 2F0 is
+    F of microbatch 0 on stage 2. R repeats F to recompute the activations that F did not keep."""
 
     kind: str
     stage: int
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        """Number of stages of one copy. stage % num_stages is a stage's position in the model."""
+        """Number of stages in one copy. stage % num_stages is a stage's position in the model."""
         return len({stage for _, stage in self.known}) // self.copies
 
     @property
@@ -90,7 +90,7 @@ class Schedule:
 
     @cached_property
     def known(self) -> dict[tuple[str, int], set[int]]:
-        """(kind, stage) -> microbatches of the operations of this kind and stage."""
+        """(kind, stage) -> microbatches for which the stage runs this kind of operation."""
         microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
             microbatches[kind, stage].add(i)
@@ -154,7 +154,7 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
     """Return the same orders with R before every backward pass. `kept` is the share of the
-    activations, the stage's input, that F keeps for R."""
+    activations that F keeps for R: the stage's input."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]
@@ -172,9 +172,9 @@ def save_csv(schedule: Schedule, path: Path) -> None:
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read orders from a CSV. Empty cells, which are bubbles in torch, are skipped. Raises
-    UserError with the line and cell for text that is not an operation. Raises UserError for stages
-    that are not numbered 0, 1, ... or are on several ranks."""
+    """Read orders from a CSV. Empty cells, which are bubbles in torch, are skipped. If a cell is
+    not an operation, raises UserError with the line and the cell. Also raises UserError if stages
+    are not numbered 0, 1, ... or if one stage is on several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []
@@ -223,6 +223,6 @@ def _parse(cell: str, where: str) -> Item:
 
 
 def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
-    """Return each rank's operations as a schedule."""
+    """Build a schedule from each rank's operations."""
     orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
     return Schedule(name=name, orders=tuple(orders), copies=copies)

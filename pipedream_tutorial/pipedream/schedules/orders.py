@@ -1,9 +1,9 @@
-"""Define the schedules, each as a function from (ranks p, microbatches m) to an order per rank, and
-the table of all schedules. This module does not import torch.
+"""Define the table of all schedules, and a function from (ranks p, microbatches m) to an order per
+rank for each. This module does not import torch.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
-the papers. If torch.distributed.pipelining also has a schedule, both orders are equal
+the papers. For schedules that torch.distributed.pipelining also has, both orders are equal
 (tests/test_torch.py).
 """
 
@@ -31,9 +31,8 @@ def eager_1f1b(p: int, m: int) -> Orders:
 
 
 def zb_v_fixed(p: int, m: int) -> Orders:
-    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
-    - 1 microbatches or more. With fewer microbatches, the operations of the missing microbatches
-    are left out."""
+    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for
+    2p - 1 or more microbatches. With fewer, the missing microbatches' operations are omitted."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -57,8 +56,8 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
-    """Return DualPipe's eight phases on rank r. Inside this function, the rank's second stage has
-    lowercase letters."""
+    """Return DualPipe's eight phases on rank r. Inside this function, lowercase letters stand for
+    the rank's second stage."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward must wait, so overlap would only delay its forward
@@ -88,9 +87,9 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 
 def dualpipe(p: int, m: int) -> Orders:
     """Return DualPipe's orders for two copies of the model in opposite directions, each with half
-    of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two ranks that mirror
-    each other form a pair. For the first copy, one rank of the pair has the way down of the V and
-    the other the way up. For the second copy, the roles are reversed."""
+    of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two mirrored ranks form
+    a pair. For the first copy, one rank of the pair has the V's way down and the other rank its way
+    up. For the second copy, the roles are reversed."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -100,8 +99,8 @@ def dualpipe(p: int, m: int) -> Orders:
         )
 
     def unfolded(op: Op, r: int) -> Op:
-        """Return DualPipe's operation on rank r for an operation of DualPipeV. On rank r, position
-        r of the model belongs to the first copy, and the other position to the second copy."""
+        """Return DualPipe's operation on rank r for a DualPipeV operation. On rank r, the first
+        copy has position r of the model, and the second copy has the other position."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []
@@ -140,7 +139,7 @@ def chimera(p: int, m: int) -> Orders:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Title, orders and weight policy of a schedule."""
+    """A schedule's title, orders and weight policy."""
 
     title: str
     orders: Callable[..., Orders]  # function of (p, m) and the named `options`
@@ -171,7 +170,7 @@ SCHEDULES: dict[str, Entry] = {
 }
 TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
 FOUND = "search-"
-"""Prefix of the name of a found order. The limit of microbatches held on a rank follows."""
+"""Prefix for the name of an order from a search. The limit on microbatches per rank follows."""
 
 
 def build_schedule(

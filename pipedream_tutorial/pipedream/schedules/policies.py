@@ -15,7 +15,7 @@ from pipedream.schedules.ops import Op, Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Treatment of weights in a method of pipeline training."""
+    """Rules by which a pipeline training method updates and versions weights."""
 
     text: str
     per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
@@ -50,7 +50,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class WeightUse(NamedTuple):
-    """Versions of one stage's weights, counted in its rank's order."""
+    """Weight versions of one stage, counted along its rank's order."""
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
@@ -59,12 +59,12 @@ class WeightUse(NamedTuple):
     peak_versions: int  # most versions kept
 
     def version(self, op: Op) -> int:
-        """Return the version that a forward or backward pass of the stage used."""
+        """Return the version that one of the stage's forward or backward passes used."""
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
 ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak_versions=1)
-"""Use of weights in a stage that flushes. It has no values per microbatch."""
+"""Weight use on a stage that flushes. It has no values per microbatch."""
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:

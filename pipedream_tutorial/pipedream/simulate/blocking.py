@@ -1,10 +1,10 @@
 """Show why a pipeline cannot simply send and receive: an order that the simulator can run may still
-block.
+deadlock.
 
 In the simulator, results arrive without further action. Here every transfer is a SEND on one rank
 and a RECV on the other. A SEND ends only when its RECV has been posted (a rendezvous). Each ordered
-pair of ranks is a channel that delivers messages in the order of sending, without tags, as in NCCL.
-There are no times, because a program that blocks does so at any speed.
+pair of ranks is a channel that delivers messages in sending order, without tags, as in NCCL. There
+are no times, because whether a program deadlocks does not depend on speed.
 """
 
 from collections import defaultdict, deque
@@ -17,7 +17,7 @@ from pipedream.simulate.simulator import DeadlockError
 
 
 class Action(NamedTuple):
-    """Step of a program: run an operation, or transfer its result between this rank and its
+    """Action in a program: run an operation, or transfer its result between this rank and its
     peer."""
 
     kind: str  # RUN, SEND or RECV

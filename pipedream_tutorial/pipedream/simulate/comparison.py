@@ -1,4 +1,4 @@
-"""Compute the numbers of the tables: every schedule with the same model and microbatches."""
+"""Compute the numbers in the tables, for every schedule with the same model and microbatches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,12 +26,12 @@ from pipedream.simulate.simulator import (
 )
 
 Config = Mapping[str, Any]
-"""Checked CONFIG of `python -m pipedream`: sizes and durations that all schedules share."""
+"""The checked CONFIG from `python -m pipedream`: sizes and durations that all schedules share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Results of one schedule: for a single batch, and for consecutive batches (the stream).
+    """Results for one schedule, both for a single batch and for consecutive batches (the stream).
     Numbers are computed when they are first used."""
 
     name: str
@@ -47,8 +47,9 @@ class Row:
 
     @cached_property
     def stream(self) -> Timeline:
-        """CONFIG's `num_batches` batches. If the policy needs no flush, the batches follow without
-        a pause. Otherwise each rank starts its next batch when it has finished the previous one."""
+        """Timeline of CONFIG's `num_batches` batches. If the policy needs no flush, batches follow
+        without a pause. Otherwise each rank starts a batch when it has finished the previous
+        one."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -57,8 +58,8 @@ class Row:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Tick at which each rank ends the stream. With flushes, the ticks follow from a single
-        batch."""
+        """Tick at which each rank ends the stream. With flushes, the ticks are computed from a
+        single batch."""
         if self.flushes:
             return ends_in_a_row(self.batch, self.config["num_batches"])
         return [ends[-1] for ends in self.stream.ends]
@@ -86,8 +87,8 @@ class Row:
 
     @property
     def _fullest(self) -> Schedule:
-        """Schedule with the most memory: one batch if it ends with a flush, otherwise the
-        stream."""
+        """Schedule that determines the peak memory: one batch if it ends with a flush, otherwise
+        the stream."""
         return (self.batch if self.flushes else self.stream).schedule
 
     @cached_property
@@ -98,7 +99,7 @@ class Row:
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """Use of weights by stage, in the model's order. The stages of a second copy follow."""
+        """Weight use by stage, in the model's order. The stages of a second copy follow."""
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
@@ -131,7 +132,7 @@ class Row:
 
 
 class Refused(NamedTuple):
-    """Schedule that these sizes do not allow."""
+    """A schedule that the given sizes do not allow."""
 
     title: str
     reason: str
@@ -160,10 +161,10 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 
 def measure(name: str, config: Config) -> Row:
-    """Return the row of a schedule, of the best order that "search" finds within CONFIG's memory,
-    or of a CSV. A CSV defines the numbers of ranks and microbatches. Raises UserError for sizes
-    that a schedule does not allow, and for orders in a CSV that are incomplete or wait for each
-    other."""
+    """Return the row for a schedule, for a CSV, or for the best order that "search" finds within
+    CONFIG's memory. A CSV defines the numbers of ranks and microbatches. Raises UserError for sizes
+    that a schedule does not allow, and for orders in a CSV that are incomplete or would
+    deadlock."""
     p, m = config["num_stages"], config["num_microbatches"]
     durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}
     policy = "flush"
@@ -200,8 +201,8 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """Return the closed form and its sizes. Return None for a file, uneven stages, a time to send,
-    overlap, R, or blocks without reordering, which have no closed form."""
+    """Return the closed form and its sizes. Return None for a file, uneven stages, communication
+    time, overlap, R, or blocks without reordering, for which there is no closed form."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

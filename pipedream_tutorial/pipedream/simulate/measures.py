@@ -11,7 +11,7 @@ from pipedream.simulate.simulator import Timeline
 
 
 class Idle(NamedTuple):
-    """Idle time by rank, by both definitions that papers use."""
+    """Idle time of each rank under the two definitions that papers use."""
 
     makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, minus the rank's work
     span: tuple[Fraction, ...]  # from a rank's first start to its last end; 0 in "zero bubble"
@@ -40,15 +40,14 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
     """Return, for each kind of operation, the change of the held activations at its start and at
     its end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. The
     backward pass subtracts 1 or, if it is split, W does. With R, the forward pass keeps only a
-    share when it ends, and R adds the rest. A stage of a schedule with v stages per rank holds 1/v
-    of the activations of a rank's whole share."""
+    share when it ends, and R adds the rest. With v stages per rank, each stage holds 1/v of the
+    activations of all of the rank's layers."""
     gone = (1 - schedule.kept) or 0  # an int is faster
     return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Return the largest number of activations that each rank holds, in microbatches on a rank's
-    whole share."""
+    """Return the peak activations of each rank, in microbatches on all of the rank's layers."""
     changes = _changes(schedule)
     peaks = []
     for order in schedule.flat:
@@ -62,8 +61,9 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
-    """Return the held activations by rank, in microbatches of a rank's whole share. Activations
-    count from the start of a forward pass or R to the end of the pass that frees them."""
+    """Return the held activations of each rank over time, in microbatches on all of the rank's
+    layers. Activations count from the start of a forward pass or R to the end of the pass that
+    frees them."""
     changes = _changes(schedule)
     curves = []
     for order in schedule.flat:
@@ -77,8 +77,9 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return the number of kept weight versions by rank, in copies of a rank's whole share. Every
-    stage starts with one version. An operation changes the number when it ends."""
+    """Return the number of kept weight versions of each rank over time, in copies of all of the
+    rank's layers. Every stage starts with one version. An operation changes the number when it
+    ends."""
     curves = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)

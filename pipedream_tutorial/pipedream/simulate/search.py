@@ -62,9 +62,9 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
-    """Return the best order found in `tries` simulations. By default, `tries` is a number that
-    takes a second or two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools
-    searches for a shorter order and a better bound on the makespan."""
+    """Return the best order found in `tries` simulations. By default, the simulations take a second
+    or two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools searches for a
+    shorter order and a better bound on the makespan."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
@@ -95,8 +95,8 @@ def search(
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
-    """Return the makespan and the longest span in ticks. Both are infinite if words wait for each
-    other in a circle."""
+    """Return the makespan and the longest span, in ticks. Both are infinite if the words would
+    deadlock."""
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
 
     def run(rank: int) -> Iterator[None]:
@@ -163,8 +163,8 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return limits for `greedy`. A limit is, by rank, the number of forwards by which F may lead
-    I. This number is equal on all ranks, or lower by 1 or 2 on each later rank."""
+    """Return limits for `greedy`. A limit gives, for each rank, the number of microbatches by which
+    F may lead I. This number is equal on all ranks, or decreases by 1 or 2 from rank to rank."""
     p = len(problem.durations)
     most = problem.memory
     limits_tried: dict[tuple[int, ...], None] = {}
@@ -217,8 +217,8 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
 def improve(
     problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
 ) -> Words:
-    """Move single letters, and return the best words. Stop early if the makespan and the span reach
-    `goal`."""
+    """Move single letters, and return the best words found. Stop early if the makespan and the span
+    reach `goal`."""
     chance = random.Random(seed)
     now = best = words
     shortest = score(problem, words)
@@ -259,8 +259,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
     """Return (list of words, lower bound in ticks). The list has the shortest words of at most
-    `longest` ticks that OR-Tools' constraint solver (CP-SAT) finds in the given time. It is empty
-    if the solver finds no words."""
+    `longest` ticks that OR-Tools' constraint solver (CP-SAT) finds in `seconds`. The list is empty
+    if the solver finds none."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

@@ -1,9 +1,9 @@
-"""Simulate the orders of a schedule with an exact clock.
+"""Simulate a schedule's orders with an exact clock.
 
 The clock counts whole ticks. A tick is the longest time that divides every duration. Times are
 fractions and are computed only on request. An operation starts when its rank has ended the previous
 operation and all inputs have arrived (`Schedule.needs`). An input from another rank arrives after
-the time to send it. There are no other assumptions, and no schedule is treated specially.
+the communication time. There are no other assumptions, and no schedule is treated specially.
 """
 
 import math
@@ -23,7 +23,7 @@ Number = int | str | Fraction
 
 
 class DeadlockError(RuntimeError):
-    """Error for orders that cannot run, because operations wait for each other in a circle."""
+    """Error for orders that deadlock because operations wait for each other in a circle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
         """`waiting` maps each rank to (its current operation, the rank for which it waits). A rank
@@ -40,7 +40,7 @@ class DeadlockError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Durations by a stage's position in the model, all in the same unit."""
+    """Durations, indexed by a stage's position in the model, all in the same unit."""
 
     forward: tuple[Fraction, ...]
     input_gradient: tuple[Fraction, ...]
@@ -51,7 +51,7 @@ class Costs:
     overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
     def duration(self, item: Item, num_stages: int) -> Fraction:
-        """Return the time that one rank takes for an operation or a pair."""
+        """Return the time that a rank needs for an operation or a pair."""
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
@@ -71,8 +71,8 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Return the durations of stages from the durations of a rank's share of the layers. The stages
-    of a rank get equal parts of this share. `stage_scale` has factors for equal shares of the
+    """Compute the durations of stages from the durations of all of a rank's layers. A rank's stages
+    get equal parts of these layers. `stage_scale` has factors for equal shares of the model's
     layers, in the model's order. A share keeps its factor however the layers are partitioned.
     Raises UserError if the number of factors is not a multiple of the number of ranks."""
     check_scale(stage_scale, schedule.num_ranks)
@@ -107,7 +107,7 @@ def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
 
 
 class Event(NamedTuple):
-    """Operation or pair with its times."""
+    """An operation or a pair, with its times."""
 
     rank: int
     item: Item
@@ -149,8 +149,8 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
     """Start every operation as early as the orders and the data allow. Rank r does not start before
-    tick free[r]. Raises DeadlockError if the orders wait for each other. Raises ValueError if a
-    needed operation is missing or an operation occurs twice."""
+    tick free[r]. Raises DeadlockError if the orders would deadlock. Raises ValueError if a needed
+    operation is missing or an operation occurs twice."""
     _check_once_and_whole(schedule)
     tick, rules = _rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
@@ -280,8 +280,8 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
-    """Return an error that names a needed operation that no rank runs. If there is none, return an
-    error with the circle in which ranks wait for each other."""
+    """Return an error that names a needed operation that no rank runs. If no operation is missing,
+    return an error that names the circle in which ranks wait for each other."""
     for op in schedule.ops():
         for need in schedule.needs(op):
             if need not in schedule:
@@ -300,7 +300,7 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 def load_order(path: Path) -> Schedule:
     """Load a schedule from a CSV, and check that the schedule is complete and can run. Raises
-    UserError for orders that are incomplete or that wait for each other."""
+    UserError if the orders are incomplete or would deadlock."""
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:

@@ -24,8 +24,8 @@ FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
 
 class Slice(NamedTuple):
-    """Operation or pair on a rank's compute thread, or the transfer of a result. All slices use one
-    clock."""
+    """An operation or pair on a rank's compute thread, or the transfer of a result. All slices use
+    the same clock."""
 
     rank: int
     thread: str  # compute, send or receive

@@ -1,6 +1,6 @@
-"""Define a small model that is split into stages, its data, and GPT-2's layers.
+"""Define a small model that can be split into stages, its data, and GPT-2's layers.
 
-Weights are initialized layer by layer, so the model is the same however it is split.
+Weights are initialized layer by layer, so they are the same however the model is split.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ class ResidualLayer(nn.Module):
 def build_stages(
     num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
 ) -> list[nn.Module]:
-    """Build stages of `layers_per_stage` layers each. The last stage ends in a classifier."""
+    """Build stages with `layers_per_stage` layers each. The last stage ends in a classifier."""
     stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
     for layer in range(num_stages * layers_per_stage):
         torch.manual_seed(seed * 10_000 + layer)
@@ -56,8 +56,8 @@ class Task(NamedTuple):
     microbatch_size: int
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a microbatch, counted from the start of training.
-        Samples are repeated when all have been used."""
+        """Return the inputs and targets of a microbatch. Microbatches are counted from the start of
+        training. After all samples have been used, they repeat."""
         first = index * self.microbatch_size % len(self.targets)
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
@@ -76,7 +76,7 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
 
 
 class GPT2Size(NamedTuple):
-    """Sizes that determine the shape of every weight. `heads` divides `hidden`."""
+    """Sizes that determine the shape of every weight. `hidden` must be divisible by `heads`."""
 
     num_layers: int
     hidden: int
@@ -157,7 +157,7 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     # Each block adds twice to the residual stream. This factor keeps the variance of the sum close
-    # to that of one addition.
+    # to the variance of one addition.
     for block in blocks.values():
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
@@ -165,14 +165,14 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
 
 
 class Workload:
-    """Model to split into stages, its loss and its microbatches. All three are equal in every
-    process."""
+    """The model to split into stages, its loss and its microbatches. All three are identical in
+    every process."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         """Read these keys of `config`: num_stages, layers_per_stage, learning_rate, seed, model,
         microbatch_size and dtype. For layers_per_stage, microbatch_size and dtype, None means the
-        default of the model. Raises UserError if the model's blocks cannot be divided evenly among
-        the stages."""
+        model's default. Raises UserError if the model's blocks cannot be divided evenly among the
+        stages."""
         name = config.get("model", "mlp")
         self.config = config
         self.device = device or torch.device("cpu")

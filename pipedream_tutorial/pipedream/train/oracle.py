@@ -26,9 +26,9 @@ from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, 
 
 
 def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
-    """Run every operation once, in the order of the simulator's clock with equal durations. Other
-    orders that the ranks' orders and the data allow give the same result, because a stage always
-    runs its operations in its rank's order."""
+    """Run every operation once, in the sequence that the simulator's clock gives for equal
+    durations. Any other sequence that the ranks' orders and the data allow gives the same result,
+    because a stage always runs its operations in its rank's order."""
     source = handed_on(schedule)
     given: dict[Op | None, Tensor | None] = {}  # operation -> result that is not used yet
     for op in simulate(schedule, build_costs(schedule)).times:
@@ -40,7 +40,7 @@ class TrainResult(NamedTuple):
 
     losses: list[float]  # mean loss of each batch, in nats
     weights: list[Weights]  # the last version of every stage
-    peak_versions: list[int]  # most versions that each stage kept at a time
+    peak_versions: list[int]  # most versions that each stage kept at any time
 
     @property
     def diverged(self) -> bool:
@@ -56,7 +56,7 @@ def train(
     trainer_class: type[StageTrainer] = StageTrainer,
     **config: Any,
 ) -> TrainResult:
-    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` has the keys that
+    """Train for `num_batches` batches under a schedule from SCHEDULES. `config` has the keys that
     Workload reads."""
     m = num_microbatches
     schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
@@ -106,8 +106,8 @@ def train_and_check(
     errors = []
 
     class Recorder(StageTrainer):
-        """Trainer that copies the weights of each pass, because updates in place change the same
-        memory."""
+        """Trainer that copies the weights of each pass, because in-place updates overwrite
+        them."""
 
         def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
             out = super().forward(microbatch, x, target)
@@ -127,8 +127,8 @@ def train_and_check(
             return gradients
 
     def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
-        """Return autograd's gradient through all stages at once, with the given weights of each
-        stage."""
+        """Return autograd's gradient through all stages at once, computed with the given
+        weights."""
         leaves = [
             {n: w.requires_grad_() for n, w in stage_weights.items()} for stage_weights in weights
         ]

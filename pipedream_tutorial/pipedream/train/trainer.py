@@ -3,11 +3,11 @@
 The one-process oracle has p trainers and passes tensors between them. The runtime has one trainer
 per process and sends tensors. Both give bitwise equal results, because they use this code.
 
-A backward pass in two halves costs as much as a whole backward pass. For a linear layer
-y = x W^T + b, and dY, the gradient of the loss with respect to y:
+A backward pass in two halves costs as much as a whole backward pass. Consider a linear layer
+y = x A^T + b, and let dY be the gradient of the loss with respect to y:
 
-    I:  dX = dY W      the layer before waits for it
-    W:  dW = dY^T x    waits for dY alone, and nobody waits for it
+    I:  dX = dY A      the previous layer waits for dX
+    W:  dA = dY^T x    needs only x and dY, and no layer waits for dA
 
 Each half is one matrix multiplication, and neither uses the other's result. autograd computes both
 in one pass. If you call autograd twice, first for dX and then for dW (retain_graph), it runs the
@@ -35,7 +35,7 @@ Gradients = tuple[Tensor, ...]
 
 
 class CutLinears(TorchFunctionMode):
-    """Context in which backward passes leave out W of linear layers. The input of each linear layer
+    """Context in which backward passes skip W for linear layers. The input of each linear layer
     must require a gradient, as it does if it depends on the stage's input or on a norm's
     weights."""
 
@@ -96,7 +96,7 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss = functional.cross_entropy,
     ) -> None:
-        """`module` contains the first version of the weights, which remains in the module's memory.
+        """`module` contains the first version of the weights, which stays in the module's memory.
         `batch_size` is the number of microbatches per batch. Only the last stage uses `loss`."""
         self.stage = stage
         self.num_stages = schedule.num_stages
@@ -198,8 +198,8 @@ class StageTrainer:
         return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
 
     def _update(self, gradients: Gradients) -> None:
-        """Update the weights. Stashed versions are dropped when no pass can read them. Updates in
-        place change the memory that graphs in flight use."""
+        """Update the weights. Drop stashed versions that no pass can read anymore. In-place updates
+        change memory that graphs in flight use."""
         old = self.weights
         stepped = self._step(gradients)
         self.updates += 1

@@ -1,4 +1,4 @@
-"""Show how autograd reacts to an update of weights between a forward pass and its backward pass.
+"""Show how autograd reacts to a weight update between a forward pass and its backward pass.
 
     python -m pipedream.train.traps
 
@@ -27,7 +27,7 @@ def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place. autograd counts this change and rejects the graph."""
+    """Update in place. autograd detects this change and rejects the graph."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
