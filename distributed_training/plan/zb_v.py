@@ -189,8 +189,8 @@ def build_words(
 
 
 def mid_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the durations of F, I and W that the authors use for uneven stages: the median over
-    processes of the mean of each process's two stages."""
+    """Return the durations of F, I and W that the authors use for uneven stages. Each duration is
+    the median over processes of the mean of a process's two stages."""
     pairs = list(zip(stage_s, reversed(stage_s), strict=True))[: len(stage_s) // 2]
     stage_means = [
         [(a + b) / 2 for a, b in zip(first, second, strict=True)] for first, second in pairs

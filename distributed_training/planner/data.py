@@ -236,9 +236,9 @@ def _choose_weights(
     config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights` and the weights' folder, or None for random weights.
-    Without `weights="random"`, weights are random only if the model is not published, or if the
-    user did not name the model and its weights cannot be used. Raises UserError if required weights
-    are not available."""
+    Weights are random only in three cases: the key is "random", the model is not published, or its
+    weights cannot be used and the user did not name it. Raises UserError if required weights are
+    not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id

@@ -81,9 +81,9 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def _continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
-    """Return the key values that a folder in `weights` determines: the model, if CONFIG does not
-    name one, and the rank, alpha, targets and dropout of adapters in the folder. Raises UserError
-    if CONFIG sets a different rank, alpha or targets."""
+    """Return the key values that a folder in `weights` determines. A folder determines the model if
+    CONFIG does not name one. An adapter folder also determines the rank, alpha, targets and
+    dropout. Raises UserError if CONFIG sets a different rank, alpha or targets."""
     folder = Path(config.weights)
     decided: dict[str, Any] = {}
     if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():

@@ -17,8 +17,9 @@ OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's device -> component o
 
 
 def state(at: Place) -> Parts:
-    """Return the number of bytes per parameter for weights and gradients in the compute dtype, and
-    for the fp32 master copy and both Adam moments (ZeRO paper, section 3.1)."""
+    """Return the number of bytes per parameter for each component of the state: weights and
+    gradients in the compute dtype, the fp32 master copy, and both Adam moments (ZeRO paper, section
+    3.1)."""
     stage = at.zero.stage
     state: dict[str, float] = {
         "parameters": at.width / (at.shards if stage >= 3 else 1),
@@ -55,8 +56,8 @@ def buckets(at: Place) -> float:
 
 
 def widened(at: Place, moment: Moment, state: Parts) -> Parts:
-    """Return the size in bytes of the fp32 gradients that Adam needs for this process's shard, and
-    of a flat copy of these gradients in the compute dtype."""
+    """Return the size in bytes of the fp32 gradients that Adam needs for this process's shard,
+    including a flat copy in the compute dtype."""
     if moment != "update" or at.strategy.steps_on_host:
         return {}
     return {"buffers": (4 + at.width) * at.learning / at.shards}
