@@ -3,10 +3,10 @@
     python results/lab/budget.py "8xH200 24h"
     python results/lab/budget.py --target_loss 2.5 --cluster 8xH200
 
-A model of N parameters trained once over D tokens has a loss of E + A / N^alpha + B / D^beta nats
-per token (Hoffmann et al., 2203.15556, approach 3). Training costs 6 N D FLOPs. Both fits in
-scaling.json are for one corpus, vocabulary and recipe. For other data they show how the loss
-changes with N and D rather than its value."""
+A model with N parameters that is trained once over D tokens has a loss of E + A / N^alpha + B /
+D^beta nats per token (Hoffmann et al., 2203.15556, approach 3). Training costs 6 N D FLOPs. Both
+fits in scaling.json are for one corpus, vocabulary and recipe. For other data, they show how the
+loss changes with N and D rather than its value."""
 
 import argparse
 import contextlib
@@ -42,11 +42,11 @@ MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """One fit of the formula for the loss."""
+    """A fit of the loss formula."""
 
     name: str
     source: str
-    uncertainty: str  # text of the uncertainty, as published
+    uncertainty: str  # published description of the uncertainty
     irreducible: float  # E
     a: float
     alpha: float
@@ -70,8 +70,8 @@ class Fit:
         return power ** (1 / self.beta)
 
     def flops_for(self, loss: float) -> float:
-        """Return the smallest number of FLOPs that reaches `loss`. Raises UserError if no model
-        reaches `loss`."""
+        """Return the smallest number of FLOPs that reaches `loss`. Raises UserError if no model can
+        reach it."""
         if not self.irreducible < loss < MAX_LOSS:
             what = f"no model reaches --target_loss {loss:g}"
             why = f"{self.name}'s fit never goes below {self.irreducible}"
@@ -88,7 +88,7 @@ FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
 
 
 def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
-    """Parse a text such as "8xH200 24h" into (cluster, seconds). Raises UserError if the text
+    """Parse a string such as "8xH200 24h" into (cluster, seconds). Raises UserError if the string
     cannot be parsed."""
     match = _BUDGET.fullmatch(text.strip())
     seconds = float(match[2]) * UNITS[match[3].lower()] if match else 0.0
@@ -99,7 +99,7 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
 
 
 def flops_per_s(choice: Prediction) -> float:
-    """Return the predicted FLOPs per second. As in the formula, each token counts 6 N FLOPs."""
+    """Return the predicted FLOPs per second. As in the formula, each token counts as 6 N FLOPs."""
     return 6 * choice.plan.size.num_parameters * (choice.tokens_per_s or 0.0)
 
 
@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Print the best use of a budget or the cost of a loss. Return the exit code."""
+    """Print the best use of a budget or the cost of reaching a loss. Return the exit code."""
     script = ROOT / "real_model_example.py"
     folder = ROOT / "runs"
     program = cli.Program(config=CONFIG, script=script, about=__doc__, output_dir=folder)
@@ -168,8 +168,8 @@ def describe_loss(
 def speeds(
     build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
-    """Return the prediction for the fastest layout of each model that fits, from the smallest model
-    to the largest. Raises UserError if no model fits."""
+    """Return the predictions for the fastest layout of each model that fits, ordered from the
+    smallest model to the largest. Raises UserError if no model fits."""
     fastest = []
     requested = build(None).model
     models = MODELS if requested == AUTO else (requested,)
@@ -194,15 +194,15 @@ def speeds(
 
 
 def _misfit(fit: Fit, flops: float, choice: Prediction) -> float:
-    """Return the absolute log ratio between the best model size for the FLOPs and a model's
+    """Return the absolute log ratio between the best model size for `flops` and the chosen model's
     size."""
     best, _ = fit.optimum(flops)
     return abs(math.log(best / choice.plan.size.num_parameters))
 
 
 def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: float) -> list[str]:
-    """Describe the best model size and number of tokens for a time on a cluster, and the loss of
-    each model."""
+    """Describe the best model size and number of tokens for the given time on a cluster, and the
+    loss of each model."""
     nearest = min(
         choices, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice)
     )

@@ -1,4 +1,4 @@
-"""Define the shared code of the programs in this folder. Import this module first, so that `python
+"""Define code that the programs in this folder share. Import this module first, so that `python
 results/lab/NAME.py` finds the package."""
 
 import argparse
@@ -21,7 +21,7 @@ def accept(arguments: argparse.Namespace) -> None:
 
 
 class Parser(keys.Parser):
-    """Parser for the options of a program. With --dry-run, the parser calls `check` and starts
+    """Parser for a program's options. With --dry-run, the parser calls `check` and starts
     nothing."""
 
     def __init__(

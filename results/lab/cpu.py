@@ -1,12 +1,11 @@
-"""Measure RAM and time of every strategy on 1, 2 and 4 CPU processes, to check predictions.
+"""Measure the RAM and time of every strategy on 1, 2 and 4 CPU processes, to check predictions.
 
     python results/lab/cpu.py results/records/cpu/strategies.json [--timed]
 
 The program passes results/plans/cpu.json to `compare`. If you stop it, run the same command again
 to continue. By default, each run has a few steps, which are enough to measure the peak memory. With
---timed, each run has all steps of the plan, and the program also records their time. The program
-then first calibrates each number of processes. Times mean little unless the machine is otherwise
-idle.
+--timed, each run has all steps of the plan, and the program also records their time. It first runs
+a calibration for each number of processes. Times mean little unless the machine is otherwise idle.
 """
 
 import subprocess
@@ -25,7 +24,7 @@ from distributed_training.settings.files import ROOT, load_json
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
-# The first run tokenizes the text and fills the cache for the others. Tokenizing takes RAM.
+# The first run tokenizes the text, which takes RAM, and fills the cache for the other runs.
 COUNTS = (2, 4, 1)
 FEW_STEPS = 5
 RUN_DIRS = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # by --timed
@@ -33,7 +32,7 @@ FOLDER_KEYS = ("output_dir", "offload_dir")
 
 
 def entry(record: Record, timed: bool) -> dict[str, Any]:
-    """Return the part of a run's record that the document keeps."""
+    """Return the fields of a run's record that the document keeps."""
     config = {
         key: value for key, value in record.config_requested.items() if key not in FOLDER_KEYS
     }

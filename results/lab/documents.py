@@ -1,4 +1,4 @@
-"""Rewrite the generated parts of the documents and the figures that they show.
+"""Regenerate the generated parts of the documents, and the figures that the documents show.
 
     python results/lab/documents.py                        rewrites all documents, as `make docs`
     python results/lab/documents.py --check README.md      fails if the document is out of date

@@ -1,10 +1,10 @@
-"""Measure the loss that smaller or rarer exchanges cost.
+"""Measure how much smaller or less frequent exchanges increase the loss.
 
     torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
 
 Each call trains every case of results/plans/cpu-exchanges.json with one seed and adds the results
-to FILE. Bytes come from formulas, which tests compare with counts. The file contains no times, and
-losses do not depend on the load of the machine.
+to FILE. The numbers of bytes come from formulas, which tests compare with counts. The file contains
+no times, and losses do not depend on the load on the machine.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Time when each line of a run appears: first with empty caches, then with filled ones.
+"""Measure when each line of a run's output appears, with empty caches and then with filled ones.
 
     python results/lab/first_minute.py OUT.json [-- python real_model_example.py ...]
 
@@ -39,8 +39,8 @@ MARKS = {
 
 
 def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
-    """Run a command. Return (seconds since the start, text) for each line that the command prints.
-    The last entry marks the end and has an empty text."""
+    """Run a command. Return (seconds since the start, line) for each line that the command prints.
+    The last entry marks the end and has an empty line."""
     began = time.monotonic()
     lines = []
     process = subprocess.Popen(
@@ -57,8 +57,8 @@ def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float,
 
 
 def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
-    """Return the time in seconds of each mark and of the end. The time of a mark that was not
-    printed is None."""
+    """Return the time of each mark and of the end, in seconds. The time is None for a mark that was
+    not printed."""
     seconds_of: dict[str, float | None] = {}
     for name, (which, pattern) in MARKS.items():
         times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]

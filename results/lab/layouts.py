@@ -2,21 +2,21 @@
 
     torchrun --nproc_per_node=4 results/lab/layouts.py PLAN.json FOLDER
 
-The plan has the format of `compare`'s plans. All runs share the processes, because starting
-processes takes longer than the timed steps. Each run writes a record, as training does.
+The plan has the same format as the plans of `compare`. All runs share the processes, because
+starting processes takes longer than the timed steps. Each run writes a record, as training does.
 
-The entry "bubble" of a record holds the idle share of the pipeline's ranks. A rank is idle while it
+The "bubble" entry of a record holds the idle share of the pipeline's ranks. A rank is idle while it
 computes nothing in the forward and backward phase (phase_s, the median of the timed steps).
 
-- On GPUs, a rank computes while kernels and copies run in one additional step under the profiler.
-  The profiler slows down launching, but not the kernels. NCCL's kernels do not count, because they
-  also run while they wait.
+- On GPUs, a rank counts as computing while kernels and copies run in one additional step under the
+  profiler. The profiler slows down launching, but not the kernels. NCCL kernels do not count,
+  because they also run while they wait.
 - `between_operations` uses the start and end of the stages' operations instead. In this
   measurement, launching counts as computing.
 - `parts` splits the idle share by cause (analysis/bubble.py).
 
-The reduction of gradients and the optimizer count only toward the step time, not toward the phase.
-If a step is one CUDA graph, the step time is the time of the graph. The idle share then comes from
+Gradient reduction and the optimizer count only toward the step time, not toward the phase. If a
+step is one CUDA graph, the step time is the time of the graph. The idle share then comes from
 additional steps without the graph.
 """
 
@@ -67,7 +67,8 @@ COMPUTING = ("F", "B", "W")
 
 
 class LeftOver(NamedTuple):
-    """GPU memory in bytes between two runs: allocated to tensors, and reserved by the allocator."""
+    """GPU memory between two runs, in bytes: allocated to tensors, and reserved by the
+    allocator."""
 
     allocated: int
     reserved: int
@@ -106,8 +107,8 @@ class Spans:
         return event
 
     def seconds(self, num_steps: int, *kinds: str) -> np.ndarray:
-        """Return the total duration in seconds of all calls of `kinds` in each step since `marks`
-        was cleared."""
+        """Return, for each step since `marks` was cleared, the total duration of all calls of
+        `kinds` in seconds."""
         durations = [self._durations(key) for key in self.marks if key[0] in kinds]
         # Every step has the same calls.
         return sum((all.reshape(num_steps, -1).sum(1) for all in durations), np.zeros(num_steps))
@@ -127,25 +128,24 @@ class Spans:
 
 
 def pipeline_of(engine: Any) -> Pipeline | None:
-    """Return the engine's pipeline. Return None if the engine has no pipeline or uses
-    DeepSpeed's."""
+    """Return the engine's pipeline, or None if the engine has no pipeline or uses DeepSpeed's."""
     pipeline = getattr(engine, "pipeline", None)
     return pipeline if isinstance(pipeline, Pipeline) else None
 
 
 def stages_of(pipeline: Pipeline) -> list[Any]:
-    """Return the stages of this process from PyTorch's schedule."""
+    """Return this process's stages from PyTorch's schedule."""
     schedule: Any = pipeline.schedule
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
-    """Run one additional step, the last of the run, under the profiler. Return the seconds during
-    which this rank's GPU computes in the step's forward and backward phase. Return None without a
-    GPU or without our pipeline. All ranks must call this function.
+    """Run one additional step, the last of the run, under the profiler. Return for how many seconds
+    this rank's GPU computes in the step's forward and backward phase, or None without a GPU or
+    without our pipeline. All ranks must call this function.
 
-    PyTorch reduces gradients at the end of the phase. This reduction is postponed, so that the
-    trace does not contain it."""
+    PyTorch reduces gradients at the end of the phase. This reduction is postponed, so the trace
+    does not contain it."""
     pipeline: Any = pipeline_of(engine)
     if pipeline is None or topology.device_type != "cuda":
         return None
@@ -175,7 +175,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call a function. Return its result and the seconds during which the GPU computed."""
+    """Call a function. Return its result and for how many seconds the GPU computed."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -187,8 +187,8 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def busy_seconds(trace: dict[str, Any]) -> float:
-    """Return the seconds during which kernels and copies run in a Chrome trace, whose times are in
-    microseconds. NCCL kernels do not count, and kernels that overlap count once. Raises ValueError
+    """Return for how many seconds kernels and copies run in a Chrome trace, whose times are in
+    microseconds. NCCL kernels do not count, and overlapping kernels count once. Raises ValueError
     if the trace has no kernels."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
@@ -202,7 +202,7 @@ def busy_seconds(trace: dict[str, Any]) -> float:
 
 
 def measure(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps. Return the measurements of this rank and, on rank 0, also parts of the
+    """Train for a few steps. Return this rank's measurements and, on rank 0, also parts of the
     record."""
     config = run.plan.config
     topology = run.topology
@@ -264,8 +264,8 @@ def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
 def build_record(
     ranks: list[dict[str, Any]], folder: Any, before: list[LeftOver], after: list[LeftOver]
 ) -> dict[str, Any]:
-    """Build the record of a run from the measurements of its ranks and from the memory that was in
-    use on each rank before and after the run."""
+    """Build a run's record from the measurements of its ranks and from the memory in use on each
+    rank before and after the run."""
     start, performance, (orders, stage_ranks) = (
         ranks[0].pop(name) for name in ("start", "performance", "order")
     )
@@ -284,12 +284,12 @@ def build_record(
 def leave_out_left_over(
     memory: dict[str, Any], before: list[LeftOver], after: list[LeftOver]
 ) -> None:
-    """Add the peaks of the run itself to `memory`: the largest peak over the ranks, without memory
-    left over from earlier runs.
+    """Add the run's own peaks to `memory`: the highest peak of any rank, without memory left over
+    from earlier runs.
 
-    DeepSpeed's optimizers outlive their engines, and DDP's buffers remain for a while. The memory
-    left over is estimated as the smaller of the amounts before and after the run. The estimate is
-    too large if a run frees old memory and leaves new memory. Both amounts stay in the record."""
+    DeepSpeed's optimizers outlive their engines, and DDP's buffers remain for a while. The leftover
+    memory is estimated as the smaller of the amounts before and after the run. The estimate is too
+    large if a run frees old memory and leaves new memory behind. The record keeps both amounts."""
     for rank in memory["by_rank"]:
         old = before[rank["rank"]]
         new = after[rank["rank"]]
@@ -304,8 +304,8 @@ def leave_out_left_over(
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
-    """Measure the runs one after another. Every rank yields a result for each run, but only rank 0
-    yields records. All ranks must iterate over this generator."""
+    """Measure the runs one after another. The generator yields a result for each run on every rank,
+    but yields records only on rank 0. All ranks must iterate over it."""
     before = _left_over()
     for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()

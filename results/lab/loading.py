@@ -1,4 +1,4 @@
-"""Measure the time, RAM and GPU memory that each rank needs to build the model of a run.
+"""Measure the time, RAM and GPU memory that each rank needs to build a run's model.
 
     torchrun --nproc_per_node=N results/lab/loading.py --out FOLDER [--set key=value ...]
 
@@ -41,15 +41,15 @@ def peak_ram_gib() -> float:
 
 
 def file_pages_gib() -> float:
-    """Return the RAM of this process in GiB that holds pages of mapped files."""
+    """Return the amount of this process's RAM that holds pages of mapped files, in GiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kib,) = [line.split()[1] for line in lines if line.startswith("RssFile")]
     return int(kib) * 1024 / GIB
 
 
 def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Build the engine. Return the time and memory that each rank needed. All ranks must call this
-    function."""
+    """Build the engine. Return the time and memory that this took on each rank. All ranks must call
+    this function."""
     settings = {"output_dir": str(group.folder), **values}
     config = build_config(settings)
     plan = agree_on_plan(config, group.process, gather)

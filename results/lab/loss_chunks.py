@@ -4,8 +4,8 @@
 
 N is 1, or 2 with `--set strategy=fsdp` or `--set strategy=tp`. The default is Llama-3.2-1B with
 random weights in bf16 and 4 x 2048 tokens per GPU. The variant "liger" runs if liger_kernel is
-installed and the strategy is not tp. Every variant trains the same steps, first operation by
-operation and then, except "liger", as a CUDA graph. Columns show the largest value of all ranks:
+installed and the strategy is not tp. Every variant trains for the same steps, first operation by
+operation and then, except for "liger", as a CUDA graph. Columns show the highest value of any rank:
 
 - `state` and `entry`: GiB allocated before a step and before the loss.
 - `in loss` and `after`: peak GiB in the loss's forward pass, and from there to the end of the step.
@@ -56,7 +56,7 @@ class LigerLoss:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return the milliseconds per step, the losses and the memory in GiB of this rank."""
+    """Return this rank's milliseconds per step, losses and memory in GiB."""
     on_gpu = run.topology.device_type == "cuda"
     part = next(iter(run.engine.parts.values()))  # type: ignore[attr-defined]
     loss = part.loss
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = Kept()
     with open_group_for(runs) as group:
         for name in order:
-            # Liger's loss replaces a chunked, uncompiled loss. CUDA graphs cannot capture Liger's.
+            # Liger's loss replaces a chunked, uncompiled loss. CUDA graphs cannot capture it.
             values = runs.get(name, {**runs["2048"], "cuda_graphs": False})
             use = measure_liger if name == "liger" else measure
             deadline_s = DEADLINE_S - (time.monotonic() - began)
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's results with the slowest times and the largest memory of all ranks."""
+    """Return rank 0's results, but with the longest times and highest memory of any rank."""
     return {
         key: max(rank[key] for rank in ranks) if isinstance(value, float) else value
         for key, value in ranks[0].items()

@@ -1,14 +1,14 @@
-"""Measure AdamW's moments and LoRA's frozen base in fewer bits: losses, memory and seconds.
+"""Measure the effect of fewer bits for AdamW's moments and LoRA's base on loss, memory and time.
 
     python results/lab/low_bits.py PART --out FOLDER [--tiny]
     torchrun --nproc_per_node=2 results/lab/low_bits.py PART --out FOLDER
 
 PART is one of:
 
-- optimizers: gpt2 over 300 steps of real text under each `optimizer`, and under two other seeds.
-  The differences between seeds show the noise.
-- base: LoRA of Qwen3-8B and Qwen3-4B at 1 x 1024, with random weights in 16 and in 4 bits.
-- full: all weights of Llama-3.2-1B under each `optimizer`.
+- optimizers: gpt2 trained for 300 steps on real text with each `optimizer`, and with two other
+  seeds. The differences between seeds show the noise.
+- base: LoRA on Qwen3-8B and Qwen3-4B at 1 x 1024, with random weights in 16 bits and in 4 bits.
+- full: all weights of Llama-3.2-1B, trained with each `optimizer`.
 
 --tiny is a smoke test for CPUs. The program prints a table that includes the predictions, and
 writes all results to FOLDER/low_bits_PART.json.
@@ -83,8 +83,8 @@ PARTS = {
 
 
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
-    """Train `num_steps` steps. Return the loss of each step, the first and the median step time,
-    the loss on EVALUATED validation samples, and the peak memory."""
+    """Train for `num_steps` steps. Return the loss of each step, the first and the median step
+    time, the loss on EVALUATED validation samples, and the peak memory."""
     losses = []
     seconds = []
     if torch.cuda.is_available():

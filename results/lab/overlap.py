@@ -32,9 +32,9 @@ Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
 TRACES = TRACE_FILE.format("*")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# Prefixes of the names of events that compute on a CPU
+# Name prefixes of events that compute on a CPU
 COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
-KINDS = {  # Patterns for the names of NCCL's kernels and gloo's operations, in lower case without _
+KINDS = {  # Patterns for the names of NCCL kernels and gloo operations, in lower case without _
     "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
     "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
 }  # fmt: skip
@@ -42,7 +42,7 @@ KINDS = {  # Patterns for the names of NCCL's kernels and gloo's operations, in 
 
 def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
     """Return the time spans in which `inside` is true. `inside` receives the number of open spans
-    of each group."""
+    in each group."""
     edges = [
         (at, group, step)
         for group, spans in enumerate(groups)
@@ -72,18 +72,19 @@ def minus(spans: Spans, others: Spans) -> Spans:
 
 
 def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
-    """Merge `spans`, which may overlap, and return the parts within a window."""
+    """Merge `spans`, which may overlap, and return the parts inside a window."""
     return times(lambda first, within: first > 0 and within > 0, spans, [window])
 
 
 def length(spans: Spans) -> float:
-    """Return the sum of the lengths of all spans."""
+    """Return the total length of all spans."""
     return sum(end - begin for begin, end in spans)
 
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """Trace of one rank. Times are in microseconds since 1970 or since the start of the traces."""
+    """Trace from one rank. Times are in microseconds since 1970 or since the start of the
+    traces."""
 
     rank: int
     steps: int
@@ -101,7 +102,7 @@ class Rank:
         return minus(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds per step of the whole step, of each activity, and without any
+        """Return the number of seconds per step: in total, for each activity, and without any
         activity."""
         parts = {
             "step": length([self.window]),
@@ -114,9 +115,9 @@ class Rank:
 
 
 def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
-    """Read the activity of a rank in its traced steps. A GPU runs operations later than its process
-    launches them, so the window of a GPU lasts from its first operation to its last. Raises
-    UserError for a trace without steps."""
+    """Read a rank's activity during its traced steps. A GPU runs operations later than its process
+    launches them, so a GPU's window lasts from its first operation to its last. Raises UserError
+    for a trace without steps."""
     shift = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [
         {**event, "span": (event["ts"] + shift, event["ts"] + event["dur"] + shift)}
@@ -174,8 +175,8 @@ def read_run(folder: Path) -> list[Rank]:
 
 
 def describe(ranks: Sequence[Rank]) -> str:
-    """Return two tables: milliseconds per step and shares of the step by rank, and milliseconds per
-    step by operation."""
+    """Return two tables: milliseconds per step and shares of the step for each rank, and
+    milliseconds per step for each operation."""
     rows = []
     for rank in ranks:
         step, *parts = rank.seconds().values()
@@ -196,7 +197,7 @@ def describe(ranks: Sequence[Rank]) -> str:
 
 
 def draw(ranks: Sequence[Rank], path: Path) -> None:
-    """Draw the computation and communication of all ranks over one time axis, in a figure 900
+    """Draw the computation and communication of all ranks on one time axis, in a figure that is 900
     pixels wide."""
     figure = Figure(figsize=(9, 1.6 + 0.75 * len(ranks)), layout="constrained", dpi=100)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Compare packed records with padded ones on one GPU: speed, losses, and replays of a CUDA graph.
+"""Compare packed with padded records on one GPU: speed, losses, and CUDA graph replays.
 
     python results/lab/packing.py --out FOLDER [--tiny]
 
@@ -46,13 +46,13 @@ TIMED_STEPS = 20
 NUM_LOSSES = 20
 ROWS = 8  # records per micro-batch if each record has a separate row
 DEADLINE_S = 330.0
-# Heads, head size, blocks, tokens per block for measurements of attention alone
+# Heads, head size, blocks, and tokens per block for measurements of attention alone
 SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
 
 
 def measure_speed(run: Run) -> dict[str, Any]:
-    """Measure the real tokens per second after the CUDA graph is captured, and the losses of all
-    steps."""
+    """Measure the tokens per second without padding after the CUDA graph is captured, and the
+    losses of all steps."""
     batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -81,7 +81,7 @@ def measure_speed(run: Run) -> dict[str, Any]:
 
 
 def measure_with_mask(run: Run) -> dict[str, Any]:
-    """Run `measure_speed` with an attention mask instead of the kernel for documents."""
+    """Run `measure_speed` with an attention mask instead of the document kernel."""
     largest = attention._LARGEST_HEAD
     attention._LARGEST_HEAD = 0
     try:
@@ -91,8 +91,8 @@ def measure_with_mask(run: Run) -> dict[str, Any]:
 
 
 def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
-    """Return a step's records with one row per record and ROWS records per micro-batch. `backwards`
-    reverses the order of the rows."""
+    """Return a step's records with one row per record and ROWS records per micro-batch. With
+    `backwards`, reverse the order of the rows."""
     padding_id = run.data.tokenizer.eos_id
     rows = [
         row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
@@ -107,7 +107,7 @@ def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
 
 
 def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
-    """Train NUM_LOSSES steps on batches changed by `take`. Return their losses and gradient
+    """Train for NUM_LOSSES steps on batches that `take` transforms. Return the losses and gradient
     norms."""
     curves: dict[str, list[float]] = {"losses": [], "grad_norms": []}
     for step in range(NUM_LOSSES):
@@ -151,7 +151,7 @@ def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
 def lay_out(
     batch: int, seq_len: int, length: int | None, lengths: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions and document ends of blocks filled with documents. Each document has
+    """Fill blocks with documents, and return the positions and document ends. Each document has
     `length` tokens. If `length` is None, lengths are drawn from `lengths`."""
     draw = np.random.default_rng(0)
     rows = []
@@ -192,7 +192,7 @@ def largest_gap(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 class Results:
-    """Measurements, which are written to disk after every run."""
+    """Measurements that are written to disk after every run."""
 
     def __init__(self, folder: Path, tiny: bool) -> None:
         self.file = folder / "packing.json"
@@ -212,7 +212,7 @@ class Results:
 
 
 def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
-    """Measure all runs, starting with the most important ones, and print the lines of the table."""
+    """Measure all runs, starting with the most important ones, and print the table row by row."""
     began = time.monotonic()
 
     def measure_run(values: dict[str, Any], use: Callable[[Run], Any]) -> Any:
@@ -253,7 +253,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
             "packed again": lambda _run, batch: batch,
             "one by one": functools.partial(take_apart, backwards=False),
             "one by one, backwards": functools.partial(take_apart, backwards=True),
-            # Shows the error of bf16 itself
+            # Shows the error that bf16 itself causes
             "one by one, fp32": functools.partial(take_apart, backwards=False),
         }
         runs_of = {

@@ -1,14 +1,14 @@
-"""Show the content of GPU memory at the peak of a training step, by allocating line of code.
+"""Show which lines of code allocated the GPU memory in use at the peak of a training step.
 
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
 A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` reduces the model to N blocks, so
-that a case takes seconds. Each case trains a few steps operation by operation, or with
-`cuda_graphs=true` up to the step that is captured. PyTorch's allocator records the last step, and
+that a case takes seconds. Each case trains for a few steps operation by operation or, with
+`cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the last step, and
 the program replays the recorded events up to the largest sum. The table shows the memory on rank 0
 at that moment, without the state from before the step. As in training, the host does not wait for
-the GPU between steps. Memory that the host has freed but another stream still uses has separate
-rows.
+the GPU between steps. Memory that the host has freed but that another stream still uses has
+separate rows.
 """
 
 import collections
@@ -40,8 +40,8 @@ SHOWN_BYTES = 8 * 2**20  # One line adds up all smaller sums.
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return the peak memory of a step, the predicted peak and its components, and the content of
-    memory at the peak."""
+    """Return the peak memory of a step, the predicted peak and its components, and the allocations
+    that are live at the peak."""
     num_steps = NUM_EAGER_STEPS if run.plan.config.cuda_graphs else NUM_STEPS - 1
     for step in range(num_steps):
         run.engine.train_step(run.batch(step))
@@ -64,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number of allocations, allocating line) of the step's memory when the sum is
-    largest. Negative bytes are memory from before the step that the step had freed."""
+    """Return (bytes, number of allocations, allocating line) for the step's memory at the time of
+    the largest sum. Negative bytes stand for older memory that the step had freed by then."""
     live: dict[int, dict[str, Any]] = {}
     total = most = 0
     moment = -1
@@ -103,7 +103,7 @@ def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
 
 
 def where(frames: Sequence[dict[str, Any]]) -> str:
-    """Return the innermost line of this project or of compiled code, and the line of its caller."""
+    """Return the innermost line in this project or in compiled code, and its caller's line."""
     names = []
     for frame in frames:
         file = frame["filename"]

@@ -1,10 +1,10 @@
-"""Run the command of each record with --dry-run, in this process.
+"""Run each record's command with --dry-run, in this process.
 
     python results/lab/repeat.py [RECORD.json ...]
 
-The `made_with` of a record holds the original command and the commit that made the record. The
-`command` of a record repeats the measurement with today's code. The dry run of a layout is planned
-for the machine of its record. If a record's dataset is an absolute path, the dry run reads the
+A record's `made_with` holds the original command and the commit with which the record was made. A
+record's `command` repeats the measurement with the current code. The dry run of a layout is planned
+for the machine in its record. If a record's dataset is an absolute path, the dry run reads the
 embedded text instead. The program does not test whether this machine has the record's GPUs or can
 create network namespaces.
 """
@@ -43,8 +43,8 @@ def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def after_launcher(command: str) -> tuple[str, list[str]]:
-    """Return the number of processes that a command starts, and the words after the launcher and
-    its options."""
+    """Return the number of processes that a command starts, and the arguments after the launcher
+    and its options."""
     words = shlex.split(command)
     while "=" in words[0]:  # environment variables
         del words[0]
@@ -59,7 +59,7 @@ def after_launcher(command: str) -> tuple[str, list[str]]:
 
 
 def dry_run_options(document: dict[str, Any]) -> list[str]:
-    """Return the options that plan a training run for the machine of its record."""
+    """Return the options that plan a training run for the machine in its record."""
     options = ["--dry-run"]
     config = document.get("config_requested", {})
     gpu = find_gpu(document["machine"]["gpu_name"]) if "machine" in document else None
@@ -73,7 +73,7 @@ def dry_run_options(document: dict[str, Any]) -> list[str]:
 
 
 def type_command(document: dict[str, Any]) -> str:
-    """Run a record's command with --dry-run. Return "" if the command was accepted, or its output
+    """Run a record's command with --dry-run. Return "" if the command is accepted, and its output
     otherwise."""
     count, words = after_launcher(document["command"])
     is_module = words[0] == "-m"
@@ -105,7 +105,7 @@ def read_links(words: list[str]) -> None:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """Call `act`. Return "" if it succeeded, or its output or error otherwise."""
+    """Call `act`. Return "" if it succeeds, and its output or error otherwise."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -118,7 +118,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def main() -> int:
-    """Run the commands of all records. Return 1 if a command is not accepted."""
+    """Run the commands from all records. Return 1 if a command is rejected."""
     refused = 0
     count = 0
     for path, document in records(list(map(Path, sys.argv[1:]))):

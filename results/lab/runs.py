@@ -1,6 +1,6 @@
-"""Define shared code of the programs that measure a plan of runs and collect records in a folder.
+"""Define shared code for programs that measure the runs in a plan and collect records in a folder.
 
-After the deadline, the programs start no run and list the runs that remain. `--first` continues
+After the deadline, the programs start no more runs and list the remaining ones. `--first` continues
 with these runs."""
 
 import argparse
@@ -30,7 +30,7 @@ Measured = tuple[str, dict[str, Any] | str]  # (name, record or the reason why t
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
     """Parse the command line of a program that measures a plan. Return the arguments, the plan, and
-    its runs by name. The record of a run can also serve as a plan, which repeats the run."""
+    its runs by name. A run's record can also serve as a plan, which repeats the run."""
     parser = checkout.Parser(description=about, check=check_layouts)
     plan_help = "a JSON file of results/plans/, or the record of a run"
     parser.add_argument("plan", type=Path, help=plan_help)
@@ -46,13 +46,13 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
 
 
 def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
-    """Return the chosen runs of a plan, or the run of a record."""
+    """Return the chosen runs from a plan, or the run from a record."""
     if "config_requested" in plan:
         values = todays_keys(plan["config_requested"]) | plan.get("engine_options", {})
         batch = Batch(**plan["batch"])
         values |= {
             "resume": None,
-            # Early records have the batch size per replica. Today, batch_size is per process.
+            # In early records, the batch size is per replica. Now batch_size is per process.
             "batch_size": batch.global_batch_size // plan["world_size"],
             "grad_accum_steps": 1,
             "micro_batch_size": batch.micro_batch_size,
@@ -67,7 +67,7 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
 
 
 def check_layouts(arguments: argparse.Namespace) -> None:
-    """Print the layout of each run of a plan. A record is planned for its own machine, and any
+    """Print the layout of each run in a plan. A record is planned for its own machine, and any
     other plan for this machine."""
     plan = load_json(arguments.plan, "plan")
     for name, values in runs_of(plan, arguments).items():
@@ -76,8 +76,8 @@ def check_layouts(arguments: argparse.Namespace) -> None:
 
 
 def machine_of(plan: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a record's run. For other plans, return this machine with the processes
-    that the launcher starts."""
+    """Return the cluster on which a record's run took place. For other plans, return this machine
+    with the processes that the launcher starts."""
     if "machine" not in plan:
         count = int(os.environ.get("WORLD_SIZE", "1"))
         return this_machine(detect_machine(), count, count)
@@ -91,7 +91,7 @@ def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
 
 
 def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded CONFIG with today's keys. Compression was once a setting of dp."""
+    """Convert a recorded CONFIG to the current keys. Compression was once a setting of dp."""
     values = {key: value for key, value in config.items() if key in KEYS}
     if values.get("gradient_compression") in ("powersgd", "topk-int8"):
         values["compression"] = values.pop("gradient_compression")
@@ -103,7 +103,7 @@ def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def collect(
     arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
-    """Print the result of each run when the run ends, and write its record to the folder."""
+    """Print each run's result when the run ends, and write its record to the folder."""
     began = time.monotonic()
     not_started = list(runs)
     records = []

@@ -1,12 +1,12 @@
-"""Measure seconds per step over slow links, as root.
+"""Measure seconds per step over slow links. Root is required.
 
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
-Two processes run in network namespaces of one machine. Rates are in Mbit/s in each direction. The
-cases are a subset of the cases of exchanges.py, which measures their losses. The network interface
+Two processes run in network namespaces on one machine. Rates are in Mbit/s in each direction. The
+cases are a subset of the cases in exchanges.py, which measures their losses. The network interface
 of the first process counts the bytes, including headers and acknowledgments. The published time is
-the time of the shortest round. On a busy machine, this time is meaningful only if the link takes
-most of it. The table leaves out all other times.
+the time of the fastest round. On a busy machine, this time is meaningful only if the link takes
+most of it. The table omits all other times.
 """
 
 import os
@@ -37,8 +37,8 @@ SCRIPT = Path(__file__).with_name("slow_link.sh")
 
 
 def time_rounds(run: Run) -> dict[str, Any]:
-    """Return the seconds per step of each round, and the bytes per step that this process's
-    interface sent over all rounds. Both processes must call this function."""
+    """Return the seconds per step in each round, and the mean number of bytes per step that this
+    process's interface sent over all rounds. Both processes must call this function."""
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)
@@ -58,7 +58,7 @@ def time_rounds(run: Run) -> dict[str, Any]:
 
 def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Return one row per case with the KiB per step. For each rate, a row has the seconds per step
-    of the shortest round and the link's share of these seconds. Both are None if the share is below
+    in the fastest round and the link's share of this time. Both are None if the share is below
     `MIN_LINK_SHARE`."""
     rows: dict[str, dict[str, float | None]] = {}
     for rate, cases in rates.items():

@@ -9,14 +9,13 @@ from distributed_training.tools.harness import Run
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
+    """Wait for the GPU, if one is available."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def time_step(run: Run, batch: Any) -> tuple[float, float]:
-    """Train one optimizer step. Return its duration in seconds and its mean loss per target
-    token."""
+    """Run one optimizer step. Return its duration in seconds and its mean loss per target token."""
     synchronize()
     began = time.perf_counter()
     result = run.engine.train_step(batch)

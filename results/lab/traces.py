@@ -1,9 +1,9 @@
-"""Measure the communication of every run of a plan in one process group.
+"""Measure the communication in every run of a plan, in one process group.
 
     torchrun --nproc_per_node=4 results/lab/traces.py PLAN.json FOLDER
 
 After a warm-up, the program times a few steps, traces two more on every rank, and reads the traces
-as overlap.py does. FOLDER/overlap.json holds the seconds of every rank for each run, and a timeline
+as overlap.py does. FOLDER/overlap.json holds the times of every rank for each run, and a timeline
 of rank 0 in the first of the two steps. A failed run terminates the processes and is marked as
 failed in the file. The same command then continues with the runs that are not in the file.
 """
@@ -43,7 +43,7 @@ FAILED = "The run ended the processes, which printed the reason."
 
 
 def trace(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps. Return the times of this rank and, on rank 0, also its timeline. All ranks
+    """Train for a few steps. Return this rank's times and, on rank 0, also its timeline. All ranks
     must call this function."""
     topology = run.topology
     train = _trainer(run)
@@ -120,8 +120,8 @@ def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rank: Rank) -> dict[str, Any]:
-    """Return the activity of a rank in its first step, as lists of [begin, end] in microseconds
-    since the step began. All steps are assumed to be equally long."""
+    """Return a rank's activity in its first step, as lists of [begin, end] in microseconds since
+    the step began. All steps are assumed to be equally long."""
     begin, end = rank.window
     step_us = (end - begin) / rank.steps
 
@@ -161,15 +161,14 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def result_of(ranks: list[dict[str, Any]] | str) -> dict[str, Any]:
-    """Build the entry of a run from the measurements of its ranks or from the reason for its
-    refusal."""
+    """Build a run's entry from the measurements of its ranks or from the reason why it failed."""
     if isinstance(ranks, str):
         return {"failed": ranks}
     return {"how": ranks[0].pop("how"), "timeline": ranks[0].pop("timeline"), "ranks": ranks}
 
 
 def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: str | None) -> Any:
-    """Build the document of all runs so far."""
+    """Build the document with all runs so far."""
     on_gpu = group.device.type == "cuda"
     return {
         "what": plan["what"],

@@ -1,12 +1,12 @@
-"""Count the bytes that one training step sends to other processes, and compare with the formulas.
+"""Count the bytes that a training step sends to other processes, and check the formulas.
 
     python results/lab/traffic.py results/records/cpu-traffic/traffic.json
 
 The program trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
 results/plans/cpu-traffic.json. It ignores the first two steps, because DDP rearranges its
 buckets in the second. In the third step, it counts every dispatched torch.distributed operation.
-It leaves out tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a
-count and its formula differ.
+It ignores tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a count
+differs from its formula.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
-# Suffix of the case with more blocks. The difference of both rows is the traffic of blocks.
+# Suffix of the case with more blocks. The difference between the two rows is the blocks' traffic.
 DEEPER = ", 12 blocks"
 BLOCK_SENDS = ("in all", "by formula")
 SMALL_BYTES = 8
-# Operation -> (kind, index of the counted argument, whether that is one process's shard)
+# Operation -> (kind, index of the counted argument, whether this argument is one process's shard)
 COUNTED = {
     "c10d.allreduce_": ("all_reduce", 0, False),
     "c10d._allgather_base_": ("all_gather", 0, False),
@@ -51,7 +51,7 @@ COUNTED = {
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
 }
-# Receiving, waiting, and marks for autograd
+# Receives, waits, and autograd markers
 NOT_COUNTED = {
     "c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd",
 }  # fmt: skip
@@ -79,7 +79,8 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         kind, index, is_part = COUNTED[name]
-        # The group is an object in c10d operations, and a name at the end in functional ones.
+        # c10d operations take the group as an object. Functional ones take its name as the last
+        # argument.
         if isinstance(args[-1], str):
             group = dist.distributed_c10d._resolve_process_group(args[-1])
         else:
@@ -139,8 +140,8 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return all CONFIG values of a case. If the case changes the DeepSpeed JSON, write the changed
-    JSON to `folder`."""
+    """Return all CONFIG values for a case. If the case changes the DeepSpeed JSON, write the
+    changed JSON to `folder`."""
     values = {**PLAN["common"], **case}
     changes = values.pop("zero_optimization", None)
     if changes is not None:
@@ -153,8 +154,9 @@ def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count_step(run: Run) -> dict[str, Any]:
-    """Count the bytes that this process sends in the third step. If exchanges are rarer than steps,
-    return the average per step between two exchanges. All ranks must call this function."""
+    """Count the bytes that this process sends in the third step. If exchanges do not take place in
+    every step, return the average per step between two exchanges. All ranks must call this
+    function."""
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
@@ -187,7 +189,7 @@ def work(out: Path) -> None:
 
 
 def table_row(case: dict[str, Any]) -> dict[str, float]:
-    """Return the row of the process that sends the most."""
+    """Return the row for the process that sends the most."""
     rows = []
     for rank in case["ranks"]:
         row = {"over tp": 0.0, "over dp": 0.0, "over pp": 0.0}

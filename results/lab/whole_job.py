@@ -1,11 +1,11 @@
-"""Measure the seconds, RAM and GPU memory of each step of a whole job on an 8B model.
+"""Measure the time, RAM and GPU memory of each step of a complete job with an 8B model.
 
     python results/lab/whole_job.py OUT.json [--model NAME] [--tiny]
 
 The program creates a model folder in the Hugging Face format with random weights in bf16, and chats
 from Python's standard library. Then it trains LoRA on all GPUs, sends Ctrl-C halfway, resumes on
-one GPU, generates, exports and merges. It opens both exports in transformers and PEFT and compares
-the logits. RAM is the largest resident set size of any process of a step, including pages of mapped
+one GPU, generates, exports and merges. It loads both exports in transformers and PEFT and compares
+the logits. RAM is the largest resident set size of any process in a step, including pages of mapped
 files.
 """
 
@@ -65,8 +65,8 @@ print(json.dumps({
 
 
 def make_model(name: str, folder: Path) -> dict[str, Any]:
-    """Write a model folder with random bf16 weights in several files, and a tokenizer for chats.
-    Return the size in GB."""
+    """Write a model folder with random bf16 weights in several files, and a chat tokenizer. Return
+    the size in GB."""
     spec = find_model(name)
     folder.mkdir(parents=True)
     model = spec.outline()
@@ -123,7 +123,7 @@ def make_chats(file: Path) -> dict[str, Any]:
 
 
 class Done(NamedTuple):
-    """Output of a command, and the largest resident set size of its processes in GiB."""
+    """A command's output, and the largest resident set size of its processes in GiB."""
 
     printed: str
     ram_gib: float
@@ -151,7 +151,7 @@ def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None
 
 
 def summarize(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the steps, memory, step time and saves of one part of the training."""
+    """Return the steps, memory, step time and checkpoint saves of one part of the training."""
     memory = record["memory"]
     return {
         "steps": record["step"],

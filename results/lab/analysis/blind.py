@@ -2,9 +2,10 @@
 
     python -m results.lab.analysis.blind [TABLE.json]
 
-A row of the table has the source, the cluster (as for `--cluster`), the model, CONFIG and the
-measurements: `tokens_per_s_per_gpu`, `step_s` or `peak_gib`. The model is a name or the entries of
-a Hugging Face config.json that differ from GPT-2's. Do not fit a constant to one source alone.
+Each table row has the source, the cluster (as for `--cluster`), the model, CONFIG and the
+measurements: `tokens_per_s_per_gpu`, `step_s` or `peak_gib`. The model is either a name or the
+entries of a Hugging Face config.json that differ from GPT-2's. Do not fit a constant to one source
+alone.
 """
 
 import json
@@ -44,7 +45,7 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
 
 def errors(row: dict[str, Any], folder: Path) -> tuple[float | None, float | None, bool]:
     """Return the relative errors of the predicted time and memory, and whether the run is predicted
-    to fit. An error is None if the row has no such measurement."""
+    to fit in memory. An error is None if the row lacks that measurement."""
     prediction, tokens_per_s = predicted(row, folder)
     assert prediction.step is not None
     time = memory = None

@@ -9,11 +9,11 @@ from distributed_training.predict.simulate import flow, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the idle shares of the ranks in the forward and backward phase, relative to the
-    slowest rank's phase.
+    """Return the idle share of each rank in the forward and backward phase, relative to the slowest
+    rank's phase.
 
-    Each entry of `ranks` has `phase_s` and `computing_s` of the median step, and `kernels_s` of the
-    profiled step. `kernels_s` is None if no step was profiled."""
+    Each entry of `ranks` has `phase_s` and `computing_s` from the median step, and `kernels_s` from
+    the profiled step. `kernels_s` is None if no step was profiled."""
     phase = max(rank["phase_s"] for rank in ranks)
 
     def idle(busy: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def explain(
 ) -> dict[str, float]:
     """Split the idle share into four parts, as shares of the phase.
 
-    - `formula`: the idle share by the schedule's formula.
+    - `formula`: the idle share that the schedule's formula gives.
     - `unequal_operations`: additional idle time because some operations take longer than others,
       from an exact simulation with each stage's median times, in which messages take no time.
     - `messages`: additional idle time between operations, from messages and waiting.
@@ -63,7 +63,7 @@ def explain(
 
 
 def _slowest(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest median over the ranks, for each operation of each stage."""
+    """Return, for each operation of each stage, the highest median time of any rank."""
     largest: dict[str, float] = {}
     for name, seconds in (item for rank in ranks for item in rank["operations_s"].items()):
         largest[name] = max(seconds, largest.get(name, 0.0))

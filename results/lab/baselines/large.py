@@ -3,9 +3,9 @@
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
 Each measurement runs in separate processes. Our suite runs `real_model_example.py` with the row's
-CONFIG, and the record of the run holds the prediction from before the first step. The Trainer's
-model has the same configuration, with random weights created on the GPU. The Trainer uses bf16,
-Liger's kernels, fused AdamW and PEFT's adapters. Rows without "trainer" measure only our suite.
+CONFIG, and the run's record contains the prediction that was made before the first step. The
+Trainer's model has the same configuration, with random weights created on the GPU. The Trainer uses
+bf16, Liger kernels, fused AdamW and PEFT adapters. Rows without "trainer" measure only our suite.
 --tiny is a smoke test for CPUs.
 """
 
@@ -162,8 +162,8 @@ LIMIT_S = 300
 
 
 def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run real_model_example.py with the CONFIG of a row. Return the run's record and its wall time
-    in seconds (`wall_s`)."""
+    """Run real_model_example.py with a row's CONFIG. Return the run's record, with its wall time in
+    seconds as `wall_s`."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
     config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
     if config["dataset"] == RECORDS:
@@ -182,8 +182,8 @@ def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """Train with transformers' Trainer in this process. Return the seconds per step, the tokens per
-    second and, on a GPU, the peak memory in bytes."""
+    """Train with transformers' Trainer in this process. Return the time per step in seconds, the
+    tokens per second and, on a GPU, the peak memory in bytes."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -258,7 +258,7 @@ def run(command: list[str], gpus: int) -> str:
 
 
 def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """Measure the Trainer on a row, in separate processes."""
+    """Measure the Trainer on a row's configuration, in separate processes."""
     gpus = row.get("gpus", 1)
     start = [sys.executable]
     if gpus > 1:
@@ -269,8 +269,8 @@ def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
 
 
 def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
-    """Return one row of the published table, with memory in GiB and times in seconds. The columns
-    of the Trainer are None if `theirs` is None."""
+    """Return one row of the published table, with memory in GiB and times in seconds. The Trainer
+    columns are None if `theirs` is None."""
     performance, memory, predicted = (
         record[key] for key in ("performance", "memory", "prediction")
     )
@@ -294,7 +294,7 @@ def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[s
 
 
 def show(name: str, result: dict[str, Any]) -> str:
-    """Return the figures of a row on one line, and the end of its error if it failed."""
+    """Return a row's figures on one line. If the row failed, append the end of its error."""
     figures = (f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, float))
     error = f" ERROR {result['error'][-700:]}" if "error" in result else ""
     return f"{name}: {', '.join(figures)}{error}"

@@ -2,9 +2,10 @@
 
     python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
-nanoGPT is not part of this repository, so give the model.py of a checkout. Both models train in
-bf16 with fused AdamW and gradient clipping at 1.0 on the same tokens, in several sizes and batches.
-The program times both alternately for several rounds and compares the medians of tokens per second.
+nanoGPT is not part of this repository, so pass the model.py from a checkout. Both models train in
+bf16 with fused AdamW and gradient clipping at 1.0 on the same tokens, in several model and batch
+sizes. The program times the models alternately for several rounds and compares their median tokens
+per second.
 Our step is replayed as one CUDA graph if CONFIG's "auto" chooses graphs. nanoGPT's step is composed
 as in its train.py.
 """
@@ -71,7 +72,7 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
 
 
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
-    """Return the seconds per step of both models on the run's first batch, for each round."""
+    """Return the seconds per step of each round for both models, on the run's first batch."""
     ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
     steps = {"ours": ours, "nanoGPT": build_nanogpt(run, file)}
     for step in steps.values():

@@ -2,9 +2,10 @@
 
     python -m results.lab.baselines.trainer OUT.json [--tiny]
 
-Both train the same model from the same random weights in bf16 with fused AdamW and clipping at 1.0.
-Each measurement runs in a separate process and inherits no memory or compiled kernels. No download
-is needed, because tokens are random or come from the embedded text. --tiny is a smoke test.
+Both train the same model from the same random weights in bf16, with fused AdamW and gradient
+clipping at 1.0. Each measurement runs in a separate process and inherits no memory or compiled
+kernels. No download is needed, because tokens are random or come from the embedded text. --tiny is
+a smoke test.
 """
 
 import json
@@ -37,7 +38,7 @@ LIMIT_S = 900
 
 
 class Clock:
-    """Measure the seconds and the peak GPU memory of the steps after the warm-up."""
+    """Measure the time and peak GPU memory of the steps after the warm-up."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -45,7 +46,7 @@ class Clock:
         self.seconds = 0.0
 
     def tick(self) -> None:
-        """Count a step that has just ended."""
+        """Register that a step has just ended."""
         self.done += 1
         if self.done in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
             if torch.cuda.is_available():
@@ -54,7 +55,7 @@ class Clock:
             self.began = time.perf_counter()
 
     def result(self) -> dict[str, float]:
-        """Return the seconds per timed step, and on a GPU the peak memory."""
+        """Return the time per timed step in seconds and, on a GPU, the peak memory in bytes."""
         measured = {"step_time_s": self.seconds / TIMED_STEPS}
         if torch.cuda.is_available():
             measured["peak_bytes"] = float(torch.cuda.max_memory_allocated())
@@ -62,8 +63,8 @@ class Clock:
 
 
 def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
-    """Train our model in bf16 and return the result of its clock. Settings that are not given here
-    keep CONFIG's defaults."""
+    """Train our model in bf16 and return the measurements. Settings that are not set here keep
+    their defaults."""
     config = {
         "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
         "tokenizer": "embedded", "weights": "random", "model": model, "batch_size": batch,
@@ -86,7 +87,7 @@ def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
 
 
 def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
-    """Train the model with transformers' Trainer, starting from our random weights."""
+    """Train the model with transformers' Trainer from the same random weights as ours."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()

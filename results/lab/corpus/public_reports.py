@@ -1,10 +1,10 @@
-"""Compare `data --json` with transformers on inputs built from public bug reports.
+"""Compare the output of `data --json` with transformers on inputs from public bug reports.
 
     python -m results.lab.corpus.public_reports CASES    (make_inputs.py CASES builds them)
 
 A case passes if the program rejects it with the expected message or if three conditions hold:
 
-- The token ids of each sample equal those of `tokenizer(text)`, or those of `apply_chat_template`
+- The token IDs of each sample equal the output of `tokenizer(text)`, or of `apply_chat_template`
   for the conversation or a part of it that ends with an answer.
 - The loss covers each answer once.
 - The counts add up.
@@ -40,7 +40,7 @@ def show(model: Path, data: Path) -> tuple[int, str, str]:
 
 
 def check(case: str, model: Path, data: Path) -> str:
-    """Return the reason why a case fails. Return "" if the case passes."""
+    """Return the reason why a case fails, or "" if it passes."""
     from transformers import AutoTokenizer
 
     code, out, err = show(model, data)

@@ -1,4 +1,4 @@
-"""Make records of prompts and answers from the embedded text, Python's standard library."""
+"""Make prompt-and-answer records from the embedded text, which is Python's standard library."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ from distributed_training.data.corpus import read_embedded
 
 
 def write_records(file: Path) -> None:
-    """Write a prompt and a completion for every documented function of the standard library."""
+    """Write a prompt and a completion for every documented function in the standard library."""
     with file.open("w") as out:
         for text in read_embedded():
             try:

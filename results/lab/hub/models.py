@@ -1,5 +1,5 @@
 """Measure models that run through transformers' code. Compare their speed with native code and with
-the Trainer with Liger. Compare predictions for models to which no constant was fitted.
+the Trainer using Liger. Also check predictions for models to which no constant was fitted.
 
     python -m results.lab.hub.models OUT.json [--tiny] [--only NAME ...]
 
@@ -46,8 +46,8 @@ _NEOX: dict[str, Any] = {
     "model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096,
     "num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
-# Name -> (config.json or the name of a native model, whether through transformers, batch_size,
-# max_length)
+# Name -> (config.json or the name of a native model, whether the model runs through transformers,
+# batch_size, max_length)
 CASES: dict[str, tuple[Any, bool, int, int]] = {
     "Qwen3-0.6B native": ("Qwen3-0.6B", False, 8, 1024),
     "Qwen3-0.6B hub": ("Qwen3-0.6B", True, 8, 1024),
@@ -66,7 +66,7 @@ _SMALL = {
 
 def write_config(model: Any, folder: Path, *, tiny: bool) -> Path:
     """Write a config.json to `folder` and return `folder`. `model` is the name of a native model or
-    the content of the file. `tiny` reduces the sizes."""
+    the content of the file. With `tiny`, use small sizes."""
     folder.mkdir(parents=True)
     if isinstance(model, str):
         spec = find_model(model)
@@ -129,7 +129,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
-    """Train the same model with transformers' Trainer and Liger's kernels, in another process."""
+    """Train the same model with transformers' Trainer and Liger kernels in another process."""
     model, _, batch_size, length = CASES["Qwen3-0.6B hub"]
     row = {"model": model, "batch_size": batch_size, "max_length": length, "trainer": {}}
     theirs = large.measure_theirs({**row, **large.TINY} if tiny else row)

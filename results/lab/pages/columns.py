@@ -1,4 +1,4 @@
-"""Define the columns of the documents' tables, by heading."""
+"""Define the columns of the tables in the documents, by heading."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ def _of_pipelines(number: Number) -> Callable[..., str]:
 
 
 def _bubble_parts(record: Record) -> str:
-    """Return the parts of a bubble in percentage points (results/lab/analysis/bubble.py)."""
+    """Return the parts of a run's bubble in percentage points (results/lab/analysis/bubble.py)."""
     if not record.pipeline:
         return "-"
     parts = (record.bubble or {}).get("parts")
@@ -35,8 +35,8 @@ def _bubble_parts(record: Record) -> str:
 
 
 def _by_rank(r: Record) -> str:
-    """Return the peak GPU memory of each rank in GiB, without memory left over from earlier runs in
-    the process (results/lab/layouts.py)."""
+    """Return each rank's peak GPU memory in GiB, without memory left over from earlier runs in the
+    same process (results/lab/layouts.py)."""
     peaks = [
         f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
         for rank in r.memory.get("by_rank", [])
@@ -46,8 +46,8 @@ def _by_rank(r: Record) -> str:
 
 
 def _disk(r: Record) -> str:
-    """Return the GB read and written per step. Less than 0.05 GB comes from logging and loading
-    libraries and is shown as "none"."""
+    """Return the number of GB read and written per step. Amounts below 0.05 GB come from logging
+    and from loading libraries, and are shown as "none"."""
     if r.disk is None:
         return NOT_MEASURED
     steps = r.disk["num_steps"]

@@ -1,7 +1,7 @@
-"""Draw the state and work of each GPU as text, for the first section of the strategies' pages.
+"""Draw each GPU's state and work as text, for the first section of each strategy's page.
 
 A bar represents the whole model, from the first layer to the last. The filled part shows the layers
-that a process has. Sizes come from the plan of a run. This module does not import torch."""
+that a process holds. Sizes come from a run's plan. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from distributed_training.predict.memory import estimate_state
 from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
-WIDTH = 8  # characters of a bar
+WIDTH = 8  # width of a bar in characters
 MODEL = "gpt2-xl-20-heads"  # tp divides the number of heads.
 FIRST = "{:<34}"
 COLUMN = "{:<10}"
 
 
 def drawing(strategy: str) -> str:
-    """Return a fenced block with the state, blocks and samples of each of four processes."""
+    """Return a fenced block that shows the state, blocks and samples of each of four processes."""
     plan = plan_of(strategy, NUM_PROCESSES, model=MODEL)
     topologies = [
         Topology(
@@ -71,7 +71,7 @@ def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
 
 
 def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
-    """Return the number of parameters of one stage without padding. The first and the last stage
+    """Return the number of parameters in one stage, without padding. The first and the last stage
     both hold a tied embedding."""
     count = blocks_per_stage[stage] * size.block_parameters
     if stage == 0:
@@ -83,7 +83,7 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 
 
 def _held(plan: Draft) -> list[int]:
-    """Return the number of parameters of each pipeline rank, before tp and dp_shard shard them."""
+    """Return the number of parameters on each pipeline rank before tp and dp_shard shard them."""
     cut = plan.layout.blocks_per_stage
     held = [0] * plan.mesh["pp"]
     for stage, rank in enumerate(plan.layout.ranks):

@@ -1,6 +1,6 @@
-"""Draw the figures of TRAINING_RESULTS.md and README.md from published records.
+"""Draw the figures in TRAINING_RESULTS.md and README.md from published records.
 
-results/lab/documents.py draws them again or compares them with the existing files."""
+results/lab/documents.py redraws the figures or compares them with the existing files."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from distributed_training.settings.machine import GIB
 from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
-# Colors of Okabe and Ito for each kind of split. Color-blind readers can distinguish them.
+# Okabe and Ito's colors for each kind of split. Color-blind readers can distinguish them.
 COLORS = {
     "nothing": "#000000", "state": "#0072b2", "layers": "#009e73", "each layer": "#d55e00",
     "layers and more": "#cc79a7",
@@ -31,7 +31,7 @@ MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 
 
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
-    """Return a figure as SVG. Equal records give equal text."""
+    """Return a figure as an SVG string. Equal records give equal strings."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
@@ -48,7 +48,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 
 
 def one_launch(records: Path) -> Figure:
-    """Draw the speed of steps launched operation by operation and as one CUDA graph."""
+    """Plot the speed of steps that are launched operation by operation and as one CUDA graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
@@ -73,7 +73,7 @@ def one_launch(records: Path) -> Figure:
 
 
 def tradeoff(records: Path) -> Figure:
-    """Draw tokens per second against the GiB on the fullest GPU, by layout."""
+    """Plot tokens per second against the peak GiB on the fullest GPU for each layout."""
     chosen = {
         "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
@@ -107,7 +107,7 @@ def tradeoff(records: Path) -> Figure:
 
 
 def bubbles(records: Path) -> Figure:
-    """Draw measured and ideal bubbles by the number of micro-batches and by schedule."""
+    """Plot measured and ideal bubbles by number of micro-batches and by schedule."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     figure.suptitle("Idle share of the pipeline: measured and computed by formula",
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
@@ -145,14 +145,14 @@ def bubbles(records: Path) -> Figure:
 
 
 def _idle(record: Record) -> tuple[float, float]:
-    """Return the measured idle share and the formula's idle share in percent."""
+    """Return the measured idle share and the idle share from the formula, in percent."""
     bubble = record.bubble or {}
     pipeline = record.pipeline or {}
     return 100 * bubble["idle_share"], 100 * pipeline["ideal_bubble"]
 
 
 def memory(records: Path) -> Figure:
-    """Draw the state and the other memory of the fullest GPU, by layout."""
+    """Plot the state and the other memory on the fullest GPU for each layout."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
@@ -185,8 +185,9 @@ def overlap(records: Path) -> Figure:
 
 
 def from_scratch(records: Path) -> Figure:
-    """Draw the losses of a run on Python's standard library and of two runs on English text. One of
-    these two starts from the first run's weights, and the other from random weights."""
+    """Plot the losses of a run on Python's standard library and of two runs on English text. The
+    first of these two starts from the weights of the run on code, the second from random
+    weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
         "code of Python's standard library, 9 MB": {"from random weights": first},
@@ -197,7 +198,7 @@ def from_scratch(records: Path) -> Figure:
 
 
 def overlap_slow_link(records: Path) -> Figure:
-    """Draw the timeline of one CPU process in one step of each strategy over a slow link."""
+    """Draw the timeline of one CPU process in one step over a slow link, for each strategy."""
     record = _overlap(records / "cpu-overlap")
     about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
     title = "Over a slow link: communication in one step, and how much of it is exposed"
@@ -222,7 +223,7 @@ def _read(folder: Path) -> list[Record]:
 
 
 def _medium(records: Path) -> dict[str, Record]:
-    """Return the records of gpt2-medium on four GPUs, keyed by the name of the layout."""
+    """Return the records for gpt2-medium on four GPUs, keyed by layout name."""
     both = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
         r.layout_name: r
@@ -232,8 +233,8 @@ def _medium(records: Path) -> dict[str, Record]:
 
 
 def _xl(records: Path) -> list[Record]:
-    """Return the records of models of gpt2-xl's size on four GPUs. Most are pipelines without CUDA
-    graphs."""
+    """Return the records for gpt2-xl-sized models on four GPUs. Most are from pipelines without
+    CUDA graphs."""
     return _read(records / "h200-x4-layouts")
 
 
@@ -242,7 +243,7 @@ def _speed(record: Record) -> float:
 
 
 def _fullest(record: Record) -> float:
-    """Return the peak bytes of tensors on the fullest rank."""
+    """Return the peak number of bytes allocated to tensors on the fullest rank."""
     return float(record.memory["peak_allocated_bytes"])
 
 
@@ -266,8 +267,8 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
 
 
 def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, write: bool) -> None:
-    """Draw the figures that the documents show into `folder`. Without `write`, raise UserError if a
-    figure differs from its records."""
+    """Draw the figures that the documents show, and save them in `folder`. Without `write`, raise
+    UserError if a saved figure does not match its records."""
     texts = [document.read_text(encoding="utf-8") for document in documents]
     for name, draw in FIGURES.items():
         file = folder / name

@@ -1,4 +1,4 @@
-"""Generate the tables of strategies/LAWS.md with the functions that plan a run.
+"""Generate the tables in strategies/LAWS.md with the functions that plan a run.
 
 This module does not import torch."""
 
@@ -24,17 +24,17 @@ NONE = "-"  # no such layout
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
-    """Return the draft of a plan for `num_processes` H200s of one node."""
+    """Return the draft of a plan for `num_processes` H200s on one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values)
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
-# GiB that programs can use on GPUs of each size, as on RTX 4060, 4070, 4080, 4090 and H100
+# GiB that programs can use on a GPU of each size, as on an RTX 4060, 4070, 4080, 4090 and an H100
 GPU_SIZES = {"8 GB": 7.6, "12 GB": 11.6, "16 GB": 15.6, "24 GB": 23.5, "80 GB": 79.1}
 RECIPE = {"strategy": "dp", "precision": "bf16", "max_length": 1024, "loss_chunk_tokens": 1024}
 QWEN3 = ("0.6B", "1.7B", "4B", "8B")
-SMALL = ("0.6B", "1.7B")  # models that need no 4-bit base on these GPUs
+SMALL = ("0.6B", "1.7B")  # models that do not need a 4-bit base on these GPUs
 TRAINED: dict[str, dict[str, Any]] = {
     "LoRA": {"lora_rank": 16},
     "LoRA, nf4": {"lora_rank": 16, "base_dtype": "nf4"},
@@ -60,8 +60,8 @@ def recipes() -> str:
 
 
 def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
-    """Return the batch size and the recomputation of a layout that fits. Prefer the least
-    recomputation with which at least four samples fit. Otherwise, choose the largest batch."""
+    """Return a batch size and a recomputation mode that fit. Prefer the least recomputation with
+    which at least four samples fit. Otherwise, choose the largest batch."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
     cluster = parse_cluster("1", json.dumps(gpu))
     fitting = []
@@ -81,13 +81,13 @@ def state(counts: Sequence[int] = (2, 4, 8)) -> str:
     cells = {
         strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
     }
-    # tp cannot divide 25 heads.
+    # The 25 heads cannot be split evenly by tp.
     possible = {name: row for name, row in cells.items() if row[-1] != NONE}
     return markdown_table(_merged(possible), ["", *(f"P = {count}" for count in counts)])
 
 
 def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return one row per set of equal cells, with the names that share the cells."""
+    """Return one row for each distinct set of cells, with the names that share these cells."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in cells.items():
         names.setdefault(tuple(row), []).append(f"`{name}`")

@@ -1,4 +1,4 @@
-"""Draw the losses of runs."""
+"""Plot the losses of training runs."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,8 @@ from distributed_training.records.record import Record
 
 
 def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figure:
-    """Draw losses over steps in a figure 900 pixels wide, with a panel for each text and a color
-    for each label. Training losses are thin lines, and validation losses are dots."""
+    """Plot losses over steps in a figure that is 900 pixels wide, with a panel for each data set
+    and a color for each label. Training losses are thin lines, and validation losses are dots."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", dpi=100)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for axes, (text, runs) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items(),

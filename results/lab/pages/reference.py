@@ -1,4 +1,4 @@
-"""Generate the reference of CONFIG in REAL_MODELS_GUIDE.md."""
+"""Generate the CONFIG reference in REAL_MODELS_GUIDE.md."""
 
 import itertools
 from operator import attrgetter

@@ -1,4 +1,4 @@
-"""Generate tables of the documents from the published records. Each table begins and ends with a
+"""Generate the tables in the documents from published records. Each table begins and ends with a
 blank line, which Markdown needs."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ def published_table(
     where: Mapping[str, Any] | None = None,
     without: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a table of the records results/records/<name>/*.json, sorted by model and strategy.
-    The table contains only records whose CONFIG has all values of `where` and none of `without`.
-    Raises UserError if there are no records, for an unknown column or key, and if a condition
+    """Return a table of the records in results/records/<name>/*.json, sorted by model and strategy.
+    The table contains only records whose CONFIG has all values in `where` and none in `without`.
+    Raises UserError if there are no records, if a column or key is unknown, or if a condition
     selects nothing."""
     order = list(list_strategies())
     words = columns.split(", ")
@@ -50,8 +50,9 @@ def published_table(
 
 
 def published_json(*files: str, key: str, columns: str) -> str:
-    """Return a table of the entry `key` of published JSON files. Each key of the entry has a row,
-    and each of `columns` has a column. Raises UserError if a file lacks the entry or a column."""
+    """Return a table of the entry `key` in published JSON files, with one row for each key of the
+    entry and one column for each of `columns`. Raises UserError if a file lacks the entry or a
+    column."""
     words = columns.split(", ")
     rows = []
     for file in files:
@@ -67,7 +68,7 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 def published_operations(file: str) -> str:
     """Return a table of the strategies that use each operation. The number after a strategy is the
-    largest number of KiB that any process sends in the counted step of the strategy's first
+    highest number of KiB that any process sends in the counted step of the strategy's first
     case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
@@ -91,9 +92,9 @@ def published_operations(file: str) -> str:
 
 
 def published_samples(name: str) -> str:
-    """Return a list of the records results/records/<name>/*.json. Each entry has the perplexity of
-    the first and the best evaluation, the minutes, and the text that the model wrote before and
-    after training, without line breaks and repeated spaces."""
+    """Return a list of the records in results/records/<name>/*.json. Each entry has the perplexity
+    at the first and the best evaluation, the duration in minutes, and the text that the model
+    generated before and after training, without line breaks and repeated spaces."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
@@ -113,9 +114,8 @@ def published_samples(name: str) -> str:
 
 
 def published_links(*files: str, over: str = "") -> str:
-    """Return a table of the fitted latencies in microseconds and the bandwidths in GB/s that
-    `links` measured over the group `over` of each file. If `over` is empty, use each file's first
-    group."""
+    """Return a table of the fitted latencies in microseconds and bandwidths in GB/s that `links`
+    measured over the group `over` in each file. If `over` is empty, use each file's first group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
         name: record["groups"][over or next(iter(record["groups"]))]

@@ -1,4 +1,4 @@
-"""Draw timelines of computation and communication in one process, from the records of traces.py."""
+"""Draw timelines of one process's computation and communication from the records of traces.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ INCHES = 900 / 96  # width of a README
 
 
 def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str) -> Figure:
-    """Draw a panel for each of the named runs, with a lane for each activity of rank 0. The panels
-    share one axis of milliseconds."""
+    """Draw a panel for each of the named runs, with a lane for each of rank 0's activities. The
+    panels share one time axis in milliseconds."""
     runs = [record["runs"][name] for name in names]
     lanes = [_lanes(run["timeline"]) for run in runs]
     heights = [len(run_lanes) + 1.6 for run_lanes in lanes]  # with the panel's title
@@ -40,7 +40,7 @@ def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str
 
 
 def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return label -> color and spans, from top to bottom."""
+    """Map the label of each lane to its color and spans, from top to bottom."""
     kinds = {kind: (COMMUNICATES, spans) for kind, spans in timeline["by_kind"].items() if spans}
     ends = (COMPUTES, timeline["computing"]), (EXPOSED, timeline["exposed"])
     return {"computation": ends[0], **kinds, "exposed": ends[1]}
@@ -67,7 +67,7 @@ def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
 
 
 def _shares_text(run: Mapping[str, Any]) -> str:
-    """Return the communication of rank 0 as shares of its step. The panel shows this rank."""
+    """Describe the communication of rank 0, which the panel shows, as shares of its step."""
     times = run["ranks"][0]["traced_s"]
     shares = (100 * times[part] / times["step"] for part in ("communicating", "exposed"))
     communicating, exposed = shares

@@ -1,4 +1,4 @@
-"""Compare predictions with all published runs, and generate the tables of PREDICTIONS.md."""
+"""Compare predictions with all published runs, and generate the tables in PREDICTIONS.md."""
 
 import functools
 import itertools
@@ -29,17 +29,17 @@ from results.lab.analysis import blind
 from results.lab.runs import todays_keys
 
 RECORDS = ROOT / "results" / "records"
-# Runs that started earlier had two more copies of each chunk of the loss.
+# Runs that started before this time kept two more copies of each loss chunk.
 ADDED_UP_IN_PLACE = "2026-11-25T14"
-# Runs of zb-v that started earlier had PyTorch's fixed order.
+# zb-v runs that started before this time used PyTorch's fixed order.
 ZB_V_BY_DURATIONS = "2026-11-25T04"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One run with its prediction and its measurements."""
+    """A run with its prediction and its measurements."""
 
-    page: str  # folder of the record
+    page: str  # the record's folder
     name: str
     record: Record
     plan: Draft
@@ -51,9 +51,9 @@ class Row:
 
         Memory that previous runs left in the process counts toward the peak. Old records do not say
         how much of this memory was in use, so they are excluded unless it is less than a quarter of
-        the fullest rank's peak. Runs with a searched order are excluded, because old records do not
-        contain the order. Old runs that computed the loss in chunks are excluded, because their
-        chunks took more memory."""
+        the fullest rank's peak. Runs with an order from a search are excluded, because old records
+        do not contain the order. Old runs that computed the loss in chunks are excluded, because
+        their chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def memory_error(self) -> float:
-        """Return the relative error of the predicted peak of tensors on the fullest rank."""
+        """Return the relative error of the predicted peak tensor memory on the fullest rank."""
         return self.prediction.memory.peak_bytes / self.record.memory["peak_allocated_bytes"] - 1
 
     @property
@@ -81,7 +81,7 @@ class Row:
 
 
 def plan_of(record: Record) -> Draft:
-    """Plan a recorded run with today's code, with the recorded layout and micro-batches."""
+    """Plan a recorded run with the current code, using the recorded layout and micro-batches."""
     values = todays_keys(record.config)
     # Before graphs held whole steps, only single processes with compiled blocks launched graphs.
     graphs = record.world_size == 1 and record.strategy["engine"] == "native"
@@ -92,7 +92,7 @@ def plan_of(record: Record) -> Draft:
         "loss_chunk_tokens": 0,
         **values,
         "resume": None,
-        # Early records have the batch size per replica. Today, batch_size is per process.
+        # In early records, the batch size is per replica. Now batch_size is per process.
         "batch_size": record.batch.global_batch_size // record.world_size,
         "grad_accum_steps": 1,
         "micro_batch_size": record.batch.micro_batch_size,
@@ -117,12 +117,12 @@ def _read_rows(folder: Path) -> Iterator[Row]:
     for path in sorted(folder.glob("*/*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(document, dict) and "schema_version" in document):
-            continue  # not the record of a run
+            continue  # not a run's record
         record = Record.model_validate(document)
         if record.machine["gpu_name"] and record.performance.get("step_time_s"):
             plan = plan_of(record)
             gpu = find_gpu(plan.machine.gpu_name)
-            # Published rates of the GPU, not the rates that this machine measured
+            # The GPU's published rates, not rates that were measured on this machine
             rates = None if gpu is None else rates_of(gpu)
             yield Row(
                 page=path.parent.name,
@@ -135,7 +135,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
-    """One run without GPUs: RAM of the fullest process and seconds per step."""
+    """A run without GPUs: the RAM of the fullest process and the seconds per step."""
 
     name: str
     measured_bytes: int
@@ -153,8 +153,8 @@ class CpuRow:
 
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
-    """Return the runs of cpu.py with predictions by today's code. Predictions of time use the
-    calibration that was made with the runs."""
+    """Return the runs that cpu.py recorded, with predictions from the current code. Time
+    predictions use the calibration that was made with the runs."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
@@ -200,8 +200,8 @@ def share_within(errors: Sequence[float], limit: float) -> float:
 
 
 def same_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return sets of runs that did the same work with several layouts, keyed by the name of the
-    set."""
+    """Return sets of runs that did the same work with different layouts, keyed by the set's
+    name."""
     sets = defaultdict(list)
     for row in rows:
         config = row.record.config
@@ -216,7 +216,7 @@ def predicted_s(row: Row) -> float:
 
 
 def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """Return the planner's first choice and the fastest run among runs that did the same work."""
+    """Return the planner's first choice and the fastest run among runs that do the same work."""
     first = min(rows, key=lambda row: (predicted_s(row), row.measured_s))
     return first, min(rows, key=lambda row: row.measured_s)
 
@@ -266,7 +266,7 @@ def distribution() -> str:
 
 
 def setting_pages() -> set[str]:
-    """Return the pages whose records were used to set a constant, according to constants.json."""
+    """Return the pages whose records were used to set constants, according to constants.json."""
     file = ROOT / "distributed_training" / "predict" / "constants.json"
     sources = " ".join(entry["record"] for entry in json.loads(file.read_text()).values())
     return set(re.findall(r"h200-[\w-]+", sources))
@@ -278,16 +278,16 @@ def memory_errors(rows: Iterable[Row]) -> list[float]:
 
 
 def calibrated_errors() -> list[float]:
-    """Return the errors of step times predicted with the rates that `plan --calibrate` measured on
-    four H200s."""
+    """Return the errors of the step times that are predicted with the rates that `plan --calibrate`
+    measured on four H200s."""
     document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
     rates = from_calibration(document, rates_of(GPUS["H200"]))
     return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
 def choices() -> str:
-    """Describe how often the planner's first choice is the fastest of its set, and list the other
-    sets."""
+    """Describe how often the planner's first choice is the fastest run in its set, and list the
+    other sets."""
     other_sets = []
     losses = []
     sets = same_work(gpu_rows())

@@ -1,11 +1,11 @@
-"""Compare our orders with the generators of zero bubble's authors, on random sizes and durations.
+"""Compare our orders with the zero bubble authors' generators, on random sizes and durations.
 
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
 Orders must be equal, operation by operation. ZB-H1 and ZB-H2 are compared with the authors'
-automatic schedule in the same memory, and the longest spans must be equal. No other program here
-needs the clone.
+automatic schedule with the same memory limit, and the longest spans must be equal. No other program
+here needs the clone.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def cells(orders: Iterable[Iterable[Any]]) -> list[list[str]]:
 
 
 def theirs(module: Callable[[str], Any], name: str, p: int, m: int, v: int, times: Times) -> Any:
-    """Return the authors' orders. Return None for sizes that the authors' generator rejects."""
+    """Return the authors' orders, or None for sizes that their generator rejects."""
     f, i, w, c = times
     config = SimpleNamespace(n_stages=p, n_micro=m, max_chunks=v)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=4 results/lab/tutorial/benchmark.py zero-bubble --record out.json
 
 `flushes` measures GPipe, 1F1B and PipeDream. `zero-bubble` measures schedules that split the
-backward pass. `search` measures searched orders in a case in which sending takes as long as a
+backward pass. `search` measures orders from a search in a case in which sending takes as long as a
 forward pass. Options after the name are passed to pipedream_runtime.py and override these settings.
 """
 
@@ -39,14 +39,14 @@ BENCHMARKS = {
 
 
 def arguments(name: str) -> list[str]:
-    """Return the benchmark's settings as arguments of pipedream_runtime.py."""
+    """Return the benchmark's settings as arguments for pipedream_runtime.py."""
     if name not in BENCHMARKS:
         raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
     return [*ON_GPUS, *BENCHMARKS[name]]
 
 
 def main() -> None:
-    """Run the named benchmark, by default `flushes`."""
+    """Run the benchmark named on the command line, by default `flushes`."""
     import pipedream_runtime
 
     name, *others = sys.argv[1:] or ["flushes"]

@@ -2,8 +2,8 @@
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-The model consists of GPT-2 blocks and runs on one thread. There are three ways to split the pass:
-ours (train/trainer.py), PyTorch's helpers for pipelines, and two calls of autograd. All three
+The model consists of GPT-2 blocks and runs on one thread. The pass is split in three ways: by our
+code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls of autograd. All three
 alternate with the whole pass, so that other load affects all of them equally. Times are medians.
 """
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "token
 REPEATS = 30
 
 Halves = tuple[float, float, float]
-"""Seconds of F, I and W, or F, B and 0 for a whole backward pass."""
+"""Seconds for F, I and W, or seconds for F and B and a 0 if the backward pass is whole."""
 
 
 def timed(*steps: Callable[[], Any]) -> Halves:
@@ -117,7 +117,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     return {
         name: {
             "ms": [round(1e3 * statistics.median(column), 3) for column in zip(*rows, strict=True)],
-            # The ratio is computed per turn, because the machine is then equally fast for both.
+            # The ratio is computed per turn, because the machine's speed may change between turns.
             "ratio": round(
                 statistics.median(
                     (i + w) / b for (_, i, w), b in zip(rows, whole, strict=True)

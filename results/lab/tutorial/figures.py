@@ -1,5 +1,5 @@
-"""Draw the pictures in the tutorial's pages: single steps, the frontier of the search, the errors
-of simulations, and the errors of gradients."""
+"""Draw the pictures on the tutorial's pages: single steps, the search frontier, simulation errors
+and gradient errors."""
 
 import hashlib
 import json
@@ -58,8 +58,8 @@ FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
 
 
 class Picture(NamedTuple):
-    """Arguments of lay_out. `unit` replaces the label of the time axis, and `rows` the rank
-    numbers."""
+    """Arguments for lay_out. `unit` replaces the label of the time axis, and `rows` replaces the
+    rank numbers."""
 
     title: str
     panels: list[Panel]
@@ -157,7 +157,7 @@ def communication() -> Picture:
 
 
 class Message(NamedTuple):
-    """Result that is sent from one rank to another."""
+    """A result that is sent from one rank to another."""
 
     sender: int
     sent: Fraction
@@ -182,7 +182,7 @@ def awaited(timeline: Timeline) -> list[Message]:
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Write the picture. If its legend has messages, draw an arrow for each message that a rank
+    """Save the picture. If its legend has messages, draw an arrow for each message that a rank
     waits for. The metadata contains a digest of the drawn data."""
     title, panels, unit, notes, rows, legend = picture
     left = 2.5 if rows else 0.95
@@ -199,7 +199,7 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
 
 
 def digest(picture: Picture) -> str:
-    """Return the digest of every event's start and end, and of all texts."""
+    """Return a digest of every event's start and end, and of all labels."""
     parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
     for panel in picture.panels:
         parts += [panel.text, *events_text(panel.timeline)]
@@ -272,8 +272,8 @@ def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str
 
 
 def draw_frontier(record: Record, path: Path) -> Figure:
-    """Draw the time of a batch against the memory limit. Fixed schedules are points, and searched
-    orders are a curve. There is one panel per communication time."""
+    """Plot the time of a batch against the memory limit. Fixed schedules are points, and orders
+    from the search form a curve. There is one panel per communication time."""
     proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
     least = "proved to be the shortest" if proved else "the shortest found"
     figure, axes = new_figure(
@@ -331,9 +331,9 @@ def _digest(drawn: object) -> str:
 
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
-    """Draw the error of the simulation against the measured utilization, for every predicted run.
-    `records` has pairs of a text and a record. Runs that provided the durations have filled
-    markers. Cases without a prediction are left out."""
+    """Plot the simulation's error against the measured utilization for every predicted run.
+    `records` has (label, record) pairs. Runs that provided the durations have filled markers. Cases
+    without a prediction are omitted."""
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
@@ -417,8 +417,8 @@ IN_GIB = {
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
-    """Draw two panels with a line per schedule: the microbatches that each rank holds, and its
-    measured peak memory."""
+    """Plot the microbatches that each rank holds and its measured peak memory, in two panels with
+    one line per schedule."""
     peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
     gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
@@ -465,10 +465,10 @@ def gib_digest(record: Record) -> str:
 
 
 def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
-    """Draw the error of gradients without weight stashing against learning rate, depth and stage. A
-    row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and per_stage
-    (a list of such errors). Errors are None if training diverged. Errors of exactly 0 are drawn on
-    a separate line below the logarithmic axis.
+    """Plot the gradient error without weight stashing against learning rate, depth and stage. A row
+    has num_stages, learning_rate, mode (a schedule's name), median_relative_error and per_stage (a
+    list of such errors). Errors are None if training diverged. Errors of exactly 0 are drawn on a
+    separate line below the logarithmic axis.
     """
     wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
     right = [row for row in rows if row["mode"] == "pipedream"]
@@ -511,7 +511,7 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
 
 
 def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
-    """Return a title with the smallest and largest error without stashing, and the largest error
+    """Return a title with the smallest and largest errors without stashing, and the largest error
     with stashing."""
     ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
     low, high = (
@@ -525,7 +525,7 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
 
 
 def darker(color: str) -> tuple[float, ...]:
-    """Return a darker shade of a line's color, in which its name is readable."""
+    """Return a darker shade of a line's color, in which the line's name is readable."""
     red, green, blue = to_rgb(color)
     return (0.65 * red, 0.65 * green, 0.65 * blue)
 

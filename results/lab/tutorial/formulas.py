@@ -61,8 +61,7 @@ def run(
 
 
 def evaluate(text: str, c: Case, **more: object) -> Fraction:
-    """Evaluate a formula in the notation of the pages, such as '(p-1) (F+B) / v', '2p-1' or 'p//2 +
-    1'."""
+    """Evaluate a formula in the pages' notation, such as '(p-1) (F+B) / v' or 'p//2 + 1'."""
     text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
     known = {
@@ -90,7 +89,7 @@ def earlier_ends(found: Timeline) -> list[Fraction]:
 
 
 def table(name: str) -> dict[str, tuple[str, ...]]:
-    """Read a table of ADVANCED.md. Return schedule -> the other cells of the schedule's row."""
+    """Read a table from ADVANCED.md. Map each schedule to the other cells in its row."""
     page = (FOLDER / "ADVANCED.md").read_text()
     body = page.partition(f"<!-- table: {name} -->")[2].partition("<!-- end -->")[0]
     titles = {entry.title: name for name, entry in SCHEDULES.items()}
@@ -103,7 +102,7 @@ def table(name: str) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Check:
-    """Formula, the condition under which it holds, and the simulator's result."""
+    """A formula, the condition under which it holds, and the simulator's result."""
 
     text: str
     holds: Callable[[Case], bool]
@@ -197,8 +196,8 @@ def always(c: Case) -> bool:
 
 
 class Step(NamedTuple):
-    """Training step of a model: k microbatches of b sequences on each of d copies, which have p
-    stages of t devices each."""
+    """A training step: k microbatches of b sequences on each of d copies of the model. Each copy
+    has p stages of t devices."""
 
     model: Model
     d: int
@@ -214,7 +213,7 @@ class Step(NamedTuple):
         return {"r": ring_share} | {name: Fraction(size) for name, size in sizes.items()}
 
     def cost_of(self, layout: Layout) -> tuple[Fraction, Fraction]:
-        """Return the bytes of state on the first device, and the bytes that this device sends."""
+        """Return the bytes of state on the first device and the bytes that it sends."""
         sequences = self.b * self.k * layout.data
         costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
         moved = sent(self.model, layout, self.k, self.b, 0).values()
@@ -234,8 +233,8 @@ def step_of(c: Case) -> Step:
 
 
 def zero_state(s: Step, zero: int) -> Fraction:
-    """Return the bytes of state under ZeRO stage `zero`, without the gathered layer, which the page
-    gives in words."""
+    """Return the number of bytes of state under ZeRO stage `zero`, without the gathered layer,
+    which the page describes in words."""
     gathered = 2 * max(s.model.block_parameters, s.model.embedding_parameters) * (zero == 3)
     return s.cost_of(Layout(title="", data=s.d, zero=zero))[0] - gathered
 
@@ -245,8 +244,8 @@ def zero_sent(s: Step, zero: int) -> Fraction:
 
 
 def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
-    """Return the bytes of state if the t devices also sharded the norms, biases and positions, as
-    the page assumes."""
+    """Return the number of bytes of state if the t devices also sharded the norms, biases and
+    positions, as the page assumes."""
     whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
     layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))
     return s.cost_of(layout)[0] - 16 * (whole - Fraction(whole, s.t))
@@ -257,8 +256,8 @@ def tensor_sent(s: Step, sequence_parallel: int) -> Fraction:
 
 
 def middle_sent(s: Step, in_v: int) -> Fraction:
-    """Return the bytes that an inner stage sends. In a V-shaped schedule, each device has two
-    stages, so return half of the bytes that the device sends."""
+    """Return the number of bytes that an inner stage sends. In a V-shaped schedule, each device has
+    two stages, so return half of the number of bytes that the device sends."""
     layout = Layout(title="", pipeline=s.p, schedule="zb-v" if in_v else "1f1b")
     return sent(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
 
@@ -268,7 +267,7 @@ def kept_by_block(s: Step, _: int) -> Fraction:
 
 
 def cost_checks() -> Iterator[Check]:
-    """Yield checks of the formulas of COMPARISON.md against traffic.py."""
+    """Yield checks that compare the formulas in COMPARISON.md with traffic.py."""
     page = (FOLDER / "COMPARISON.md").read_text().partition("## Formulas")[2]
     rows = {
         title: [cell.split(", ")[0] for cell in cells.split(" | ")]

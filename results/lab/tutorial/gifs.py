@@ -49,15 +49,15 @@ COLORS = 32
 MOVES = 8
 """Number of frames from one timeline to the next."""
 MOVE_MS, UNIT_MS, REST_MS, LAST_MS = 80, 500, 2000, 4000
-"""Milliseconds of a frame: while moving, per unit of time, at rest, and at the end."""
+"""Duration of a frame in milliseconds: while moving, per unit of time, at rest, and at the end."""
 
 Frames = Iterator[tuple[Figure, int]]
-"""Pictures, and the milliseconds for which each is shown."""
+"""Pictures, each with the number of milliseconds for which it is shown."""
 
 
 class Animation(NamedTuple):
-    """Texts and timelines of an animation, for its digest, and the function that draws its
-    frames."""
+    """The labels and timelines of an animation, which determine its digest, and the function that
+    draws its frames."""
 
     texts: tuple[str, ...]
     timelines: tuple[Timeline, ...]
@@ -65,13 +65,13 @@ class Animation(NamedTuple):
 
 
 def digest(animation: Animation) -> str:
-    """Return the digest of every text, and of every event's start and end."""
+    """Return a digest of every label, and of every event's start and end."""
     parts = [*animation.texts, *(line for t in animation.timelines for line in events_text(t))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def draw_animation(animation: Animation, path: Path) -> None:
-    """Write the GIF. Its comment contains a digest of the drawn data."""
+    """Save the GIF. Its comment contains a digest of the drawn data."""
     figures, durations = zip(*animation.frames(), strict=True)
     images = [_as_image(figure) for figure in figures]
     width, height = images[0].size
@@ -112,8 +112,8 @@ def from_gpipe_to_1f1b() -> Animation:
 
 
 def w_fills_holes() -> Animation:
-    """Animate whole backward passes, the same passes split in two, and W delayed until the rank
-    would otherwise idle."""
+    """Animate three steps: whole backward passes, the same passes split in two, and W delayed until
+    the rank would otherwise idle."""
     whole = _run(build_schedule("1f1b", 4, 8))
     at_once = _cut_in_place(whole.schedule)
     steps = [
@@ -158,8 +158,8 @@ def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
 def _placed(
     schedule: Schedule, like: Timeline, spans: dict[Op, tuple[Fraction, Fraction]]
 ) -> Timeline:
-    """Return a timeline with these starts and ends, for drawing only. It may violate data
-    dependencies."""
+    """Return a timeline with the given starts and ends. It may violate data dependencies, so use it
+    only for drawing."""
     tick = Fraction(1, 1000)
     lines = [[spans[op] for item in order for op in item.parts] for order in schedule.orders]
     return replace(
@@ -210,8 +210,8 @@ def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Ti
 
 
 def stack(ax: Axes) -> None:
-    """Draw each number directly above its cell. A cell that moves over another cell then also
-    covers the number of the other cell."""
+    """Draw each number directly on top of its cell, so that a cell that moves over another cell
+    also covers the other cell's number."""
     cells: dict[tuple[float, float], list[float]] = {}
     for height, cell in enumerate(ax.patches):
         if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):
@@ -243,8 +243,8 @@ def weight_stashing() -> Animation:
 def versions_at(
     timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
 ) -> list[dict[int, list[int]]]:
-    """Return for each stage: version -> microbatches in flight whose forward pass used it. The
-    newest version is included."""
+    """Map, for each stage, each version to the microbatches in flight whose forward pass used it.
+    The newest version is always included."""
     times = timeline.times
     frames = []
     for stage, one in sorted(use.items()):

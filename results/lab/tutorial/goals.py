@@ -8,7 +8,7 @@ from pipedream.runtime.record import Record, makespan_error
 
 
 def points_error(case: Record) -> float:
-    """Return simulated minus measured utilization in percentage points."""
+    """Return the simulated minus the measured utilization, in percentage points."""
     return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
 

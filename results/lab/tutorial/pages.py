@@ -1,12 +1,12 @@
-"""Make the tutorial's TEST_RESULTS.md, the tables in its pages, and its pictures of records.
+"""Generate the tutorial's TEST_RESULTS.md, the tables on its pages, and its pictures of records.
 
     python results/lab/tutorial/pages.py --write
     python results/lab/tutorial/pages.py --check
 
---write makes all of them again from pipedream_tutorial/records/, the closed forms and the
-simulator. Run it after any change of a schedule, a formula or a record. --check writes nothing and
-ends with code 1 if --write would change a page or a picture. In a page, this program generates the
-text between `<!-- table: NAME -->` and `<!-- end -->`.
+--write regenerates all of them from pipedream_tutorial/records/, the closed forms and the
+simulator. Run it after any change to a schedule, a formula or a record. --check writes nothing, and
+its exit code is 1 if --write would change a page or a picture. On a page, this program generates
+the text between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 import argparse
@@ -38,8 +38,8 @@ _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re
 
 
 def load_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return file name -> record of the runtime, with the CPU records first and the H200 records
-    after them. Raises UserError if a record has another format."""
+    """Map each file name to its runtime record, with CPU records first and H200 records after them.
+    Raises UserError if a record has a different format."""
     records = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
@@ -63,7 +63,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def idle_table() -> str:
-    """Return a table of the closed forms of idle time, with the sizes or durations for which they
+    """Return a table of the closed forms for idle time, with the sizes or durations for which they
     hold."""
     texts = {
         name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
@@ -92,15 +92,15 @@ ACTIVATIONS = {
     "dualpipe": "p+1",
     "chimera": "p/2 + 1 + min(r, p-1-r)",
 }
-"""Closed forms of the largest number of microbatches that rank r holds."""
+"""Closed forms for the largest number of microbatches that rank r holds."""
 VERSIONS = {
     "pipedream": ("p-s", "p-1-s, first min(i, p-1-s)"),
     "pipedream-vertical": ("p", "p-1, first min(i, p-1)"),
     "pipedream-no-stash": ("1", "p-1-s, first min(i, p-1-s), and forward and backward differ"),
     "pipedream-2bw": ("2 (a batch has p-1 microbatches or more)", "1 batch, 0 in the first"),
 }
-"""For schedules without a flush: number of weight versions on stage s, and number of updates by
-which microbatch i is behind."""
+"""For schedules without a flush: the number of weight versions on stage s, and the number of
+updates by which microbatch i is behind."""
 
 
 def activation_table() -> str:
@@ -136,17 +136,17 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
 
 
 def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
-    """Return schedule -> cells as a table. Schedules with equal cells share a line."""
+    """Return a table that shows each schedule's cells. Schedules with equal cells share a line."""
     lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
     for cells in dict.fromkeys(texts.values()):
         names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
         lines.append(f"| {names} | {' | '.join(cells)} |")
-    # A bar that stands for an absolute value would end a cell.
+    # Escape the bars of absolute values, which would otherwise end a cell.
     return "\n".join(lines).replace("|F-B|", r"\|F-B\|")
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
-    """Return table name -> function that generates the table."""
+    """Map each table name to a function that generates the table."""
     records = load_records(folder / "records")
     study = _load(folder / "records/cpu-staleness.json")
     return {
@@ -165,7 +165,7 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
-    """Return the page's text with every table generated again. Raises UserError for an unknown
+    """Return the page's text with every table regenerated. Raises UserError for an unknown
     table."""
 
     def table(match: re.Match[str]) -> str:
@@ -178,7 +178,7 @@ def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """Return page name -> expected content."""
+    """Map each page name to the page's expected content."""
     known = tables(folder)
     texts = {name: fill((folder / name).read_text(), known) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
@@ -186,7 +186,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """Return file name -> (digest of the drawn data, function that draws it)."""
+    """Map each file name to (digest of the drawn data, function that draws the picture)."""
     from results.lab.tutorial import figures as own
     from results.lab.tutorial import gifs
 
@@ -224,8 +224,8 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
 
 
 def drawn_from(path: Path) -> str | None:
-    """Return the digest in the metadata of a PNG or GIF. Return None if there is no such file or no
-    digest."""
+    """Return the digest in a PNG's or GIF's metadata, or None if the file or the digest does not
+    exist."""
     from PIL import Image
 
     if not path.is_file():

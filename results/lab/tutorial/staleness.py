@@ -1,4 +1,4 @@
-"""Measure the effect of weight stashing: gradient errors and losses of real training.
+"""Measure the effect of weight stashing on gradient errors and losses in real training runs.
 
     python results/lab/tutorial/staleness.py pipedream_tutorial/records/cpu-staleness.json
 
@@ -32,9 +32,9 @@ def gradient_errors(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return the gradient errors of real runs for each depth, learning rate and schedule (`mode`).
-    Errors are medians over microbatches and seeds. The first p microbatches of each run are left
-    out, because no weight changes while the pipeline fills. `median_staleness_error` is the error
-    relative to the gradient at the current weights."""
+    Errors are medians over microbatches and seeds. The first p microbatches of each run are
+    omitted, because no weights change while the pipeline fills. `median_staleness_error` is the
+    error relative to the gradient at the current weights."""
     rows = []
     for p, rate, mode in product(num_stages, learning_rates, modes):
         kept: list[MicrobatchError] = []
@@ -56,7 +56,7 @@ def gradient_errors(
 
 
 def finite(number: float) -> float | None:
-    """Return the number. Return None if the number is not finite, because JSON has no infinite
+    """Return a finite number unchanged, and None otherwise, because JSON has no non-finite
     numbers."""
     return number if math.isfinite(number) else None
 

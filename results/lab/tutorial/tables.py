@@ -1,4 +1,4 @@
-"""Format the tables of the smaller records: stashing, split backward passes, zero bubble.
+"""Format the tables for the smaller records: stashing, split backward passes, zero bubble.
 
 This module does not import torch."""
 
@@ -13,14 +13,14 @@ Record = Mapping[str, Any]
 
 
 def title_of(name: str) -> str:
-    """Return the title of a schedule, or of an order that the runtime searched for."""
+    """Return the title of a schedule, or of an order from the runtime's search."""
     if name in SCHEDULES:
         return SCHEDULES[name].title
     return f"Search, {name.removeprefix(FOUND)} in memory" if name.startswith(FOUND) else name
 
 
 def wrapped(text: str) -> str:
-    """Wrap text to lines of 100 columns."""
+    """Wrap text at 100 columns."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
@@ -90,8 +90,8 @@ SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:
-    """Return a table with one line for each entry of SHOWN, for runs with the calibration's number
-    of microbatches."""
+    """Return a table with one line for each entry in SHOWN, for runs with the same number of
+    microbatches as the calibration."""
     cases = {
         case["schedule"]: case
         for case in record["cases"]

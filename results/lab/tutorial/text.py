@@ -1,4 +1,4 @@
-"""Format records as text: the tables and paragraphs of TEST_RESULTS.md.
+"""Format records as the tables and paragraphs of TEST_RESULTS.md.
 
 This module does not import torch."""
 
@@ -90,7 +90,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """Summarize all records: goals, weights, versions, clocks."""
+    """Summarize all records: goals, weights, versions and clocks."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]
@@ -133,8 +133,8 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 def sections(records: Mapping[str, Record]) -> list[str]:
     """Return the sections for the GPU records with the most stages, grouped by kind of work. If
-    several records have the same runs, only the record with the worst prediction has a table. Each
-    of the others has a line."""
+    several records have the same runs, only the record with the worst prediction gets a table. Each
+    of the others gets a line."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
     most = max((record["num_stages"] for record in on_gpu.values()), default=0)
     groups: dict[str, dict[str, Record]] = {}
@@ -166,7 +166,7 @@ def _runs(record: Record) -> tuple[tuple[str, int], ...]:
 
 
 def _worst(named: tuple[str, Record]) -> float:
-    """Return the largest error of a record in the quantity of its goal."""
+    """Return a record's largest error, in the quantity that its goal limits."""
     error = goal_of(named[1]).error
     return max((abs(error(case)) for case in checked(named[1])), default=0.0)
 

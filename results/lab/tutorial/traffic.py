@@ -6,9 +6,8 @@ Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as by Korth
 (2205.05198): 34 b T D bytes per block with 2-byte elements and dropout. Attention scores are not
 kept, as with flash attention or selective recomputation. Collectives over n devices run as rings.
 Each device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, and twice as
-many for an all-reduce. Bytes are exact fractions. The following are not counted: a framework's
-buffers, fragmentation, padding of the vocabulary, the few numbers of the loss, and overlap with
-computation.
+many for an all-reduce. Numbers of bytes are exact fractions. The following are not modeled:
+framework buffers, fragmentation, vocabulary padding, the loss values, and overlap with computation.
 """
 
 import textwrap
@@ -36,7 +35,7 @@ class Model:
     vocabulary: int = 50257
     """V."""
     sequence: int = 1024
-    """Tokens per sequence, T. The model learns as many positions."""
+    """Tokens per sequence, T. This is also the number of learned positions."""
 
     @property
     def block_parameters(self) -> int:
@@ -60,7 +59,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Division of the work over P = data * tensor * pipeline devices."""
+    """Distribution of the work over P = data * tensor * pipeline devices."""
 
     title: str
     data: int = 1
@@ -74,9 +73,9 @@ class Layout:
     sequence_parallel: bool = False
     """If True, activations between tensor-parallel layers are sharded along the sequence."""
     schedule: str = "1f1b"
-    """Schedule of the pipeline: one with a single stage per rank, or zb-v."""
+    """Pipeline schedule: one with a single stage per rank, or zb-v."""
     logit_bytes: int = 4
-    """Bytes of each logit that is kept for the backward pass."""
+    """Bytes per logit that is kept for the backward pass."""
 
     @property
     def in_v(self) -> bool:
@@ -104,7 +103,7 @@ class Cost:
 
 
 def ring_share(devices: int) -> Fraction:
-    """Return r, the share of a reduce-scatter's or an all-gather's elements that a device sends."""
+    """Return r, the share of the elements that a device sends in a reduce-scatter or all-gather."""
     return Fraction(devices - 1, devices)
 
 
@@ -158,7 +157,7 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
     """Return the number of parameters on one device of a stage. Tensor parallelism shards only the
     weight matrices. With several stages, the first and the last both hold the tied embedding. In a
-    V-shaped schedule, device 0 holds both of these stages and needs the embedding once."""
+    V-shaped schedule, device 0 holds both of these stages and needs the embedding only once."""
     d, blocks = model.hidden, model.layers // layout.pipeline
     cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
     if stage == 0:
@@ -178,7 +177,7 @@ def _memory(
     n = stage_parameters(model, layout, stage)
     share = [Fraction(1, layout.data if layout.zero >= level else 1) for level in (3, 2, 1)]
     weights = ELEMENT_BYTES * n * share[0] * form.peak_versions(case, stage)
-    if layout.zero == 3 and layout.data > 1:  # the current layer is gathered whole
+    if layout.zero == 3 and layout.data > 1:  # the whole current layer is gathered
         largest = max(model.block_parameters, model.embedding_parameters)
         weights += ELEMENT_BYTES * Fraction(largest, layout.tensor)
     return (
@@ -250,10 +249,10 @@ def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> d
 
 def _halves(model: Model, layout: Layout, stage: int) -> int:
     """Return the number of reduce-scatters and all-gathers of [b, T, D] per microbatch. An
-    all-reduce counts as one of each. A block has 2 all-reduces in its forward pass and 2 in its
+    all-reduce counts as one of each. A block has two all-reduces in its forward pass and two in its
     backward pass. With sequence parallelism, each all-reduce is split into its two halves. There
-    are also 2 more all-gathers, because sharded inputs are gathered again for the weights'
-    gradients. The embedding and the projection are sharded by vocabulary."""
+    are two more all-gathers, because sharded inputs are gathered again for the weight gradients.
+    The embedding and the projection are sharded by vocabulary."""
     blocks = model.layers // layout.pipeline
     first, last = stage == 0, stage == layout.pipeline - 1
     if layout.sequence_parallel:

@@ -1,5 +1,5 @@
 """Build the tutorial as a static site: its pages as HTML, the explorer, pictures and the notebook.
-No network.
+The build needs no network.
 
     python results/lab/tutorial/website.py --output site --repository OWNER/NAME
 
@@ -93,7 +93,7 @@ def _with_anchor(heading: re.Match[str]) -> str:
 
 
 def add_fetching_cell(path: Path, repository: str) -> None:
-    """Insert a cell that fetches the tutorial at the start of the notebook."""
+    """Insert a cell at the start of the notebook that fetches the tutorial."""
     book = json.loads(path.read_text())
     cell: dict[str, Any] = {
         "cell_type": "code", "execution_count": None, "id": "fetch", "metadata": {},
