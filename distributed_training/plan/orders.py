@@ -76,7 +76,8 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
 
 
 def order_in_v(word: str, p: int, rank: int) -> Order:
-    """Convert a word to an order. Lowercase letters are operations of the rank's second stage."""
+    """Convert a string of operation letters to an order. Lowercase letters denote operations on the
+    rank's second stage."""
     second = 2 * p - 1 - rank
     return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
 

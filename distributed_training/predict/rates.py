@@ -97,8 +97,8 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
 
 
 def tiled(m: float, k: float, n: float, num_sms: int) -> float:
-    """Return the number of scalar multiplications that an m x k by k x n matrix multiplication
-    costs on a GPU. Each multiprocessor computes one tile of the result at a time, and all
+    """Return the number of scalar multiplications that a GPU performs for an m x k by k x n matrix
+    multiplication. Each multiprocessor computes one tile of the result at a time, and all
     multiprocessors are assumed to compute the same number of tiles."""
     costs = []
     for (rows, columns), parts in itertools.product(TILES, PARTS):
@@ -110,12 +110,12 @@ def tiled(m: float, k: float, n: float, num_sms: int) -> float:
 
 
 def calibration_file(device: str) -> Path:
-    """Return the file in which `plan --calibrate` stores the rates of a kind of device."""
+    """Return the file in which `plan --calibrate` stores the rates for a kind of device."""
     return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
 
 
 def measured_rates(device: str, base: Rates) -> Rates:
-    """Return `base` with the rates that `plan --calibrate` measured for this device, if any."""
+    """Return `base`, updated with any rates that `plan --calibrate` measured for this device."""
     path = calibration_file(device)
     document = json.loads(path.read_text()) if path.is_file() else {}
     if document and (
@@ -126,7 +126,7 @@ def measured_rates(device: str, base: Rates) -> Rates:
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
-    """Return `base` with the rates in `document`, which `plan --calibrate` wrote."""
+    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
     measured: dict[str, Any] = {"measured": ("gpu",)}
     for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
         products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
@@ -156,7 +156,8 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the median FLOP/s of the largest matrix multiplications, counted in whole tiles."""
+    """Return the median FLOP/s of the largest matrix multiplications. The FLOPs include all of
+    every tile."""
     m = max(product["tokens"] for product in products)
     rates = []
     for product in products:

@@ -38,7 +38,7 @@ Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_
 
 
 def _has(*names: str) -> AfterValidator:
-    """Return a validator that requires these keys in an object."""
+    """Return a validator that requires an object to have these keys."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
         if absent := [name for name in names if name not in values]:
@@ -72,8 +72,8 @@ logger = logging.getLogger(__name__)
 
 
 class History(BaseModel):
-    """Results that grow during training and that a resumed run continues. The times in `saves` and
-    `loads` differ between ranks."""
+    """Results that accumulate during training. A resumed run continues them. The times in `saves`
+    and `loads` differ between ranks."""
 
     step: _Step = 0  # number of finished optimizer steps
     loss_curve: list[tuple[_Step, float | None]] = []  # (step, training loss or None if not finite)

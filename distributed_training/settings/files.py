@@ -216,8 +216,8 @@ def _json_fault(error: json.JSONDecodeError) -> str:
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
-    """Return our description of an error from Python's JSON parser, or else the parser's
-    message."""
+    """Return our description of an error from Python's JSON parser. If there is no description,
+    return the parser's message."""
     mistakes = (text for start, text in _JSON_FAULTS.items() if error.msg.startswith(start))
     return next(mistakes, error.msg)
 

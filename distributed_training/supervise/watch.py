@@ -183,7 +183,7 @@ class Watch:
             self._heartbeats |= heartbeats
 
     def _describe(self) -> dict[str, Any]:
-        """Return the content of a heartbeat: this process's activity and current line of code."""
+        """Return the contents of a heartbeat: this process's activity and current line of code."""
         stacks = read_stacks()
         waits = None
         where = ""
