@@ -75,9 +75,9 @@ class _Filling:
         process.word.append(process.late.popleft())
 
     def run_after_weights(self, rank: int, step: str, *, one_more: bool) -> None:
-        """Fill the time until the step's input arrives with weight gradients, then run the step.
-        With `one_more`, run one more weight gradient rather than idle longer than other
-        processes."""
+        """Run the weight gradients that fit before the step's input arrives, then run the step.
+        With `one_more`, run one more weight gradient if the process would otherwise idle longer
+        than allowed."""
         process = self.processes[rank]
         arrival = self.arrival(rank, step)
         while process.late and arrival >= process.clock + self.lasts["W"]:

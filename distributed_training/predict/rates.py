@@ -156,8 +156,8 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the median FLOP/s of the largest matrix multiplications. The FLOPs include all of
-    every tile."""
+    """Return the median FLOP/s of the largest matrix multiplications. FLOPs are counted for whole
+    tiles."""
     m = max(product["tokens"] for product in products)
     rates = []
     for product in products:

@@ -75,7 +75,7 @@ class Display:
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
         """Show the last of `rows`, which are rows of metrics.jsonl. The speed excludes the run's
-        first step, step `first`, because this step is slower than the others."""
+        first step (number `first`), which is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]

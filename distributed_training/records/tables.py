@@ -267,8 +267,8 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """Return a name for each run: the shortest part of its folder name that distinguishes it from
-    the other runs and consists of whole words. Return "" for a single run."""
+    """Return the part of each run's folder name that distinguishes the runs. The part is as short
+    as possible and consists of whole words. Return "" for a single run."""
     names = [tuple(Path(r.run_dir).name.split("-")) for r in records]
     num_names = len(set(names))
     if num_names == 1:

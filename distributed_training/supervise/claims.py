@@ -175,7 +175,8 @@ def _kernel() -> str:
 
 def _is_renewed(run_dir: Path) -> bool:
     """Return whether another machine renews its claim on the run directory. This function waits up
-    to RENEWED_S, but not again for a claim that was not renewed."""
+    to RENEWED_S seconds. It returns False at once for a claim that an earlier call found not to be
+    renewed."""
     current = _read(run_dir)
     if current is None or _silent.get(run_dir) == current:
         return False
