@@ -66,8 +66,8 @@ class Draft:
 
     @property
     def attended(self) -> int:
-        """Return the number of tokens that a token's attention spans: a sample or, if records are
-        packed, the mean record."""
+        """Return the number of tokens that a token's attention spans: the sample length or, if
+        records are packed, the mean record length."""
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property

@@ -188,8 +188,8 @@ def unbuilt_extensions(strategy: Strategy) -> list[str]:
 
 
 def _extension_files(name: str, file: str) -> Iterator[Path]:
-    """Yield the possible paths of an extension's file, whether or not the file exists. torch's
-    cache has one folder per Python and CUDA version, unless TORCH_EXTENSIONS_DIR is set."""
+    """Yield the possible paths to an extension's file, whether or not the file exists. Unless
+    TORCH_EXTENSIONS_DIR is set, torch's cache has one folder per Python and CUDA version."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     version = sysconfig.get_python_version().replace(".", "")
     cache = Path.home() / ".cache" / "torch_extensions"

@@ -117,7 +117,8 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
 
 
 def _more_microbatches(plan: Draft) -> list[int]:
-    """Return larger numbers of micro-batches that the plan's schedule accepts."""
+    """Return the numbers of micro-batches that the plan's schedule accepts and that exceed the
+    plan's own number."""
     batch = plan.batch
     sequences = batch.micro_batch_size * batch.num_microbatches
     counts = plan.schedule.counts(plan.mesh["pp"], sequences)

@@ -148,7 +148,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Layouts that did the same work."""
+    """Layouts whose runs did the same work."""
 
     layouts: list[Layout]
     work: str = ""  # description of the work, if there are no records

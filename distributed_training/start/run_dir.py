@@ -104,8 +104,8 @@ def write_plan(plan: Plan) -> None:
 
 def started_again(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
     """Return the checkpoint from which a restarted run continues, and a note. The checkpoint is the
-    last one written after the run was planned. If there is none, it is the checkpoint from which
-    the run resumed. None means that the run starts from the beginning."""
+    last one written after the run was planned or, if there is none, the one from which the run
+    resumed. None means that the run starts from the beginning."""
     planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
     saved = plan.checkpoint
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first

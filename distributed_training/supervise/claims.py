@@ -41,8 +41,8 @@ class Claim(BaseModel):
 @contextlib.contextmanager
 def one_at_a_time(output_dir: Path) -> Iterator[None]:
     """Let only one process at a time create run directories in `output_dir`. The lock file `.lock`
-    may belong to another user. Raises UserError if another process keeps the lock for LOCKED_S, or
-    if the lock file cannot be opened."""
+    may belong to another user. Raises UserError if another process keeps the lock for LOCKED_S
+    seconds, or if the lock file cannot be opened."""
     file = output_dir / ".lock"
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

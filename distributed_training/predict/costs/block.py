@@ -120,8 +120,8 @@ def statistics_bytes(at: Place) -> float:
 
 
 def mlp_values(at: Place) -> tuple[int, int]:
-    """Return the number of values per token in the output of an MLP's first matrix and in the input
-    of its second matrix."""
+    """Return (values per token in the output of an MLP's first matrix, values per token in the
+    input of the MLP's second matrix)."""
     if at.size.traced is not None:
         return at.size.values_out, at.size.values_out
     return at.size.block_matrices[2][0], at.size.block_matrices[3][1]

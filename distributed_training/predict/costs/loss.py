@@ -22,7 +22,7 @@ EAGER_CHUNK = 17  # bytes that loss_and_gradient allocates per logit of a chunk,
 
 
 class LossBytes(NamedTuple):
-    """Bytes that the loss of one micro-batch needs on the last stage."""
+    """Memory in bytes that the loss of one micro-batch needs on the last stage."""
 
     kept: float  # from forward to backward
     peak: float
