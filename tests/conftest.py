@@ -1,4 +1,4 @@
-"""Shared helpers: run the script as a user does or in warm processes, and hide the Hub."""
+"""Shared helpers: run the script as a user would or in warm processes, and hide the Hub."""
 
 import functools
 import gc
@@ -17,18 +17,18 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
-# Background processes of a shell without job control ignore Ctrl-C and SIGQUIT, and nohup ignores
-# hang-ups.
+# Background processes that a shell without job control starts ignore SIGINT and SIGQUIT, and
+# processes under nohup ignore SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Ignore the measurements of `plan --calibrate` on this machine.
+# Ignore earlier `plan --calibrate` measurements on this machine.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
 # Variables of clean_environment that a test may want to remove
 HIDDEN_HUB = "HF_HUB_OFFLINE"
 
-# CONFIG of runs so small that they spend most of their time on importing torch
+# CONFIG for runs that are so small that they spend most of their time importing torch
 SMALL = {
     "model": "gpt2-tiny",
     "dataset": str(small_text()),
@@ -49,7 +49,7 @@ LAUNCHER_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    """Remove the launcher variables that a run of an earlier test set in this process."""
+    """Remove the launcher variables that an earlier test's run set in this process."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -90,8 +90,8 @@ def run_command(
 
 @functools.cache
 def light_pool() -> Pool:
-    """Return a pool for refusals and dry runs, whose processes have imported all modules for
-    planning."""
+    """Return a pool for rejected input and dry runs. Its processes have imported all planning
+    modules."""
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
@@ -106,14 +106,14 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a pool for runs that reach a Hub. The pool does not import transformers, because
-    transformers imports the Hub's client, which reads the environment at import."""
+    """Return a pool for runs that access a Hub. The pool does not import transformers, because
+    transformers imports the Hub client, which reads the environment at import time."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 
 
 def settings(values: dict[str, object]) -> list[str]:
-    """Return the --set arguments for CONFIG values."""
+    """Return the --set arguments for the given CONFIG values."""
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
@@ -135,14 +135,14 @@ def train(
 
 
 def only_record(output_dir: Path) -> dict:
-    """Return the record of the only run in a folder."""
+    """Return the record of the only run in `output_dir`."""
     files = sorted(output_dir.glob("*-*/record.json"))  # not through the link "latest"
     assert len(files) == 1, f"expected one run in {output_dir}, found {files}"
     return json.loads(files[0].read_text())
 
 
 def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
-    """Fail with the end of the output unless the exit code is 0."""
+    """Fail, and show the end of the output, unless the exit code is 0."""
     assert result.returncode == 0, (
         f"exit code {result.returncode}\n--- stdout\n{result.stdout[-3000:]}"
         f"\n--- stderr\n{result.stderr[-3000:]}"
@@ -162,14 +162,14 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort long test files first, so that workers end at about the same time. Each worker runs one
-    file at a time (see run.sh)."""
+    """Run long test files first, so that all workers finish at about the same time. Each worker
+    runs one file at a time (see run.sh)."""
     order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, because tests collect garbage often."""
+    """Exclude imported modules from garbage collection, which the tests trigger often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

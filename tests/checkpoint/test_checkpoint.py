@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class FakeEngine(Engine):
-    """Engine whose state is a single number."""
+    """An engine whose state has the same number everywhere."""
 
     # Saving and loading do not call these methods.
     train_step = eval_step = logits = describe_dtypes = full_state = None
@@ -163,7 +163,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
 
 
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
-    """Under another layout, random numbers depend on the step but not on the saved generator."""
+    """After a change of layout, random numbers depend on the step, not on the saved generator."""
     drawn, other = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)
@@ -185,7 +185,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
 
 
 def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
-    """If RAM has no space for a copy, the state is written directly while training waits."""
+    """If RAM cannot hold a copy, the state is written directly while training waits."""
     monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, FakeEngine(3), 3)
@@ -208,7 +208,7 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
 
 
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
-    """The file is large enough to be read in several pieces."""
+    """The file must be large enough to be read in several pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
     engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]
@@ -306,8 +306,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
-    """A run of the same strategy comes first, so that two compared strategies do not continue each
-    other's runs. Without such a run, use the newest free run."""
+    """Runs of the same strategy take precedence, so that two strategies under comparison do not
+    continue each other's runs. Without such a run, the newest free run is used."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})
@@ -330,7 +330,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     assert len(told) == 2
     assert f"{second} is not a checkpoint" in told[0]
     assert f"{third} is damaged. {RANK_0} is missing" in told[1]
-    # The next save deletes the skipped checkpoints, although their steps are later.
+    # The next save deletes the skipped checkpoints, although they are from later steps.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
 
@@ -382,8 +382,8 @@ def test_a_run_that_could_not_be_written_further_is_refused(name, tmp_path):
 
 
 def test_files_are_known_by_their_contents(tmp_path):
-    """Files may move if their contents are the same. The saved run has data fingerprint "tokens"
-    and a folder of weights."""
+    """Files may be moved if their contents stay the same. The saved run has the data fingerprint
+    "tokens" and a weights folder."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
     saved = plan_of(tmp_path / "a", work=work)
     saved.sources = {"weights": "8-1234", "model": "9-5678"}

@@ -22,8 +22,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Save four checkpoints, with a failure during the third, and check disks with faults. Return
-    each rank's observations."""
+    """Save four checkpoints, with a failure during the third, and check faulty disks. Return each
+    rank's observations."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(
@@ -98,8 +98,8 @@ def two_nodes(tmp_path_factory):
 
 
 def test_what_the_first_node_has_all_have(two_nodes):
-    """The first node publishes a checkpoint last. Other nodes delete old checkpoints only after
-    that."""
+    """The first node is the last to publish a checkpoint. Only then do other nodes delete old
+    checkpoints."""
     first, second = two_nodes[1]
     assert first["saved"] == second["saved"] == [2]
     assert (first["one failed"], second["one failed"]) == ([2], [2, 3])

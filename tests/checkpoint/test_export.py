@@ -1,5 +1,5 @@
-"""Test sampling, the weights of `keep_best` and of checkpoints, and the commands `generate` and
-`export`."""
+"""Test sampling, the weights from `keep_best` and from checkpoints, and the `generate` and `export`
+commands."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def run(folder, strategy, num_processes=2, **changes):
 
 
 def validation_loss(run_dir, folder):
-    """Return the mean loss of the weights in `folder` on the run's validation samples."""
+    """Return the mean loss on the run's validation samples with the weights in `folder`."""
     plan = load_plan(run_dir)
     samples = cut_data(plan).validation
     model = read_model(plan.model, folder)
@@ -101,7 +101,7 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
 
 
 def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
-    """Generating a sample before training and keeping the best weights do not change training."""
+    """Training must not change if a sample is generated first and the best weights are kept."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
@@ -117,7 +117,7 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return the folder of a run with two checkpoints. hf/ has the weights of the last
+    """Return the folder of a run with two checkpoints. hf/ has the same weights as the last
     checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
@@ -169,7 +169,7 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """The run looks as if it was killed after its last save, so the export must equal its hf/."""
+    """The run looks as if it had been killed after its last save, so the export must equal hf/."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")
@@ -214,7 +214,7 @@ def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
-    """The merged weights equal the result of PEFT's merge."""
+    """The merged weights must equal those that PEFT's merge gives."""
     peft = pytest.importorskip("peft")
     import transformers
 

@@ -1,7 +1,7 @@
-"""Chat templates with the structure of published model families. We wrote the templates ourselves.
+"""Chat templates that have the structure of published templates but were written for these tests.
 
-TEMPLATES maps a name to a Shape: the template and the text around each answer as the model sees it.
-We derived this text by hand from the published format, not from the template."""
+TEMPLATES maps a name to a Shape: the template, and the text around each answer as the model sees
+it. This text was derived by hand from the published format, not from the template."""
 
 from typing import NamedTuple
 
@@ -10,17 +10,17 @@ class Shape(NamedTuple):
     """A template, and the text around an answer when a model generates the answer."""
 
     template: str
-    before: str  # text that the model writes before the content of an answer
-    after: str  # text that the model writes after the content
+    before: str  # text that the model writes before an answer's content
+    after: str  # text that the model writes after an answer's content
     last: str = ""  # text that follows only the last answer
     alternates: bool = False  # roles must take turns
     system: bool = True  # whether a system message is accepted
-    strips: bool = False  # whether contents are stripped of whitespace
+    strips: bool = False  # whether whitespace is stripped from contents
     apart: bool = False  # whether an answer is rendered differently once later turns follow
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
-    """Return a template in which the turns of all roles have the same form."""
+    """Return a template that renders the turns of all roles in the same form."""
     role = "{{ " + name + " }}"
     content = "{{ message.content" + trim + " }}"
     turn = begin.replace("ROLE", role) + content + end

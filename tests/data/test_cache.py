@@ -1,4 +1,4 @@
-"""Test that the token cache needs little memory, is written once, and is usable after a process was
+"""Test that the token cache needs little memory, is written once, and stays usable if a process is
 killed."""
 
 import json
@@ -75,7 +75,7 @@ print(before, peak(), len(data.train.tokens))
 
 
 def test_a_long_text_takes_little_memory(tmp_path):
-    """Texts are streamed. Without streaming, tokenizing 10 MB of text took 1 GiB of RAM."""
+    """Text must be streamed. Without streaming, tokenizing 10 MB of text took 1 GiB of RAM."""
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
@@ -105,7 +105,7 @@ def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
     ids = (moved / "train-ids.bin").read_bytes()
     (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
     assert not cache.is_whole(moved)
-    # Imitate another user who has replaced the tokens and the checksum.
+    # Simulate another user who has replaced the tokens and the checksum.
     (moved / "sha256").write_bytes(cache._checksum(moved))
     assert cache.is_whole(moved)
     assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint

@@ -1,4 +1,4 @@
-"""Test corpora of texts from files, from folders and from the installed Python."""
+"""Test text corpora from files, from folders and from the installed Python."""
 
 import sysconfig
 from pathlib import Path
@@ -24,7 +24,7 @@ def pieces_of(source, *, by_line=False):
 
 
 def texts_of(source, *, by_line=False):
-    """Return the texts of a source, with the pieces of each text joined."""
+    """Return a source's documents, after joining the pieces of each document."""
     texts, pieces = [], []
     for piece in pieces_of(source, by_line=by_line):
         assert piece.spans is None
@@ -43,7 +43,7 @@ def write(path, *lines):
 
 
 def test_a_text_is_a_file_a_line_or_a_record(tmp_path):
-    """Blank texts are left out. The text of a record may contain other line separators."""
+    """Blank documents are skipped. A record's text may contain other line separators."""
     corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
     assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
@@ -107,8 +107,8 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
 
 
 def test_embedded_corpora_are_this_pythons_own():
-    """Embedded corpora contain no installed package and no test, so they are equal on all machines
-    with the same Python."""
+    """Embedded corpora contain no installed packages and no tests, so they are identical on all
+    machines with the same Python."""
     texts = texts_of(read_corpus("embedded")["train"])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))

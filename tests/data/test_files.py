@@ -1,4 +1,4 @@
-"""Test data files in every supported format and encoding."""
+"""Test reading data files in every supported format and encoding."""
 
 import csv
 import gzip
@@ -127,7 +127,7 @@ INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]
 
 
 def damage(content, draw):
-    """Flip a bit, remove bytes, or insert bytes that are not valid there."""
+    """Flip a bit, remove bytes, or insert invalid bytes."""
     data = bytearray(content)
     position = draw.randrange(len(data))
     flipped = bytes([data[position] ^ 1 << draw.randrange(8)])
@@ -140,7 +140,8 @@ def damage(content, draw):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
 def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
-    """Damage a file at random 100 times. Each time, reading gives a one-line error or succeeds."""
+    """Damage a file at random 100 times. Each time, reading must either succeed or give a one-line
+    error."""
     path = tmp_path / name
     path.write_text(STORY)
     if name == "plan.json":

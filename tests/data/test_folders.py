@@ -15,7 +15,7 @@ from tests.support import refused
 
 
 def write(file, *texts):
-    """Write text records in the format that the file's suffix names."""
+    """Write text records in the format that the file's suffix indicates."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     if file.suffix == ".json":

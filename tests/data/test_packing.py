@@ -13,7 +13,7 @@ some = st.integers(1, 40).flatmap(
 
 def best_fit_decreasing(lengths, capacity):
     """Return the number of tokens in each block. Records are placed from longest to shortest, each
-    into the fullest block with enough free space."""
+    in the fullest block that has enough free space."""
     blocks = []
     for length in sorted(lengths, reverse=True):
         fits = [block for block, size in enumerate(blocks) if size + length <= capacity]

@@ -1,4 +1,4 @@
-"""Test that the pieces of a text give the same token ids as the whole text."""
+"""Test that tokenizing text in pieces gives the same token IDs as tokenizing it whole."""
 
 import json
 import random
@@ -21,7 +21,7 @@ AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u30
 
 
 def blocks_of(text, sizes):
-    """Split a text into blocks whose sizes cycle through `sizes`."""
+    """Split `text` into blocks whose sizes cycle through `sizes`."""
     blocks, start = [], 0
     while start < len(text):
         blocks.append(text[start : start + sizes[len(blocks) % len(sizes)]])
@@ -46,7 +46,7 @@ def small_pieces():
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
 )
 def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
-    text += "x"  # because a blank text has no pieces
+    text += "x"  # because blank text has no pieces
     text_pieces = list(cut_text(blocks_of(text, sizes)))
     assert "".join(piece.text for piece in text_pieces) == text
     assert text_pieces == list(cut_text([text]))  # independent of the block sizes
@@ -77,8 +77,8 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """Return our tokenizer and the transformers tokenizer of the same folder. Merges span spaces
-    and line ends if the pre-tokenizer allows it."""
+    """Return our tokenizer and the transformers tokenizer from the same folder. Merges span spaces
+    and line breaks if the pre-tokenizer allows it."""
     before, can_cut = KINDS[request.param]
     built = Builder(models.BPE(unk_token="?"))
     built.pre_tokenizer = before

@@ -222,7 +222,7 @@ def test_a_record_of_another_form_is_refused(record, words):
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
 def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
-    """OpenAI's format has arguments as a JSON string, which the filter `tojson` quotes again
+    """In OpenAI's format, arguments are a JSON string, which the `tojson` filter quotes again
     (oumi#2599)."""
 
     def align(batch):
@@ -246,8 +246,8 @@ def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_values_that_a_template_does_not_write_are_notes(suffix, tmp_path):
-    """Calls, tools and documents vanish silently in transformers if a template does not write
-    them, and columns that no template knows are not read at all (Megatron-Bridge#4072)."""
+    """In transformers, calls, tools and documents silently vanish if a template does not write
+    them, and columns that no template knows are not even read (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
 
     def align(batch):

@@ -1,4 +1,4 @@
-"""Test that any failure of a template gives a one-line error, and that the rendering process is
+"""Test that every template failure gives a one-line error, and that the rendering process is
 reused."""
 
 import datetime
@@ -51,7 +51,7 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
 
 
 def test_dates_and_bytes_of_tables_are_rendered_as_transformers_does():
-    """WildChat's messages have time stamps, which JSON lacks."""
+    """WildChat's messages have timestamps, which JSON cannot represent."""
     template = "{% for m in messages %}{{ m.role ~ m.time ~ m.content }}{% endfor %}"
     messages = [
         {**SAID[0], "time": datetime.datetime(2024, 5, 1, 12, tzinfo=datetime.UTC)},

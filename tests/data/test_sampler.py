@@ -38,7 +38,7 @@ def padded_samples(num_samples, seq_len=6):
 
 
 def test_the_order_is_the_one_of_earlier_releases():
-    """With another order, runs of earlier releases could not be repeated or resumed."""
+    """With a different order, runs from earlier releases could not be repeated or resumed."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
@@ -58,7 +58,7 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     all_steps = [epoch * steps + step for step in range(steps)]
     seen = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
     assert sorted(seen[seen != EMPTY]) == list(range(shape["num_samples"]))
-    # Only the end of the last step is padded.
+    # Only the end of an epoch's last step is padded.
     assert (seen[: shape["num_samples"]] != EMPTY).all()
     for step in all_steps:
         assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
@@ -117,5 +117,5 @@ def test_the_ends_of_all_documents_fit(shape, num_epochs):
                 np.testing.assert_array_equal(np.unique(kept), np.unique(flat))
                 assert (np.diff(kept) >= 0).all()
                 counts.append(len(np.unique(flat)))
-    # A block that its records fill has no padding, which `most` counts nevertheless.
+    # A block that is full has no padding, but `most` counts padding in every block.
     assert most - shape["micro_batch_size"] <= max(counts) <= most

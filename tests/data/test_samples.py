@@ -26,8 +26,8 @@ def in_memory(train, validation=None):
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
-    """Return a corpus of texts with several lines of random length. About one line in five is
-    blank."""
+    """Return a corpus whose documents have several lines of random length. About one line in five
+    is blank."""
     random = np.random.default_rng(seed)
     texts = []
     for index in range(num_texts + 2):
@@ -49,7 +49,8 @@ def all_rows(samples):
 
 
 def records_in(samples):
-    """Return [(id, target), ...] for each record in packed blocks, and check positions and ends."""
+    """Return [(ID, target), ...] for each record in packed blocks, after checking positions and
+    ends."""
     records = []
     for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
         assert ends[-1] == samples.seq_len
@@ -86,9 +87,9 @@ QUESTIONS = [
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """Compare with a simple implementation, in which ids outside the loss are not targets and the
-    last samples are used for validation. Texts are cut into several pieces and tokenized in several
-    batches."""
+    """Compare with a simple implementation, in which IDs outside the loss are not targets and the
+    last samples are used for validation. Documents are split into several pieces and tokenized in
+    several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
@@ -108,18 +109,18 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
         for text, trained in record:
             block += [(i, trained) for i in tokenizer.encode_batch([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
-    if pack and form == "running":  # tokens that do not fill the last block are left out
+    if pack and form == "running":  # tokens that do not fill the last block are dropped
         stream = [pair for block in blocks for pair in block]
         starts = range(0, len(stream) - seq_len, seq_len)
         blocks = [stream[start : start + seq_len + 1] for start in starts]
-    elif pack and form == "text":  # a text that is longer than a block gives several records
+    elif pack and form == "text":  # a document that is longer than a block gives several records
         blocks = [b[at : at + seq_len + 1] for b in blocks for at in range(0, len(b) - 1, seq_len)]
     expected = []
     lengths = []
     for block in blocks:
         targets = [i if trained else IGNORE_INDEX for i, trained in block[1:]]
         row = [(i, target) for (i, _), target in zip(block, targets, strict=False)][:seq_len]
-        if any(target != IGNORE_INDEX for _, target in row):  # else the whole answer is cut off
+        if any(target != IGNORE_INDEX for _, target in row):  # otherwise the answer is truncated
             expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))
             lengths.append(len(row))
 

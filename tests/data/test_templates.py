@@ -1,7 +1,7 @@
 """Test thirty chat templates with random conversations.
 
-Texts and ids equal those of transformers. Each answer is in the loss exactly once, after the text
-that precedes the answer in generation."""
+Rendered text and IDs must equal the output of transformers. Each answer must be in the loss exactly
+once, after the text that precedes it in generation."""
 
 import random
 
@@ -23,7 +23,7 @@ CONTENTS = [
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Return a byte-level BPE tokenizer without merges: each token is a byte or a special token."""
+    """Return a byte-level BPE tokenizer without merges. Each token is a byte or a special token."""
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()

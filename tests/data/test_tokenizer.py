@@ -1,4 +1,4 @@
-"""Compare two tokenizers with their transformers equivalents: the shipped tokenizer, and a model's
+"""Compare two tokenizers with their transformers equivalents: the shipped tokenizer, and a model
 tokenizer that has a chat template."""
 
 import json
@@ -27,7 +27,7 @@ from distributed_training.settings.request import build_config
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
-# Like Qwen3's template, this has each turn between marks, and reasoning only in the last answer.
+# As in Qwen3's template, turns are between markers, and only the last answer keeps its reasoning.
 TURNS = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
     {{- '<|turn|>' + message.role + '\\n' }}
@@ -47,8 +47,8 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Write a tokenizer.json with a byte-level BPE of 400 tokens that adds a special token before
-    each text. Return the folder."""
+    """Write a tokenizer.json with a 400-token byte-level BPE that prepends a special token to each
+    input. Return the folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -204,7 +204,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
     ("changes", "words"),
     [
         ({"added_tokens": [{"content": "a"}] * 100_001}, "adds more than 100,000 tokens"),
-        # The next case and the last one make the library panic. The panic is not an Exception.
+        # The next case and the last one make the library panic. A panic is not an Exception.
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA"}}, "charsmap"),
         ({"normalizer": {"type": "Sequence", "normalizers": [_PREPEND] * 300}}, "1e+18 times"),
         ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
@@ -252,7 +252,7 @@ def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
 
 def test_random_ids_are_refused(folder, tmp_path):
     """A tokenizer with BPE dropout is rejected. If the file sets dropout, transformers drops random
-    merges at each call, so calls give different ids."""
+    merges on each call, so the IDs differ between calls."""
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     document = json.loads((folder / "tokenizer.json").read_text())
     text = read_prose()[0][:200]
@@ -270,8 +270,8 @@ def test_random_ids_are_refused(folder, tmp_path):
 
 
 def test_texts_without_a_token_are_counted(tmp_path):
-    """If a vocabulary has no token for unknown letters, a text of such letters has no ids and is
-    left out."""
+    """If a vocabulary has no token for unknown letters, text that consists of such letters has no
+    IDs and is skipped."""
     built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
     built.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
@@ -302,7 +302,7 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
 
 
 def test_a_token_for_half_a_character_has_a_size():
-    """Canine has a token for each code point, also for surrogates, which UTF-8 lacks."""
+    """Canine has a token for each code point, including surrogates, which UTF-8 cannot encode."""
     canine = SimpleNamespace(
         get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2}, encode=lambda text, **_: [0],
         decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),

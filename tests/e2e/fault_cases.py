@@ -25,8 +25,7 @@ from tests.support import named_strategy
 
 def with_bad_gradient(job: dict[str, Any]) -> None:
     """Set the gradient of `name` (native engines) or the loss (DeepSpeed) to NaN on rank 1 in each
-    of `steps`. Under DDP, the gradient is set to NaN on all ranks, because DDP averages
-    gradients."""
+    of `steps`. Under DDP, set the gradient to NaN on all ranks, because DDP averages gradients."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
     def bad(everywhere: bool = False) -> bool:
@@ -101,8 +100,8 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
 
 
 def without_its_folder(job: dict[str, Any]) -> None:
-    """Remove the run's folder in step 5. If `how` is "emptied", leave an empty folder in its place,
-    as happens if a file is written during the removal."""
+    """Remove the run's folder in step 5. If `how` is "emptied", leave an empty folder behind, as
+    happens if a file is written during the removal."""
     right = Trainer._update
 
     def update(self: Trainer) -> None:
@@ -117,7 +116,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 
 def with_full_disk(job: dict[str, Any]) -> None:
-    """Leave no space for the second checkpoint: fill the disk or limit this process's file size."""
+    """Leave no space for the second checkpoint: fill the disk, or limit the process's file size."""
     right, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
-The stub answers the requests of huggingface_hub and datasets that list a data set, download a file,
+The stub answers requests from huggingface_hub and datasets that list a data set, download a file,
 or upload a model with the token TOKEN. `behavior` selects a fault: the stub "refuses" every file
-with 404, "cuts off" a file's body halfway, or is "mute" and never answers."""
+with status 404, "cuts off" a file's body halfway, or is "mute" and never answers."""
 
 import base64
 import contextlib
@@ -53,7 +53,7 @@ def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
 
 
 def reaching(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
-    """Return options for `script` and `train`, so that a run uses the Hub at `endpoint` and caches
+    """Return options for `script` and `train` that make a run use the Hub at `endpoint` and cache
     downloads in `home`."""
     asked = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
     return {"unset": [HIDDEN_HUB], **asked, "NO_PROXY": "127.0.0.1"}
@@ -84,8 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer requests about a data set's files, and the upload requests repos/create,
-        validate-yaml, preupload (no file here is large) and commit."""
+        """Answer requests for information about a data set's files, and the upload requests
+        repos/create, validate-yaml, preupload (no file here is large) and commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
             self._asked = body
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(listed if rest or inside else about)
 
     def _send_file(self, content: bytes) -> None:
-        """Send a file from the position at which an interrupted download continues."""
+        """Send a file, starting at the position from which an interrupted download continues."""
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if first:

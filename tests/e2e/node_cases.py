@@ -27,7 +27,7 @@ def enter(node: Node) -> None:
 
 def with_torchrun(job: dict[str, Any]) -> None:
     """Run torchrun's agent on the node whose index is this process's rank. The agent starts
-    `_unplugged`, and continues alone if the other agent does not return."""
+    `_unplugged`, and continues alone if the other agent does not come back."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -70,8 +70,8 @@ def _unplugged() -> None:
 
 
 def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
-    """Return the variables that a launcher sets for the process of this rank, with one process per
-    node."""
+    """Return the variables that a launcher sets for the process with this rank, if there is one
+    process per node."""
     of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
         "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -84,9 +84,9 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 
 
 def on_each_node(job: dict[str, Any]) -> None:
-    """Run the script on each node as `launcher` starts it, except on the `missing` node. If the job
-    has `ends_at`, the process on the first node receives SIGTERM in that step. `interface` sets
-    GLOO_SOCKET_IFNAME on the second node."""
+    """Run the script on each node as `launcher` would start it, except on the `missing` node. If
+    the job has `ends_at`, the process on the first node receives SIGTERM in that step. `interface`
+    sets GLOO_SOCKET_IFNAME on the second node."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):

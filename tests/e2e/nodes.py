@@ -1,6 +1,6 @@
-"""Simulate nodes with network namespaces, each with its own address, host name and disk. Nothing
+"""Simulate nodes as network namespaces, each with its own address, host name and disk. Nothing
 outside refers to the namespaces, links and mounts, so the kernel removes them when the last process
-in them ends."""
+inside ends."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _LINK = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine of a cluster. `own` is a folder whose files differ on each node."""
+    """One machine in a cluster. `own` is a folder whose files differ between nodes."""
 
     name: str
     pid: int  # id of the process that keeps the node's namespaces alive
@@ -58,8 +58,8 @@ def _run(*command: object) -> None:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
-    """Start nodes that are named node0, node1, and so on, and are connected to one switch. The
-    nodes share `folder`, except for own/."""
+    """Start nodes that are connected to one switch and are named node0, node1, and so on. The nodes
+    share `folder`, except for own/."""
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:

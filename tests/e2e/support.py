@@ -1,4 +1,4 @@
-"""Helpers of the end-to-end tests: fake GPUs, background runs, and checks of refusals."""
+"""Helpers for the end-to-end tests: fake GPUs, background runs, and checks of error messages."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ sys.exit(real_model_example.main())
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
     """Return the command that starts a run with `launcher`. "spawn" uses --num_gpus 2. "as on GPUs"
-    is like "spawn", but each rank is a new Python process."""
+    also does, but each rank is a new Python process, as in runs on GPUs."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],
@@ -42,7 +42,7 @@ def launcher_command(launcher: str, values: dict[str, object], *arguments: str) 
 
 
 def clone(folder: Path) -> Path:
-    """Copy the files that git tracks, as they are now, like a fresh clone."""
+    """Copy the current versions of all files that git tracks, to imitate a fresh clone."""
     names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
@@ -52,8 +52,8 @@ def clone(folder: Path) -> Path:
 
 
 def printed(document: str, start: str) -> list[str]:
-    """Return the words of the only command in a document that begins with `start`. The command may
-    be in a code block or in a sentence."""
+    """Return the arguments of the only command in a document that begins with `start`. The command
+    may be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
     found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
     assert len(found) == 1, f"{document}: {sorted(found)}"
@@ -74,8 +74,8 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
 
 
 def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job: object) -> str:
-    """Run a case of fault_cases.py or node_cases.py. If the case fails, return the output of all
-    processes. Return "" if it succeeds."""
+    """Run a case from fault_cases.py or node_cases.py. Return "" if the case succeeds, and the
+    output of all processes if it fails."""
     job["arguments"] = [str(SCRIPT), *settings(values)]
     grace_s = 240 if "nodes" in job else GRACE_S
     try:
@@ -86,12 +86,12 @@ def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job
 
 
 def final_weights(run_dir: Path) -> bytes:
-    """Return the content of the weights file that a run exported."""
+    """Return the contents of the weights file that a run exported."""
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """Return the folders of runs, without cache folders."""
+    """Return all run folders, excluding cache folders."""
     if not output_dir.is_dir():
         return []
     kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # skip "latest"
@@ -99,8 +99,8 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Check that stderr is one error line with `words` and no traceback, and that the exit code is
-    2. If the line ends in "run:", the suggested command follows on a second line."""
+    """Check that the exit code is 2 and that stderr is a one-line error that contains `words`,
+    without a traceback. If the line ends in "run:", a second line has the suggested command."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == 2, text
     assert "Traceback" not in result.stdout + result.stderr, text
@@ -115,8 +115,8 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """Run a command in the background with its output in `log`. Kill its remaining processes at the
-    end."""
+    """Run a command in the background and write its output to `log`. Kill its remaining processes
+    at the end."""
     with open(log, "w") as out:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -137,7 +137,7 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[subpr
 
 
 def processes_with(log: Path) -> list[psutil.Process]:
-    """Return the processes of the command that `running` started with this log."""
+    """Return the processes of the command that `running` started with this log file."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

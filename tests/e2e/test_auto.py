@@ -1,5 +1,5 @@
-"""Test `strategy` "auto": a run that runs out of memory early restarts with a strategy that needs
-less."""
+"""Test strategy "auto": a run that runs out of memory early is restarted with a strategy that needs
+less memory."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""Test that every mistake gives exit code 2, no files, and one line that says what is wrong, why,
-and what to type instead."""
+"""Test that every mistake gives exit code 2, creates no files, and prints one line that says what
+is wrong, why, and what to type instead."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from tests.conftest import SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import assert_refused, launcher_command, run_folders
 from tests.pool import ROOT, SCRIPT
 
-# Name -> (arguments of the script, words in the error). There is one case per kind of mistake. Unit
-# tests check all other errors.
+# Name -> (script arguments, words in the error). There is one case per kind of mistake. Unit tests
+# check all other errors.
 COMMAND_LINES = {
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
     "key without value": ("--set batch_size", ["batch_size", "--set key=value"]),
@@ -56,7 +56,7 @@ def test_command_line_is_refused_in_one_line(case, tmp_path):
 
 
 def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
-    """Only rank 0 reports the mistake, and all ranks end."""
+    """Only rank 0 may report the mistake, and all ranks must end."""
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
     assert result.returncode != 0

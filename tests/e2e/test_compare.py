@@ -1,4 +1,4 @@
-"""Test `compare` as a user types it, with an interruption and a strategy that cannot run."""
+"""Test `compare` as a user would type it, with an interruption and a strategy that cannot run."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Test that the command `data` shows the training data of a run."""
+"""Test that the `data` command shows a run's training data."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
 @pytest.mark.parametrize(
     ("template", "code", "words"),
     [
-        # An empty template is used as it is, and is not replaced with our template.
+        # An empty template is used as is. It is not replaced with our template.
         ("", 2, "line 1 cannot be rendered by the chat template"),
         ("{% generation %}a{% endgeneration %}", 0, "samples            0"),  # one token
         ("{% generation %}{% endgeneration %}ab", 0, "left out           1 no answer to train on"),

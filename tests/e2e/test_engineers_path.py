@@ -1,7 +1,6 @@
-"""Run the commands of CLUSTER_QUICKSTART.md: make a plan, write its job, and run the job on two
-nodes. The job is stopped at its time limit, queued again and resumed. The nodes are network
-namespaces, and short scripts replace srun and scontrol. The agents, the processes and the run are
-real."""
+"""Run the commands from CLUSTER_QUICKSTART.md: make a plan, write its job, and run the job on two
+nodes. The job is stopped at its time limit, requeued and resumed. The nodes are network namespaces,
+and short scripts replace srun and scontrol. The agents, the processes and the run are real."""
 
 import os
 import shlex
@@ -44,8 +43,8 @@ SHORT = shlex.split(
 
 
 def environment_of(nodes, tmp_path: Path) -> dict[str, str]:
-    """Return the environment that SLURM gives to a job of two nodes with one process each. PATH
-    begins with the scripts that replace srun and scontrol."""
+    """Return the environment that SLURM sets for a job on two nodes with one process each. PATH
+    begins with the folder of the scripts that replace srun and scontrol."""
     first, second = (shlex.join(node.command([])) for node in nodes)
     programs = {"srun": SRUN.format(on_first=first, on_second=second), "scontrol": SCONTROL}
     (tmp_path / "bin").mkdir()
@@ -82,7 +81,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "#SBATCH --time=00:20:00"):
         assert line in script.splitlines()
 
-    # Outside of a job, job.slurm only checks the plan on the cluster for which the plan was made.
+    # Outside a job, job.slurm only checks the plan for the cluster on which it will run.
     checked = run_command(["bash", "job.slurm"], cwd=repository, PYTHONPATH="")
     assert_ok(checked)
     assert "launch command\n  torchrun --nnodes=2 " in checked.stdout

@@ -1,6 +1,5 @@
 """Test faults: a rank hangs, fails or is killed, the launcher is killed, the terminal closes, or
-the disk is full. The run must end soon, its record must contain the reason, and no process may
-remain."""
+the disk is full. The run must end soon, leave no processes behind, and record the reason."""
 
 import platform
 import re
@@ -185,7 +184,7 @@ def small_disk(tmp_path):
     ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
 )
 def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
-    """The run saves a checkpoint after step 3, but has no disk space for a checkpoint after step
+    """The run saves a checkpoint after step 3, but the disk is too full for another after step
     6."""
     folder = request.getfixturevalue(disk)
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}

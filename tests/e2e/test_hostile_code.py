@@ -20,7 +20,7 @@ NOT_RUN = "is code and was not run"
 
 
 def edit(file: Path, **values: object) -> None:
-    """Set keys of a JSON file. `a__b=1` sets document["a"]["b"]."""
+    """Set values in a JSON file. `a__b=1` sets document["a"]["b"]."""
     document = json.loads(file.read_text())
     for name, value in values.items():
         *path, last = name.split("__")
@@ -44,8 +44,8 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(run_dir, tmp_path_factory):
-    """Return untrusted folders and files by name. "mark" is the file that their code would
-    create."""
+    """Return untrusted folders and files by name. "mark" is the file that their code would create
+    if it ran."""
     root = tmp_path_factory.mktemp("hostile")
     mark = root / "code-ran"
     evil = root / "evil"
@@ -96,7 +96,7 @@ def hostile(run_dir, tmp_path_factory):
     return made
 
 
-# Command -> [(arguments, words of the refusal, or "" if the command succeeds), ...]
+# Command -> [(arguments, words in the error, or "" if the command succeeds), ...]
 WALK = {
     "train": [
         ("--model {model} --weights {model} --tokenizer {model}", ""),
@@ -159,8 +159,8 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
 
 
 def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
-    """Processes that render templates, check a DeepSpeed JSON or inspect the machine do not import
-    modules from the working directory."""
+    """Processes that render templates, check a DeepSpeed JSON or inspect the machine must not
+    import modules from the working directory."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)

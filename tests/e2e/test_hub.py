@@ -1,4 +1,4 @@
-"""Test use of the Hub with a stub on loopback that serves files, rejects requests, cuts off
+"""Test access to the Hub with a stub on loopback that serves files, rejects requests, cuts off
 downloads, never answers, or has stopped."""
 
 import functools
@@ -32,8 +32,8 @@ def parquet(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="module")
 def wikitext():
-    """Return the files of a small WikiText-2 with headings, paragraphs and blank rows, by their
-    path on the Hub."""
+    """Return the files of a small WikiText-2 with headings, paragraphs and blank rows, keyed by
+    their path on the Hub."""
     lines = [f" {line} \n" for line in small_text().read_text().splitlines()]
     texts = ["", " = An article = \n", "", " = = Use = = \n", "", *lines]
     rows = [{"text": text} for text in texts]
@@ -64,8 +64,8 @@ def own_dataset():
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs the script with the Hub at `endpoint`. Downloads and runs are in
-    the test's folder."""
+    """Return a function that runs the script with the Hub at `endpoint`. Downloads and runs are
+    stored in the test's folder."""
 
     def start(endpoint, values, *arguments, start=script):
         values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}
@@ -83,7 +83,7 @@ def assert_decided(result, **values):
 
 
 def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, tmp_path):
-    """Only rank 0 sends requests to the Hub, so ranks cannot have different data."""
+    """Only rank 0 sends requests to the Hub, so the ranks cannot get different data."""
     with serve(wikitext) as hub:
         assert_ok(run(hub.endpoint, {"dataset": "wikitext-2", "max_steps": 2}, start=TRAIN_2))
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]
@@ -94,7 +94,7 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
 
 
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
-    """A small tokenizer replaces the one of GPT-2 here."""
+    """A small tokenizer replaces GPT-2's tokenizer here."""
     tiny = find_model("gpt2-tiny")
     tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
     names = ("vocab.json", "merges.txt")

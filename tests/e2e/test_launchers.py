@@ -1,5 +1,6 @@
-"""Train with run.sh, as on GPUs, under torchrun, and under DeepSpeed's launcher. Each run must end
-with exit code 0, leave no process, build no extension, and agree with one process."""
+"""Train with run.sh, with a new process per rank as on GPUs, under torchrun, and under DeepSpeed's
+launcher. Each run must end with exit code 0, leave no processes behind, build no extensions, and
+match the results of a single process."""
 
 import os
 import sys
@@ -24,7 +25,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory):
-    """Return the record of one process that trains on the whole batch."""
+    """Return the record of a run in which one process trains on the whole batch."""
     folder = tmp_path_factory.mktemp("one")
     values = {**VALUES, "strategy": "dp", "batch_size": GLOBAL_BATCH, "output_dir": folder}
     assert_ok(train(values))
@@ -32,12 +33,12 @@ def on_one(tmp_path_factory):
 
 
 def typed(launcher: str, values: dict[str, object]) -> list[str]:
-    """Return the command that a user types. run.sh passes --num_gpus all, which starts two
+    """Return the command that a user would type. run.sh passes --num_gpus all, which starts two
     processes on a machine without GPUs."""
     if launcher != "run.sh":
         return launcher_command(launcher, values)
     if not as_required():
-        return launcher_command("spawn", values)  # run.sh would make .venv
+        return launcher_command("spawn", values)  # run.sh would create .venv
     return ["bash", str(ROOT / "strategies/3_zero_stage2/run.sh"), *settings(values)]
 
 
@@ -109,6 +110,6 @@ def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
     first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
     assert (second.returncode, second.stderr) == (2, ""), "said once"
-    # A job script of sbatch, which is one process and not a step of srun, has these variables.
+    # An sbatch job script, which is one process and not an srun step, has these variables.
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert script(values, "--dry-run", **batch).returncode == 0

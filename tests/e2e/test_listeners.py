@@ -1,4 +1,4 @@
-"""Test that a run on one machine listens only on loopback, and never executes data that it
+"""Test that a run on one machine listens only on loopback and never executes data that it
 receives."""
 
 import base64
@@ -53,7 +53,7 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         ]
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
-        # Rank 0 opened its first listening socket, the store's, before training began.
+        # Rank 0 opened its first listening socket, which belongs to the store, before training.
         (first,) = (rank for rank in ranks if rank.name() == "rank 0")
         listeners = [end for end in first.net_connections("inet") if end.laddr in open_at]
         at = min(listeners, key=attrgetter("fd")).laddr

@@ -1,4 +1,4 @@
-"""Test that a loss or gradient that is not finite stops the run, or that the run skips its batch if
+"""Test that a non-finite loss or gradient stops the run, or that the run skips the batch if
 `on_nonfinite` requests this."""
 
 import pytest
@@ -12,8 +12,8 @@ NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
 
 
 def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, **changes):
-    """Run with bad gradients at `steps`. Return the output of all processes. Return "" if the run
-    succeeds."""
+    """Run with bad gradients in `steps`. Return "" if the run succeeds, and the output of all
+    processes if it fails."""
     values = {**SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "checkpoint_every": EVERY}
     values |= {**NATIVE.get(strategy, {}), "output_dir": output_dir, **changes}
     said = run_case(f"fault_cases:{case}", values, name=NAME, steps=steps, step=step)

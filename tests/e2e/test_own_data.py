@@ -1,4 +1,4 @@
-"""Test the guide's examples of user data: train on them, and generate answers."""
+"""Test the guide's examples of user data: train on the data, and generate answers."""
 
 import re
 import subprocess
@@ -18,8 +18,8 @@ HELD_OUT = 12
 
 
 def write_example(folder: Path, name: str) -> dict:
-    """Write the guide's file with its records repeated. Return CONFIG values with which a run
-    memorizes the records."""
+    """Write the guide's file with repeated records. Return CONFIG values with which a run memorizes
+    the records."""
     lines = EXAMPLES[name].splitlines(keepends=True)
     rows = lines[name.endswith(".csv") :]
     head = lines[: -len(rows)]

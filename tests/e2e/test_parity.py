@@ -1,5 +1,5 @@
-"""Test `parity` as a user types it, with layouts that agree with one process and one that omits
-part of a gradient."""
+"""Test `parity` as a user would type it, with layouts that match the results of a single process
+and one layout that omits part of a gradient."""
 
 import json
 
@@ -10,8 +10,8 @@ from tests.conftest import SMALL, run_command
 from tests.e2e.support import clone
 from tests.support import small_records
 
-# tp does not shard norms, so their gradients must be summed over ranks, each of which has other
-# tokens. This engine omits the sum.
+# Norms are not sharded over tp, and each rank has different tokens, so the norms' gradients must be
+# summed over ranks. This engine omits the sum.
 ENGINE = """
 from distributed_training.engines.native import NativeEngine
 from distributed_training.settings.strategies import Traits
@@ -37,7 +37,7 @@ def test_exit_code(verdicts, code):
 
 
 def test_every_layout_is_held_against_one_process(tmp_path):
-    """The strategy "forgetful", which the test adds, does not sum the gradients of norms over
+    """The strategy "forgetful", which this test adds, does not sum the gradients of norms over
     tp."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"

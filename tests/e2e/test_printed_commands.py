@@ -1,6 +1,6 @@
 """Test the commands in the documents, and every run.sh, with dry runs. Each command runs in warm
-processes, with --dry-run added if necessary. test_launchers.py trains with a run.sh. A dry run is
-fast, does not import torch, and starts and creates nothing."""
+processes, with --dry-run added if necessary. A dry run must be fast, not import torch, and start
+and create nothing. test_launchers.py trains with a run.sh."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Commands with these words are skipped: files, runs and folders of the reader, and a deliberate
+# Commands with these words are skipped: the reader's files, runs and folders, and a deliberate
 # mistake.
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
@@ -48,7 +48,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def printed_commands(document: str) -> list[str]:
-    """Return the commands in a document's code blocks and table cells that start the script."""
+    """Return the commands that start the script, from a document's code blocks and table cells."""
     found, fenced = [], False
     for line in (ROOT / document).read_text().splitlines():
         fenced ^= line.startswith("```")
@@ -94,11 +94,11 @@ def as_required() -> bool:
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """Return the output of the command on a machine with H200s. If the command has a launcher, the
-    machine has no GPU.
+    """Return the command's output on a machine with H200s, or without GPUs if the command has a
+    launcher.
 
     The script runs in warm processes, as the command's launcher would start it. The variables in
-    front of the command are set, and the arguments of run.sh are added."""
+    front of the command are set, and the arguments that run.sh adds are included."""
     words = shlex.split(command)
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
     before, program, arguments = words[:place], words[place], words[place + 1 :]

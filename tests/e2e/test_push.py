@@ -19,8 +19,8 @@ AT_END = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny"}
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return the folder of a run of two processes that kept its best weights and uploaded them at
-    the end."""
+    """Return the folder of a two-process run that kept its best weights and uploaded them at the
+    end."""
     output_dir = tmp_path_factory.mktemp("push")
     values = {**AT_END, "keep_best": True, "output_dir": output_dir / "runs"}
     with serve({}) as hub:

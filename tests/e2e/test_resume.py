@@ -26,7 +26,7 @@ from tests.e2e.support import (
 
 EVERY, KEEP = 10, 2
 VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
-# Strategy -> (steps of a run, steps of an epoch). The long runs end in their second epoch and leave
+# Strategy -> (steps per run, steps per epoch). The long runs end in their second epoch and leave
 # time for a signal. The short run saves after two thirds of its steps, in its first epoch.
 LENGTHS = {"dp": (90, 70), "fsdp": (90, 70), "zero2": (15, 11)}
 GLOBAL_BATCH = 4
@@ -62,8 +62,8 @@ def load_record(run_dir: Path) -> dict:
 
 
 def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after: int) -> int:
-    """Start a run, signal it once the checkpoint of step `after` is published, and return its exit
-    code."""
+    """Start a run, send it a signal once the checkpoint for step `after` is published, and return
+    its exit code."""
     log = output_dir.parent / f"{output_dir.name}.log"
     with running(command, log) as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
@@ -121,8 +121,7 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
 def test_stopped_run_goes_on_as_if_it_had_not_been(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """The run of dp is also killed after it was resumed, with no time to save, and is resumed
-    again."""
+    """After being resumed, the dp run is also killed with no time to save, and resumed again."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)
@@ -157,8 +156,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
-    """Resume a DeepSpeed run from step 10 in a copy of an uninterrupted run without its last
-    checkpoint."""
+    """Copy an uninterrupted DeepSpeed run, remove its last checkpoint, and resume from step 10."""
     whole = uninterrupted("zero2")
     run_dir = tmp_path / "runs" / whole.name
     shutil.copytree(whole, run_dir)
@@ -174,8 +172,7 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
 
 
 def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):
-    """After Ctrl-C, the launcher sends its workers a second signal, and this signal must not end
-    them."""
+    """After Ctrl-C, the launcher sends its workers a second signal, which must not end them."""
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": "zero2", "num_samples": 1200, "epochs": 20}
     values |= {"max_steps": -1, "output_dir": output_dir}

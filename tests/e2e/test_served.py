@@ -1,5 +1,5 @@
-"""Test the settings that servers read from an exported folder: dtype, tokens that end an answer,
-padding."""
+"""Test the settings that servers read from an exported folder: the dtype, the tokens that end an
+answer, and padding."""
 
 import json
 import shutil
@@ -51,8 +51,8 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
 
 
 def test_generate_stops_where_transformers_stops(folder, tmp_path):
-    """Llama 3's generation_config.json has end tokens that neither its tokenizer nor its template
-    names."""
+    """Llama 3's generation_config.json lists end tokens that neither its tokenizer nor its template
+    mentions."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 400}
     torch.manual_seed(0)

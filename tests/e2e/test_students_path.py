@@ -1,6 +1,6 @@
-"""Run the guide's commands as a student types them, on her own text and in a terminal of 80
-columns. She trains, stops with Ctrl-C, continues, reads the report and generates text. No library
-may print a line."""
+"""Run the guide's commands as a student would type them, with a text file of her own and in an
+80-column terminal. She trains, stops with Ctrl-C, continues, reads the report and generates text.
+No library may print a line."""
 
 import fcntl
 import json
@@ -28,7 +28,7 @@ LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Tr
 
 
 class Terminal:
-    """A command that runs in a terminal of 80 columns. `text` is its output so far."""
+    """A command that runs in an 80-column terminal. `text` is its output so far."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         keyboard, screen = pty.openpty()
@@ -65,7 +65,7 @@ class Terminal:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines in their final state. Progress bars overwrite their line."""
+    """Return the final state of each line. Progress bars overwrite their lines."""
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
 
 
@@ -94,7 +94,7 @@ def test_from_a_text_to_answers(tmp_path):
     os.write(terminal.keyboard, b"\x03")
     assert terminal.end() == 130
     assert_readable(terminal.text)
-    # Ignore lines of a step or of the end of an epoch that was in progress.
+    # Ignore lines about a step or an epoch that was in progress.
     said = [line for line in lines_of(terminal.text[before:]) if line.strip()]
     after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
