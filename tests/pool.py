@@ -1,11 +1,11 @@
-"""Run jobs in warm processes. A server imports slow packages once and forks the processes of each
+"""Run jobs in warm processes. A server imports slow packages once and forks the processes for each
 job.
 
     pool = Pool(HEAVY)
     result = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
     result = pool.script(["--dry-run"])                      # real_model_example.py, as a process
 
-The server only imports and forks, so that jobs share no threads and no state of torch or DeepSpeed.
+The server only imports and forks, so that jobs share no threads and no torch or DeepSpeed state.
 The server ends when the process that started it ends. Each job has a separate port and a time
 limit, after which the job's process group is killed."""
 
@@ -47,7 +47,7 @@ HEAVY = (
     f"{PACKAGE}.start.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
-GRACE_S = 10.0  # time that other processes have to end after one has failed
+GRACE_S = 10.0  # time for the other processes to end after one has failed
 FAILED = 70  # exit code if a job's function raises an exception
 # These ports are below the range that Linux uses for outgoing connections (ip_local_port_range).
 # Otherwise a connection could occupy the port before a launcher listens on it.
@@ -75,8 +75,8 @@ class Pool:
     def call(
         self, function: str, arguments: Any, *, num_processes: int, grace_s: float = GRACE_S
     ) -> Any:
-        """Call "module:function" with `arguments` on every rank of a new group of processes. Return
-        the result of rank 0.
+        """Call "module:function" with `arguments` on every rank of a new process group. Return the
+        result from rank 0.
 
         Raises RuntimeError with the output of every rank if a rank fails or the time limit is
         exceeded."""
@@ -84,7 +84,7 @@ class Pool:
         given = pickle.dumps(arguments)
         codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if -signal.SIGSEGV in codes:
-            # This happened in one of two runs of all tests, inside gloo. None of our code is
+            # This crash inside gloo happened in one of two runs of all tests. None of our code is
             # native.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
             codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
@@ -236,8 +236,8 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
 
 
 def run_script(script: str, *arguments: str) -> None:
-    """Run a file in this process as `python FILE ARGUMENTS` would. SystemExit may carry the exit
-    code."""
+    """Run a file in this process as `python FILE ARGUMENTS` would. The script may raise SystemExit
+    with its exit code."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -1,8 +1,8 @@
-"""Check docstrings, comments, messages, pages and names for habits that our style forbids.
+"""Check docstrings, comments, messages, pages and names for wording that our style forbids.
 
     python -m tests.prose              # fails if a folder has more findings than tests/prose.json
     python -m tests.prose --list PATH  # prints the findings in a file or folder
-    python -m tests.prose --lower      # lowers the counts in tests/prose.json to today's
+    python -m tests.prose --lower      # lowers the limits in tests/prose.json to current counts
 
 To keep a phrase, write `prose: REASON` in a comment on its line."""
 
@@ -136,8 +136,8 @@ def findings(path: Path) -> list[Finding]:
 
 
 def folder_of(path: Path) -> str:
-    """Return the name under which a file's findings are counted: the folder, or the path of a
-    page."""
+    """Return the name under which a file's findings are counted: its folder or, for a page, its
+    path."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts if path.suffix == ".md" else parts[:2] if len(parts) > 2 else parts[:1])
 

@@ -1,4 +1,4 @@
-"""Helpers of the unit tests, which use neither the network nor a GPU."""
+"""Helpers for the unit tests, which use neither the network nor a GPU."""
 
 import contextlib
 import copy
@@ -54,8 +54,8 @@ paper letter market winter summer bridge engine forest signal
 
 @functools.cache
 def small_text() -> Path:
-    """Return a text file of 300 kB that is the same on every machine. Tokenizing the embedded
-    corpus would take longer than most runs of the tests."""
+    """Return a 300 kB text file that is the same on every machine. Tokenizing the embedded corpus
+    would take longer than most of the tests' runs."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -69,7 +69,7 @@ def small_text() -> Path:
 
 @functools.cache
 def small_records() -> Path:
-    """Return a file of 400 questions and answers that is the same on every machine. Most records
+    """Return a file with 400 questions and answers that is the same on every machine. Most records
     have only a few words."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
@@ -92,7 +92,7 @@ def _write_once(file: Path, text: str) -> Path:
 
 @contextlib.contextmanager
 def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """Check that the `with` block raises a UserError whose message is one line and contains each of
+    """Check that the `with` block raises a UserError with a one-line message that contains each of
     `words`."""
     with pytest.raises(UserError) as caught:
         yield caught
@@ -103,12 +103,12 @@ def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
 
 
 def named_strategy(name: str) -> Strategy:
-    """Return the shipped strategy of this name."""
+    """Return the shipped strategy with this name."""
     return load_strategy(build_config({"strategy": name}))
 
 
 def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
-    """Return the topology of process `rank` of a plan on CPUs."""
+    """Return the topology of process `rank` for a plan on CPUs."""
     return Topology(
         world_size=plan.num_processes, rank=rank, local_rank=rank, device_type="cpu", **plan.mesh
     )
@@ -190,8 +190,8 @@ def made_record(*, finished: bool = True, **changes: Any) -> Record:
 
 
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
-    """Return the JSON values of the record of a finished or a started run. `a__b=1` sets
-    values["a"]["b"]."""
+    """Return the JSON values of a run's record, for a finished run or for one that has just
+    started. `a__b=1` sets values["a"]["b"]."""
     return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
 
 
@@ -203,7 +203,7 @@ def started(run_dir: Path) -> RunRecord:
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a strategy with `changes`. A dotted key sets a nested value."""
+    """Return a strategy's DeepSpeed JSON with `changes`. A dotted key sets a nested value."""
     return changed(named_strategy(name).document, changes, ".")
 
 
@@ -242,7 +242,7 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
-    """Return the model of `spec` with the weights of a Hugging Face folder."""
+    """Return the model for `spec` with the weights from a Hugging Face folder."""
     model = spec.outline()
     fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))
     return model

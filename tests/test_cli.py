@@ -1,5 +1,5 @@
-"""Test the command line: options for every key, commands, hints, and which process plans, prints
-and trains."""
+"""Test the command line: options for every key, commands, hints, and which processes plan, print
+and train."""
 
 import json
 import re
@@ -96,8 +96,8 @@ def test_help_is_complete_grouped_and_narrow():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that runs the script in this process, up to training, on the given
-    machine."""
+    """Return a function that runs the script in this process, up to the start of training, as if on
+    the given machine."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
 

@@ -26,8 +26,8 @@ EXAMPLES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder with the files of all examples. The examples' strategies are the only ones in
-    it."""
+    """Return a folder with the files for all examples. It contains only the examples'
+    strategies."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

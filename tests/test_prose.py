@@ -1,4 +1,4 @@
-"""Test that tests/prose.py finds forbidden phrases, and that it ignores code and lines with a
+"""Test that tests/prose.py finds forbidden phrases, but ignores code and lines with a
 `prose: REASON` comment."""
 
 from pathlib import Path

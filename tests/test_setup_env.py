@@ -16,7 +16,7 @@ NO_GPU = "#!/bin/sh\nexit 9\n"
 
 
 def installed(tmp_path, nvidia_smi, index):
-    """Run a copy of setup_env.sh with this nvidia-smi, and return the arguments that uv
+    """Run a copy of setup_env.sh with the given nvidia-smi, and return the arguments that uv
     received."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")

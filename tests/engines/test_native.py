@@ -34,7 +34,7 @@ def build_engine(plan):
 
 
 def train(engine, *seeds):
-    """Train one step on random tokens for each seed. Return the results of the steps."""
+    """Train for one step on random tokens for each seed. Return the results of the steps."""
     found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     train(engine, 4)
     train(resumed, 4)
     for ours, theirs in zip(engine.parameters, resumed.parameters, strict=True):
-        # Checkpoints drop the last bit of the scales of 8-bit Adam moments.
+        # Checkpoints drop the last bit of the scales for 8-bit Adam moments.
         assert torch.allclose(ours, theirs, rtol=0, atol=2e-6 if optimizer == "adamw-8bit" else 0)
 
 

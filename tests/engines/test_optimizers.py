@@ -1,4 +1,4 @@
-"""Test AdamW with Adam moments in bf16 and in 8 bits, and clipping."""
+"""Test AdamW with bf16 and 8-bit Adam moments, and test gradient clipping."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def build(name, parameter):
 
 
 def train(name, gradients):
-    """Take one step per gradient. Return the parameter and its optimizer state."""
+    """Run one optimizer step per gradient. Return the parameter and its optimizer state."""
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512))
     optimizer = build(name, parameter)
     for gradient in gradients:
@@ -84,7 +84,7 @@ def test_an_update_that_is_left_out_changes_nothing():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_does_what_torch_does(fused):
-    """Fused AdamW divides by the clipping factor itself. Without a GPU, only this test runs it."""
+    """Fused AdamW itself divides by the clipping factor. Without a GPU, only this test uses it."""
     weights = []
     for engine_clips in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))

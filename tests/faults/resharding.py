@@ -1,4 +1,4 @@
-"""Save runs under one layout and continue them under another.
+"""Save runs under one layout and resume them under another.
 
 python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.faults.resharding --ring             each layout saved once and resumed once
@@ -6,8 +6,8 @@ python -m tests.faults.resharding --pairs 20 --seed 7
 python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The script's models are wider than the tests', so that infinity keeps Adam moments in files.
-`--work` is gpt2, llama, or lora (adapters beside a llama's frozen weights).
+The script's models are wider than those in the tests, so that infinity keeps Adam moments in files.
+`--work` is gpt2, llama, or lora (adapters on a Llama model with frozen weights).
 """
 
 import argparse
@@ -36,7 +36,7 @@ LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # each run is saved after half of these steps
-AT_ONCE = 40  # approximate number of pairs per job; the pairs of a job share saved runs
+AT_ONCE = 40  # approximate number of pairs per job; the pairs in a job share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
@@ -60,8 +60,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
     "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
 }
-# These layouts are only paired with each other, because the work of other strategies has no
-# local_steps.
+# These layouts are only paired with each other, because local_steps is part of their work but not
+# of other strategies' work.
 LOCAL = {
     f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
     for count in (1, 2, 4)
@@ -92,8 +92,8 @@ def draw_ring(seed: int) -> list[Pair]:
 def reshard(
     pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
 ) -> dict[Pair, dict[str, float]]:
-    """Compare the second half of each pair's steps with an uninterrupted run of one process. For
-    each pair, return the largest relative differences of a loss and of a weight (in the 2-norm)."""
+    """Compare the second half of each pair's steps with an uninterrupted one-process run. For each
+    pair, return the largest relative difference of any loss and of any weight (in the 2-norm)."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)
@@ -102,7 +102,7 @@ def reshard(
 def _save(
     layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
 ) -> dict[str, str]:
-    """Train each layout for half of the steps and save. Return the run folder of each layout."""
+    """Train under each layout for half of the steps, then save. Return each layout's run folder."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
@@ -120,8 +120,8 @@ def _save(
 def _resume(
     pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
-    """Continue the runs that `_save` saved in `runs`. Return the differences of each pair, as in
-    `reshard`."""
+    """Resume the runs that `_save` saved in `runs`. Return the differences for each pair, as
+    `reshard` does."""
     expected = reference(dict(work), steps=NUM_STEPS)
     found = {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
@@ -155,8 +155,8 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
 
 
 def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divide pairs into jobs of about AT_ONCE pairs. All pairs with the same saved layout are in
-    one job."""
+    """Divide the pairs into jobs of about AT_ONCE pairs. All pairs with the same saved layout are
+    in one job."""
     jobs: list[list[Pair]] = []
     for _, own in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
         if not jobs or len(jobs[-1]) > AT_ONCE / 2:

@@ -1,10 +1,10 @@
-"""Inject random faults into runs of all strategies, many runs at a time, and measure the cost.
+"""Inject random faults into runs of all strategies, many at a time, and measure the lost steps.
 
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
-    python -m tests.faults.soak --seed 1 --repeat zero2:3   # one mission again
+    python -m tests.faults.soak --seed 1 --repeat zero2:3   # repeats one mission
 
-A mission is one run on two or four CPU processes, which is started with --num_gpus as a user would.
-Up to three random faults strike at random steps, and after each fault the run is started again with
+A mission is one run on two or four CPU processes that is started with --num_gpus, as a user would.
+Up to three random faults strike at random steps, and after each fault the run is restarted with
 `resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
 number of useful steps divided by the number of executed steps."""
 
@@ -75,13 +75,13 @@ BUILDING = ("offload", "infinity")  # strategies that need DeepSpeed's extension
 
 @dataclass(frozen=True)
 class Expected:
-    """Required end of a run after a fault."""
+    """Required outcome of a run after a fault."""
 
     status: tuple[str, ...]  # accepted statuses in the run's record; "" accepts a missing record
     named: str  # pattern that the record's error or the output must match
     recorded_s: float = 15.0  # longest time from the fault until the record is written
     ended_s: float = 15.0  # longest time until all processes have ended; a frozen process has 30 s
-    removes: bool = False  # whether the run's folder is removed, so that all its steps are lost
+    removes: bool = False  # whether the run's folder is removed, which loses all its steps
 
 
 KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
@@ -115,7 +115,7 @@ FAULTS = {
 
 @dataclass
 class Mission:
-    """One run with its faults and results. Mission `number` 0 of each strategy has no faults."""
+    """A run with its faults and results. For each strategy, mission number 0 has no faults."""
 
     strategy: str
     number: int
@@ -128,7 +128,7 @@ class Mission:
     warm: bool = False  # run in processes of tests.pool, without a launcher
 
     def run(self) -> dict[str, Any]:
-        """Run the mission. Return its row of the record."""
+        """Run the mission, and return its row for the record."""
         self.runs = self.folder / "runs"
         self.runs.mkdir(parents=True)
         draw = random.Random(f"{self.seed} {self.strategy} {self.number}")
@@ -199,8 +199,8 @@ class Mission:
         return row
 
     def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> int | None:
-        """Start the launcher and wait. Return its exit code. Return None if it was killed at the
-        time limit."""
+        """Start the launcher and wait. Return its exit code, or None if it was killed at the time
+        limit."""
         count, values = STRATEGIES[self.strategy]
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
@@ -237,7 +237,7 @@ class Mission:
         return launcher.returncode
 
     def _judge(self, row: dict[str, Any]) -> None:
-        """Record a failure if the run did not end as required after this fault. Set
+        """Record a failure if the run did not end as required after this fault. Also set
         `row["named"]`."""
         if not row["struck"] or self.time_left() <= 0:
             return
@@ -262,7 +262,7 @@ class Mission:
 
 
 class Soak:
-    """Run missions on `jobs` threads until the time is over or `faults` faults have struck."""
+    """Run missions on `jobs` threads until time is up or `num_faults` faults have struck."""
 
     def __init__(
         self, seed: int, num_faults: int, seconds: float, jobs: int,
@@ -314,8 +314,8 @@ class Soak:
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the ready strategy with the fewest missions, and the mission's number. Return None
-        if no strategy is ready, so that the thread must wait."""
+        """Return the ready strategy with the fewest missions, and the number of its next mission.
+        Return None if no strategy is ready, in which case the thread must wait."""
         with self.lock:
             ready = [
                 name for name in self.strategies
@@ -377,7 +377,7 @@ class Soak:
         print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """Return the record of all missions that is published."""
+        """Return the record of all missions, for publication."""
         with self.lock:
             starts = [(m, start) for m in self.missions for start in m["starts"] if start["struck"]]
             useful, paid = (
@@ -402,7 +402,7 @@ class Soak:
 def by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
-    """Return {name: totals}, where `key` gives the name of each (mission, start)."""
+    """Return {name: totals}. `key` maps each (mission, start) to its name."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
         own = [pair for pair in starts if key(*pair) == name]
@@ -428,14 +428,13 @@ def by(
 
 
 def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
-    """Return a mission without its logs, which a successful mission does not need."""
+    """Return a mission without its logs, which are not needed if the mission succeeds."""
     starts = [{k: v for k, v in start.items() if k != "tail"} for start in mission["starts"]]
     return {**mission, "starts": starts}
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return whether the weights of two runs are bit-identical, and their largest relative
-    difference."""
+    """Return whether two runs' weights are bit-identical, and the largest relative difference."""
     assert set(ours) == set(theirs)
     far = {}
     for name in ours:
@@ -446,7 +445,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def living(processes: Path) -> Iterator[int]:
-    """Yield the ids of the processes of a start that still run."""
+    """Yield the IDs of a start's processes that are still running."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()
@@ -474,13 +473,13 @@ def can_mount() -> bool:
 
 
 def saved_steps(runs: Path) -> int:
-    """Return the step of the newest checkpoint. Return 0 if there is none."""
+    """Return the step of the newest checkpoint, or 0 if no checkpoint exists."""
     found = runs.glob("*-*/checkpoints/step-*/meta.json")
     return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
 
 
 def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
-    """Return the newest record and its time. Return ({}, 0.0) if no record is newer than
+    """Return the newest record and its modification time, or ({}, 0.0) if no record is newer than
     `since`."""
     files = {file: file.stat().st_mtime for file in runs.glob("*-*/record.json")}
     file = max(files, key=lambda file: files[file], default=None)
@@ -490,7 +489,7 @@ def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
 
 
 def read_weights(runs: Path) -> dict[str, Any]:
-    """Return the weights that a run exported last. Return {} if there are none."""
+    """Return the most recently exported weights, or {} if no run has exported weights."""
     files = sorted(runs.glob("*-*/hf/model.safetensors"), key=lambda file: file.stat().st_mtime)
     return load_file(files[-1]) if files else {}
 
@@ -506,7 +505,7 @@ def soak(
     warm: bool = False,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Run missions until `num_faults` faults have struck or the time is over. Return the record."""
+    """Run missions until `num_faults` faults have struck or time is up. Return the record."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         whole = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
         prepare(whole)
@@ -521,8 +520,8 @@ def soak(
 
 
 def prepare(whole: Soak) -> None:
-    """Exclude strategies and faults that this machine cannot run. Set the folder of DeepSpeed's
-    extensions unless the environment names one."""
+    """Exclude strategies and faults that this machine does not support. Set the folder for
+    DeepSpeed's extensions unless the environment already names one."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(whole.folder / "extensions"))
     if "infinity" in whole.strategies and not has_libaio():
         whole.not_run["infinity"] = "libaio is not installed"

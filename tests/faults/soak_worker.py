@@ -1,7 +1,7 @@
 """Run real_model_example.py for soak.py, with a fault in one of the processes.
 
-The environment variable SOAK contains the fault as JSON, including a folder. In this folder, the
-processes write their ids, the time of the fault, and a line for each completed step."""
+The environment variable SOAK describes the fault as JSON and names a folder. In this folder, the
+processes record their IDs, the time of the fault, and a line for each completed step."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def kill_everyone() -> None:
 
 
 def strike_in_step(trainer: Any) -> None:
-    """Cause the fault at the start of a step, or prepare it to strike later."""
+    """Cause the fault at the start of a step, or set it up to strike later."""
     if KIND in SIGNALS:
         struck()
         signum, launcher = SIGNALS[KIND]
@@ -103,8 +103,8 @@ def strike_at(owner: Any, name: str) -> None:
 
 
 def strike_in_save(checkpoint: Any, own: bool) -> None:
-    """Cause the fault when a checkpoint is written. "no quota" affects all ranks, because a quota
-    counts the bytes of all of them."""
+    """Cause the fault while a checkpoint is being written. "no quota" affects all ranks, because
+    they share one quota."""
     if KIND == "no quota":
         struck()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -123,7 +123,7 @@ def strike_in_save(checkpoint: Any, own: bool) -> None:
 
 
 def arrange(rank: int) -> None:
-    """Prepare the fault on this rank."""
+    """Set up fault injection on this rank."""
     own = rank == JOB["rank"]
     if own and KIND == "killed at the start":
         struck()
@@ -153,7 +153,7 @@ def arrange(rank: int) -> None:
 
 
 def begin_process() -> None:
-    """Record this process's id. If it is a rank, prepare the fault."""
+    """Record this process's ID. If the process is a rank, set up fault injection."""
     (FOLDER / "processes" / str(os.getpid())).touch()
     if "RANK" in os.environ:
         arrange(int(os.environ["RANK"]))

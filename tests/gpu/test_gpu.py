@@ -29,15 +29,15 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
     str(index) for index in range(torch.cuda.device_count())
 )
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
-# These runs use fp32 without TF32. Results differ slightly, because GPU kernels sum in different
-# orders.
+# These runs use fp32 without TF32. Results differ slightly, because the order of summation differs
+# between GPU kernels.
 EAGER = {**BASE, "compile": False, "batch_size": 8}
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Return the results of runs on one GPU: an eager reference, and every strategy compiled, with
-    and without gradient accumulation."""
+    """Return the results of runs on one GPU: an eager reference run, and compiled runs with every
+    strategy, with and without gradient accumulation."""
     cases = {"reference": {**EAGER, "strategy": "dp"}}
     for strategy in STRATEGIES:
         values = {**BASE, "strategy": strategy, "compile": True}
@@ -55,7 +55,7 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_layouts_on_several_gpus_equal_one(count, data):
-    """The runs use NCCL and, if the layout allows it, compiled code."""
+    """The runs use NCCL and, if the layout supports it, compiled code."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
     base = {**DEEP, "pack": data == "packed"}

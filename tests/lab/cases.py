@@ -1,4 +1,4 @@
-"""Functions that processes of the heavy pool call for the tests of the lab."""
+"""Functions that the heavy pool's processes call for the lab tests."""
 
 from typing import Any
 
@@ -8,6 +8,6 @@ from tests.parity.cases import all_cases
 
 
 def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """For each case, return the number of bytes that every rank sent per step on average, and the
-    number from the formulas."""
+    """Return, for each case, the average number of bytes that each rank sent per step, and the
+    number that the formulas give."""
     return all_cases(arguments, lambda run: gather(traffic.count_step(run)))

@@ -1,5 +1,5 @@
 """Test the scaling formulas: compare closed forms with a search and with published figures, and
-check refusals."""
+check that invalid input is rejected."""
 
 import math
 import sys
@@ -29,9 +29,9 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
 
 
 def test_published_figures():
-    """Compare the exponents with the papers' abstracts. At Chinchilla's budget, the replication
-    gives about 20 tokens per parameter, the ratio with which Chinchilla was trained. The original
-    fit gives many more."""
+    """Compare the exponents with those in the papers' abstracts. At Chinchilla's budget, the
+    replication gives about 20 tokens per parameter, as in Chinchilla's training. The original fit
+    gives many more."""
     for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
         small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
         assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)
@@ -57,7 +57,7 @@ def budget(*words):
 
 
 def test_as_typed():
-    """Run budget.py as a user types it, and check one row of its table."""
+    """Run budget.py as a user would type it, and check one row of its table."""
     shown = budget("1xH200 24h", "--per_device_train_batch_size", "8")
     assert_ok(shown)
     assert "with 8 x 512 tokens" in shown.stdout

@@ -1,4 +1,4 @@
-"""Test the columns of tables that no generated document covers."""
+"""Test table columns that no generated document covers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test that the documents are up to date: their figures equal the records, and their links have
+"""Test that the documents are up to date: their figures match the records, and their links have
 targets."""
 
 import json

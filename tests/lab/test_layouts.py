@@ -47,8 +47,7 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     parts = explain(idle, pipeline, orders, (0, 1))
     expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
     assert parts == pytest.approx(expected)
-    # Stage 1 sets the pace. The step takes 1 + 2 x (2 + 4) + 2 = 15, and stage 0 is busy for 6 of
-    # it.
+    # Stage 1 sets the pace. The step takes 1 + 2 x (2 + 4) + 2 = 15, and stage 0 is busy for 6.
     idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
     parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
@@ -76,8 +75,8 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak
 
 
 def test_each_run_has_its_own_batch(tmp_path):
-    """Under torchrun, a restarted run keeps its folder, but separate runs of a plan must not share
-    one."""
+    """Under torchrun, a restarted run keeps its folder, but different runs of a plan must not share
+    a folder."""
     runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
     common = {**SMALL, "strategy": "dp", "generate": None}
     (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))

@@ -1,5 +1,5 @@
-"""Test the shares of communication: compare random traces with counted ticks, and trace a run of
-two processes."""
+"""Test the shares of communication: compare random traces with counted ticks, and trace a
+two-process run."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
     events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
     events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
     events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
-    # On a GPU, CPU events are ignored, and steps only determine the number of steps.
+    # On a GPU, CPU events are ignored, and step events only determine the number of steps.
     events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
     events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
     rng.shuffle(events)

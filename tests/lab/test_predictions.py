@@ -24,8 +24,8 @@ def test_published_runs_on_gpus():
 
 
 def test_runs_that_others_published(tmp_path):
-    """Predict runs that others published, including GPT-2 models on A100s. None of our records was
-    used to set the rates of the A100. No finished run may be rejected."""
+    """Predict runs that others published, including GPT-2 models on A100s. The A100's rates were
+    set without any of our records. Runs that finished must be predicted to fit in memory."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
         time, _, fits = blind.errors(row, tmp_path)
@@ -37,8 +37,8 @@ def test_runs_that_others_published(tmp_path):
 
 
 def test_published_runs_without_gpus():
-    """Compare the predicted RAM of every strategy on 1, 2 and 4 processes, and the predicted time
-    if the time was measured."""
+    """Compare the predicted RAM of every strategy on 1, 2 and 4 processes with measurements. Also
+    compare the predicted time if the time was measured."""
     rows = validate.cpu_rows()
     assert len(rows) > 20
     assert max(abs(row.memory_error) for row in rows) < 0.10

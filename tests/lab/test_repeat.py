@@ -5,7 +5,7 @@ import sys
 
 from tests.conftest import ROOT, run_command
 
-RECORDS = (  # runs of different programs, with a renamed key, and with the first schema of records
+RECORDS = (  # runs of different programs, with a renamed key, and with the first record schema
     "records/h200-x4/gpt2-medium-dp-bf16-b4-x4.json",
     "records/h200-x4-compression/gpt2-medium-dp-topk-int8-b64-x4.json",
     "records/h200-x4-layouts/gpt2-xl-20-heads-pp-pp4-1f1b-m4-bf16-b32-x4.json",

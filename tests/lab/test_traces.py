@@ -1,4 +1,4 @@
-"""Test traces of the runs of a plan: timelines, records of two processes, and published shares."""
+"""Test traces of the runs in a plan: timelines, records of two processes, and published shares."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_runs_of_two_processes(tmp_path):
             parts = rank["traced_s"]
             assert min(parts["computing"], parts["communicating"], rank["timed_s"]) > 0, name
         assert run["timeline"]["step_us"] > 0
-    # Collectives that only the tracing needs are not included.
+    # Collectives that are only needed for tracing are not included.
     assert runs["dp"]["ranks"][0]["operations"] == {"all-reduce": 1}
     assert runs["small buckets"]["ranks"][0]["operations"]["all-reduce"] > 4
     assert found["steps"]["timed"] == NUM_TIMED

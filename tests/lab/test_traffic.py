@@ -1,4 +1,4 @@
-"""Test the formulas for communication volume against recorded counts and against the figures in
+"""Compare the formulas for communication volume with recorded counts and with the figures in the
 documents. Also test that the tables about smaller and less frequent exchanges match the recorded
 runs."""
 
@@ -70,7 +70,7 @@ def test_counted_bytes_are_the_formulas():
 
 @pytest.fixture(scope="module")
 def _four_processes():
-    """Make this process rank 0 of a fake group of four processes. Nothing is sent."""
+    """Make this process rank 0 in a fake group of four processes. Nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""Make folders of tiny random models of more than twenty kinds of decoder, saved by
-transformers."""
+"""Create folders with tiny random decoders of more than twenty kinds, saved by transformers."""
 
 from pathlib import Path
 
@@ -15,8 +14,7 @@ _SHAPE = {
 }  # fmt: skip
 _HEADS = {"head_dim": 8}
 _ONE_KIND = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
-# Name -> (class, config values that differ from the defaults). Windows are shorter than the
-# samples.
+# Name -> (class, config values that differ from the defaults). Windows are shorter than samples.
 KINDS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {**_SHAPE, **_HEADS}),
     "gemma2": ("Gemma2", {
@@ -101,7 +99,7 @@ KINDS: dict[str, tuple[str, dict]] = {
 
 
 def make_folder(kind: str, folder: Path) -> Path:
-    """Save a model of this kind in which every parameter is random, including norms and biases."""
+    """Save a model of the given kind with random parameters, including norms and biases."""
     name, values = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**values)

@@ -1,4 +1,4 @@
-"""Compare both native families with transformers."""
+"""Compare both native model families with transformers."""
 
 import dataclasses
 import json
@@ -45,8 +45,8 @@ IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 
 
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
-    """Build a transformers model in which every parameter is random, including norms and biases.
-    Save the model to `folder`."""
+    """Build a transformers model with random parameters, including norms and biases, and save it to
+    `folder`."""
     class_name, options = OPTIONS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options})
@@ -252,8 +252,8 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
 
 
 def edited(folder, edit):
-    """Save a GPT-2 and call `edit` on its saved tensors. Return the original model and our model of
-    the edited folder."""
+    """Save a GPT-2 model and call `edit` on its saved tensors. Return the original model, and our
+    model loaded from the edited folder."""
     reference = theirs("gpt2", folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -279,7 +279,7 @@ FC = "h.1.mlp.c_fc.bias"
         (FC, None, "is missing"),
         (FC, torch.zeros(128, dtype=torch.int8), "I8"),
         ("ln_f.bias", torch.zeros(31), "[31]"),
-        # Missing rows of the vocabulary must not be filled with zeros.
+        # Missing vocabulary rows must not be filled with zeros.
         ("wte.weight", torch.zeros(250, 32), "[250, 32]"),
         ("wte.weight", torch.zeros(300), "[300]"),  # raised an IndexError in the past
         ("h.0.attn.c_attn.bias", torch.zeros(97), "[97]"),  # raised a RuntimeError in the past
@@ -346,7 +346,7 @@ def test_what_is_another_function_is_refused(changes, words, tmp_path):
         find_model(str(tmp_path))
 
 
-# Numbers of parameters from the models' pages, or counted by transformers
+# Numbers of parameters, from the models' pages or counted by transformers
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

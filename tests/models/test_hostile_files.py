@@ -118,7 +118,7 @@ def test_weights_that_are_a_pipe(tmp_path):
 
 @pytest.fixture
 def adapters(tmp_path):
-    """Return a model and a folder of adapters for the model, with rank 2 and nonzero B matrices."""
+    """Return a model and an adapter folder for it, with rank 2 and nonzero B matrices."""
     spec = find_model("gpt2-tiny")
     state = {}
     for number in range(2):

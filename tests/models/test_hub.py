@@ -1,4 +1,4 @@
-"""Compare decoders that use transformers' blocks in our model class with transformers itself."""
+"""Compare our decoders that are built from transformers' blocks with transformers itself."""
 
 import json
 import weakref
@@ -25,7 +25,7 @@ LENGTH = 40  # longer than the sliding windows
 
 @pytest.fixture(autouse=True)
 def without_traces(monkeypatch, tmp_path_factory):
-    """Skip tracing, which takes seconds per model and is tested in test_hub_trace.py."""
+    """Skip tracing, which takes several seconds per model and is tested in test_hub_trace.py."""
     monkeypatch.setattr("distributed_training.models.hub.trace.trace", lambda document: None)
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path_factory.mktemp("cache")))
 
@@ -98,14 +98,14 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
 def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
-    """Nemotron's blocks drop the document mask, and the other models have their own attention."""
+    """Nemotron's blocks drop the document mask, and the other models use custom attention code."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
-    """Models with windows or caps stay correct where other models use the document kernel, which
-    supports neither."""
+    """Models with windows or caps must stay correct in cases where other models would use the
+    document kernel, which supports neither."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))
@@ -120,7 +120,7 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """The logits of the three kinds have a cap, a bias and a factor, respectively."""
+    """The three kinds of model have logits with a cap, a bias and a factor, respectively."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -135,7 +135,8 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
-    """A bf16 model also initializes modules that read their parameters in rounded form."""
+    """A bf16 model must also initialize modules that read copies of their parameters rounded to
+    bf16."""
     spec, _ = build(make_folder("gemma2", tmp_path))
     model = spec.outline()
     model.compute_dtype = torch.bfloat16
@@ -174,8 +175,8 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
 
 
 def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
-    """The weights of a run are freed although Inductor's caches keep the types of compiled modules.
-    On GPUs, the caches keep them until the process ends."""
+    """A run's weights must be freed although Inductor's caches keep the types of compiled modules.
+    On GPUs, the caches keep these types until the process ends."""
     folder = make_folder("gemma2", tmp_path / "theirs")
     types, weights = [], []
 
@@ -226,7 +227,7 @@ def test_what_is_no_dense_decoder_is_refused_in_one_line(changes, words, tmp_pat
 
 
 def test_options_that_a_native_family_lacks_are_computed_by_transformers(tmp_path):
-    """A native model with a sliding window only accepts samples up to the window's length."""
+    """A native model accepts a sliding window only if samples are no longer than the window."""
     windowed = make_folder("mistral-window", tmp_path / "windowed")
     with refused("max_length=64", f"model to 'hub:{windowed}'"):
         plan_for(tmp_path, model=str(windowed), max_length=64, strategy="dp", dataset="embedded")

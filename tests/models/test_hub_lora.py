@@ -1,5 +1,5 @@
-"""Test LoRA adapters of models that use transformers' blocks: PEFT loads the adapters and computes
-the same logits."""
+"""Test LoRA adapters for models that use transformers' blocks: PEFT must load the adapters and
+compute the same logits."""
 
 import pytest
 import torch

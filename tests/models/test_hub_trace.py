@@ -1,5 +1,5 @@
-"""Compare the traced costs of a block with the formulas for native models, and test which
-strategies reject traced models."""
+"""Compare a block's traced costs with the formulas for native models, and test which strategies
+reject traced models."""
 
 import dataclasses
 import json
@@ -50,8 +50,8 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
 def test_a_block_with_tensors_of_its_own_is_traced(kind, tmp_path):
-    """ALiBi constants, and tensors that a block's forward creates from Python numbers, become
-    inputs of the traced graphs."""
+    """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
+    inputs to the traced graphs."""
     folder = make_folder(kind, tmp_path)
     assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32
 

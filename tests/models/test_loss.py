@@ -1,4 +1,4 @@
-"""Compare the chunked loss with the loss of all tokens at once."""
+"""Compare the chunked loss with the loss computed over all tokens at once."""
 
 import weakref
 
@@ -89,8 +89,8 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
 
 
 def test_chunks_by_default_cost_little(tmp_path):
-    """The default chunk is small if additional chunks cost little. This is so if the output layer
-    is a small part of the model, and with adapters, which accumulate no gradient of the output
+    """The default chunk is small if additional chunks cost little. This is the case if the output
+    layer is a small part of the model, and with adapters, which need no gradient for the output
     layer."""
 
     def chunk(model, machine=GPU_MACHINE, **values):

@@ -21,7 +21,7 @@ SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hi
 
 
 def random_model(dropout=0.0):
-    """Return a model in which every parameter is random, including biases and norms."""
+    """Return a model with random parameters, including biases and norms."""
     model = build_model(SIZE, dropout=dropout, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
     assert_equal(results["none"], results["full"])
     assert_equal(results["none"], results["selective"])
     assert max(kept["full"], kept["selective"]) < kept["none"] / 2
-    if not dropout:  # With dropout, attention on CPUs is not a single operation.
+    if not dropout:  # with dropout, attention on a CPU is not a single operation
         assert flops["none"] == flops["selective"] < flops["full"]
 
 
@@ -138,7 +138,7 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
             model(*random_batch()).backward()
         flops[mode] = counter.get_total_flops()
     features = sum(rows + columns for rows, columns in SIZE.block_matrices)
-    # The backward pass does not need the last output of a block, so torch does not recompute it.
+    # The backward pass does not need a block's last output, so torch does not recompute it.
     features -= SIZE.hidden_size
     repeated = 2 * random_batch()[0].numel() * config.lora_rank * SIZE.num_layers * features
     assert flops["selective"] == flops["none"] + repeated
@@ -182,7 +182,7 @@ def test_hashed_weights_depend_on_their_place_alone():
     rows, columns = (numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])
     for one, two in ((numbers, other), rows, columns):
         assert abs((one * two).mean()) < 0.03
-    # All machines must draw the same bits, because adapters may have been trained for random
+    # All machines must draw the same bits, because adapters may have been trained for these random
     # weights.
     assert [x.hex() for x in numbers[0, :2].tolist()] == [
         "0x1.e5b4760000000p-1",

@@ -1,5 +1,5 @@
-"""Test frozen NF4 matrices: their values, their size, and the results of a model with such
-matrices."""
+"""Test frozen NF4 matrices: their values, their size, and the results of a model that uses
+them."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from distributed_training.models import nf4
 from distributed_training.models.decoder import Linear
 from distributed_training.models.gpt2 import SIZES, build
 
-# The 16 levels of NF4 (QLoRA, appendix E). Numbers are rounded to the nearest level.
+# The 16 NF4 levels (QLoRA, appendix E). Numbers are rounded to the nearest level.
 LEVELS = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,

@@ -1,5 +1,5 @@
-"""Test that models are found by name, by the path of a Hugging Face folder, and by the path of a
-family."""
+"""Test that models are found by name, by the path to a Hugging Face folder, and by the path to a
+model family."""
 
 import json
 from collections import Counter
@@ -21,8 +21,8 @@ def planned(model, tmp_path, **others):
 
 
 def test_plans_of_folders(tmp_path):
-    """Plan with a folder that has a config of unknown size but no weights, and with a folder with
-    weights."""
+    """Plan with a folder that has weights, and with one that has no weights and whose config has an
+    unknown size."""
     folder = tmp_path / "four"
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
@@ -61,8 +61,8 @@ def test_a_family_outside_of_the_package(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
 def test_what_sizes_say_is_what_modules_hold(name):
-    """The planner uses the properties of a size, and parallel/ shards modules by their roles. Both
-    must match the parameters of the built model."""
+    """The planner uses the properties of a model size, and parallel/ shards modules by their roles.
+    Sizes and roles must both match the parameters of the built model."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
     held = Counter()

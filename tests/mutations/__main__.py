@@ -2,11 +2,11 @@
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
-    python -m tests.mutations --check                # in seconds: which no longer apply
+    python -m tests.mutations --check                # lists those that no longer apply (seconds)
 
 Each mutation is applied to a copy of the checkout. There, the narrowest tests that should catch it
-run until the first failure. The tests must pass without the mutation, or "caught" would mean
-nothing. The exit code is 1 if a mutation survives or no longer applies."""
+run until the first failure. The tests must pass without the mutation, because otherwise "caught"
+would mean nothing. The exit code is 1 if a mutation survives or no longer applies."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ CAUGHT, DIRTY = "caught", "tests fail without it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
-    """One change to the code that the tests must catch."""
+    """A change to the code that the tests must catch."""
 
     name: str
     breaks: str  # description of the fault in one sentence
@@ -62,7 +62,7 @@ def read_list() -> list[Mutation]:
 
 
 def find_stale(mutation: Mutation) -> str:
-    """Return why a mutation cannot be applied. Return "" if it can."""
+    """Return why a mutation cannot be applied, or "" if it can."""
     path = ROOT / mutation.file
     if not path.is_file() or path.read_text().count(mutation.old) != 1:
         return f"its old text is not in {mutation.file} exactly once"
@@ -118,15 +118,15 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file and remove its bytecode, because Python detects changes only by size and
+    """Write a file and remove its bytecode. Python detects changes only by file size and by
     modification time in whole seconds."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def try_group(mutations: list[Mutation]) -> list[str]:
-    """Test mutations that share the same tests: run the tests without a mutation, then with each.
-    Return one line per mutation that is not caught."""
+    """Try mutations that share the same tests: run the tests without any mutation, then with each
+    mutation. Return one line per mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

@@ -20,7 +20,7 @@ VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
 
 def plan_on_two_ranks(tmp_path, **of_rank_1):
-    """Plan on two threads, which act as ranks without a process group. Return each rank's plan or
+    """Plan on two threads that act as ranks without a process group. Return each rank's plan or
     error message."""
     store = dist.HashStore()
 
@@ -38,8 +38,8 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
 
 
 def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
-    """Ranks wait for rank 0 without a limit, because no process group with its timeout of half an
-    hour exists yet."""
+    """Ranks wait for rank 0 without a time limit, because no process group, with its half-hour
+    timeout, exists yet."""
     waited = threading.Event()
     data = rendezvous.plan_data
     read = data.read_data

@@ -23,8 +23,8 @@ SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, h
 
 
 def set_up(plan, rank):
-    """Build the engine of one rank. Return the number of elements in its stage's full parameters,
-    the number of bytes in its shards, and the ranks of its tp group."""
+    """Build one rank's engine. Return the number of elements in the full parameters of its stage,
+    the number of bytes in its shards, and the ranks in its tp group."""
     process = Process(
         rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE, local_world_size=HERE
     )
@@ -49,7 +49,7 @@ def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path, monkeypatch)
     found = {rank: set_up(plan, rank) for rank in RANKS}
 
     wholes = [whole for whole, _, _ in found.values()]
-    # The last stage has a copy of the embedding as the output layer.
+    # The last stage holds a copy of the embedding as its output layer.
     again = SIZE.vocab_size * SIZE.hidden_size if stages > 1 else 0
     expected = plan.size.num_parameters + again
     assert sum(wholes) == expected if stages > 1 else set(wholes) == {expected}

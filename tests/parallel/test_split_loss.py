@@ -1,5 +1,4 @@
-"""Test the loss for a sharded vocabulary in one process that has the whole vocabulary with
-padding."""
+"""Test the sharded-vocabulary loss in one process that holds the whole vocabulary with padding."""
 
 import pytest
 import torch

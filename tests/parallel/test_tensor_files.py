@@ -1,4 +1,4 @@
-"""Test that tensors that are written under one sharding can be read under any other."""
+"""Test that tensors written under one sharding can be read under any other sharding."""
 
 import itertools
 import random

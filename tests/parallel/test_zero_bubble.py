@@ -1,5 +1,5 @@
-"""Test that a split backward pass has the gradients and matrix multiplications of an unsplit one.
-Also test that rounding weights once per step gives the gradients of a bf16 model."""
+"""Test that split and unsplit backward passes have the same gradients and matrix multiplications.
+Also test that rounding weights once per step gives the same gradients as a bf16 model."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ def micro_batches(count):
 
 
 def in_two_parts(model, batches):
-    """Run the first part of all backward passes, then all second parts."""
+    """Run the first part of every backward pass, and then every second part."""
     weights, later = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()
@@ -100,8 +100,8 @@ def test_two_parts_take_the_products_of_one():
 
 
 def test_a_loss_that_is_kept_holds_no_inputs_of_products():
-    """Losses must not keep activations alive, because a schedule keeps the losses of all
-    micro-batches until the end of the step."""
+    """Losses must not keep activations alive, because a schedule keeps all micro-batches' losses
+    until the end of the step."""
     model, (batch,) = build("gpt2"), micro_batches(1)
     weights = WeightGradients(model, CPU, (1, 1))
     loss = model(*batch)

@@ -1,4 +1,4 @@
-"""Define the functions that the processes of a parity test call. Each case is a run of
+"""Define the functions that a parity test's processes call. Each case is a run of
 tools/harness.py.
 
 tests.pool calls these functions on every rank. Each public function except the last takes {"cases":
@@ -60,7 +60,7 @@ llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
         intermediate_size=320,
     )
 )  # fmt: skip
-# No number of processes in these tests divides the length of the prompt.
+# The length of the prompt is not a multiple of any number of processes in these tests.
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])
 
 
@@ -77,8 +77,8 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train for `steps` steps. Return losses (means over the targets of the global batch), gradient
-    norms and the final full fp32 weights. Also return, from halfway, the evaluation loss of one
-    global batch and the logits of PROMPT."""
+    norms and the final full fp32 weights. Also return the evaluation loss on one global batch and
+    the logits for PROMPT, both computed halfway."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
@@ -91,7 +91,7 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, with each record of a packed block as a separate padded sample."""
+    """Train like `train`, but with each record of a packed block as a separate padded sample."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
 
 
@@ -105,8 +105,8 @@ def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train the given `steps` (all by default) of a run of `num_steps`. `take` replaces the batch
-    of each step."""
+    """Train for the given `steps` (by default all) of a run of `num_steps`. `take` replaces the
+    batch of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
@@ -145,7 +145,7 @@ def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
 
 
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
-    """Return the mean loss of the global batch. `sums` are the summed losses of this rank's
+    """Return the mean loss over the global batch. `sums` has the summed loss of each of this rank's
     micro-batches."""
     total = torch.stack([each.double().cpu() for each in sums]).sum()
     dist.all_reduce(total)
@@ -175,9 +175,9 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the full state after uninterrupted training ("straight") and after a save and a load
-    in a new engine halfway ("resumed"). Also return the state before ("loaded") and after ("kept")
-    steps with a learning rate of 0 that follow a load."""
+    """Return the full state after uninterrupted training ("straight"), and after training that was
+    saved halfway and loaded into a new engine ("resumed"). After another load, take steps with a
+    learning rate of 0, and return the state before ("loaded") and after ("kept") them."""
     return all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
@@ -201,8 +201,8 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     run.engine.close()
     run.engine = build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
-    # Load without the rank-private state, as on another number of processes. With a learning rate
-    # of 0, no weight may change.
+    # Load without the rank-private state, as if the number of processes had changed. With a
+    # learning rate of 0, no weights may change.
     run.engine.load(saved, counters)
     run.engine.set_learning_rate(0.0)
     loaded = run.engine.full_state()
@@ -217,7 +217,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train for half of `steps` and save. Return the run folder of each case."""
+    """Train for half of `steps`, then save. Return the run folder for each case."""
 
     def use(run: Run) -> str:
         step = arguments["steps"] // 2
@@ -232,7 +232,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, from the checkpoint in each case's `resume` up to step `steps`."""
+    """Train like `train`, but from the checkpoint in each case's `resume` to step `steps`."""
 
     def use(run: Run) -> dict[str, Any]:
         assert any("is resharded" in note for note in run.plan.notes)
@@ -264,7 +264,7 @@ def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return, for each rank, {"residual": [state, ...], "attention": [...], "adapter": [...]}. Each
-    state is a hash of the random generator's state before a dropout of one training step. Equal
+    entry is a hash of the random generator's state before one dropout in a training step. Equal
     states draw equal masks."""
     seen: dict[str, list[str]] = {}
     attention.F = decoder.F = _watched(seen, DRAWING)
@@ -294,8 +294,8 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
-    """Return the gradient of one matrix after the compressed exchange of each step, with shape
-    [steps, rows, columns]. `gradients`, with shape [processes, steps, rows, columns], are the
+    """Return the gradient of one matrix after each step's compressed exchange, with shape [steps,
+    rows, columns]. `gradients`, with shape [processes, steps, rows, columns], contains the
     gradients before the exchange."""
     options = strategy_options("compressed")(**arguments["options"])
     config = build_config({"strategy": "compressed"})

@@ -65,8 +65,8 @@ def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Return the learning rate: linear warm-up, which is above 0 in the first step, then cosine
-    decay to 0."""
+    """Return the learning rate of a step: linear warm-up, starting above 0, then cosine decay to
+    0."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
@@ -74,7 +74,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
-    """Return AdamW with weight decay only for matrices and embeddings, not for biases and norms."""
+    """Return an AdamW optimizer that decays only matrices and embeddings, not biases and norms."""
     decaying, free = [], []
     for name, parameter in model.named_parameters():
         (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)
@@ -113,8 +113,8 @@ def train(
     num_replicas: int = 1,
     exchange: Callable[[Sequence[torch.Tensor]], Any] = sum,
 ) -> dict[str, Any]:
-    """Return the losses and gradient norms of all steps, and evaluations by the number of completed
-    steps. `exchange` combines the gradients of the replicas, each for its share of the batch."""
+    """Return the losses and gradient norms of all steps, and evaluations keyed by the number of
+    completed steps. `exchange` combines the replicas' gradients, each for a share of the batch."""
     found: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
     optimizer, parameters = new_adamw(model, settings), list(model.parameters())
     batches = draw_batches(len(records.ids), settings)
@@ -183,7 +183,7 @@ def train_apart(
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
-    """Return consecutive rows of the batch for each replica. At the end of an epoch, the last
-    replica has fewer rows."""
+    """Split the batch into consecutive rows for each replica. At the end of an epoch, the last
+    replica gets fewer rows."""
     each = settings.global_batch_size // num_replicas
     return [batch[place * each : (place + 1) * each] for place in range(num_replicas)]

@@ -1,4 +1,4 @@
-"""Helpers of the parity tests: the common work, its layouts, reference runs, and comparisons."""
+"""Helpers for the parity tests: the common work, its layouts, reference runs, and comparisons."""
 
 import functools
 import json
@@ -24,9 +24,9 @@ BASE = {
     "learning_rate": 1e-3,
     "precision": "fp32",
 }
-# The model has six blocks, so that stages can have unequal lengths. With this seed, Adam normalizes
-# no gradient that consists only of rounding errors. Such gradients would differ if sums had another
-# order.
+# The model has six blocks, so that stages can have unequal lengths. With this seed, Adam does not
+# normalize any gradient that consists only of rounding errors. Such gradients would depend on the
+# order of summation.
 DEEP = {**BASE, "model": "six-layers", "seed": 7}
 GLOBAL_BATCH = 8
 NUM_STEPS = 6
@@ -40,7 +40,7 @@ def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str,
 
 
 def split(**axes: int) -> dict[str, Any]:
-    """Return CONFIG values of strategy "3d", which has all axes. Axes that are not given are 1."""
+    """Return CONFIG values for strategy "3d", which has all axes. Axes that are not given are 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
 
@@ -55,8 +55,8 @@ def run_cases(
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Call the function `what` of a module in `pool`, or in the pool that all tests share. Return
-    the result of each case. A case may set `global_batch` instead of batch_size."""
+    """Call the function `what` from `module` in `pool`, by default the pool that all tests share.
+    Return the result for each case. A case may set `global_batch` instead of batch_size."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
@@ -78,9 +78,9 @@ def _pool(**environment: str) -> Pool:
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """Return CONFIG values of infinity with buffers as small as the models here, because filling
-    the shipped buffers of gigabytes takes longer than a case. `zero` is merged into
-    zero_optimization. With a sub_group_size of 2**18, models of a million parameters keep their
+    """Return CONFIG values for infinity with buffers that are as small as the models here. Filling
+    the shipped buffers, which have gigabytes, takes longer than a case. `zero` is merged into
+    zero_optimization. With a sub_group_size of 2**18, models with a million parameters keep their
     largest groups on disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
@@ -96,8 +96,8 @@ def small_infinity(**zero: int) -> dict[str, str]:
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
 ) -> dict[str, Any]:
-    """Return the result of one process with the whole batch in one micro-batch, unless `values`
-    splits the batch. The result is cached."""
+    """Return the result of a one-process run with the whole batch in one micro-batch, unless
+    `values` splits the batch. The result is cached."""
     return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
 
 
@@ -111,7 +111,7 @@ def assert_same_bits(
     expected: dict[str, Any],
     answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Check that these answers and the final weights are bitwise equal."""
+    """Check that the given results and the final weights are bitwise equal."""
     for answer in answers:
         assert found[answer] == expected[answer]
     for name, weight in expected["state"].items():
@@ -128,8 +128,8 @@ def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -
 
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that two runs agree. Losses, gradient norms and the evaluation halfway agree within
-    LOSS_TOLERANCE, final weights and the logits halfway within WEIGHT_TOLERANCE."""
+    """Check that two runs agree. Losses, gradient norms and the halfway evaluation must agree
+    within LOSS_TOLERANCE, final weights and the halfway logits within WEIGHT_TOLERANCE."""
     for what in ("losses", "grad_norms", "evaluation"):
         assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])

@@ -1,5 +1,5 @@
-"""Test runs with fewer, smaller or rescheduled exchanges: exchanges without loss equal plain data
-parallelism, and resumed runs are bitwise equal to uninterrupted ones."""
+"""Test runs with fewer, smaller or rescheduled exchanges. Runs with lossless exchanges must match
+plain data parallelism, and resumed runs must be bitwise equal to uninterrupted ones."""
 
 import torch
 
@@ -69,7 +69,7 @@ def gathered_while(names):
 
 
 def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
-    """Use two processes, because a sum of two values does not depend on their position in a
+    """Use two processes, because the sum of two values does not depend on their position in a
     bucket."""
     found = run_cases(MOVED, 2, steps=3, what="train_and_trace")
     for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
@@ -79,7 +79,7 @@ def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
         for ahead in (0, 2):
             assert gathered[ahead]["forward", block] == block - ahead
             assert gathered[ahead]["backward", block] == block + ahead
-        # In the forward pass, FSDP does not prefetch explicitly, because the stream of all-gathers
-        # waits for nothing.
+        # In the forward pass, FSDP does not prefetch explicitly, because nothing blocks the
+        # all-gather stream.
         assert gathered[1]["forward", block] == block
         assert gathered[1]["backward", block] == block + 1

@@ -1,5 +1,5 @@
-"""Compare every strategy with one process. Cases cover both model families, full training and LoRA,
-tp, pp, their combination with data parallelism, and compiled code."""
+"""Compare every strategy with a single process. Cases cover both model families, full training and
+LoRA, tp, pp, their combination with data parallelism, and compiled code."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from tests.parity.support import (
     split,
 )
 
-# CONFIG values of the reference runs of one process. A case names its reference before the slash.
+# CONFIG values for the one-process reference runs. A case names its reference before the slash.
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
 TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # grouped-query attention with norms
@@ -39,12 +39,12 @@ REFERENCES = {
     "tied": TIED,
     "untied": UNTIED,
     "lora": LORA,
-    # These adapters have inputs that are equal on all tp ranks, so all ranks draw the masks of one
-    # process.
+    # These adapters have inputs that are equal on all tp ranks, so all ranks draw the same masks as
+    # a single process.
     "dropped": {**LORA, "lora_dropout": 0.3, "lora_targets": "qkv,mlp_in"},
 }
 # Activation checkpointing and the chunked loss are combined with mechanisms that other cases test
-# without them. The chunk size divides no micro-batch.
+# without them. No micro-batch is a multiple of the chunk size.
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CHUNKED = {"loss_chunk_tokens": 50}
@@ -143,8 +143,8 @@ NAMED = [
 
 
 def work(name, values):
-    """Return CONFIG values of a case's reference. The model has two blocks, or more if the case has
-    pipeline stages."""
+    """Return the CONFIG values for a case's reference run. The model has two blocks, or more if the
+    case has pipeline stages."""
     stages = values.get("pp", 1) > 1 or values["strategy"] == "hybrid"
     model = {} if stages else {"model": "gpt2-tiny"}
     return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
@@ -208,8 +208,8 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """In both runs, weights are rounded once per step, and gradients of micro-batches are added in
-    fp32."""
+    """In both runs, weights are rounded once per step, and the micro-batches' gradients are added
+    in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}

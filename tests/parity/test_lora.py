@@ -1,4 +1,4 @@
-"""Compare LoRA training with a plain loop, and test the export of adapters. test_layouts.py tests
+"""Compare LoRA training with a plain loop, and test exporting adapters. test_layouts.py tests
 adapters under every strategy."""
 
 import json
@@ -49,8 +49,8 @@ class Adapted(torch.nn.Module):
 
 
 def draw(spec):
-    """Return our model with the initial adapters of a run, and copies of these adapters under
-    PEFT's names."""
+    """Return our model with a run's initial adapters, and copies of these adapters under PEFT's
+    names."""
     config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
     model = read_model(spec, spec.weights_dir)
     apply_lora(model, config, torch.device("cpu"))
@@ -97,7 +97,7 @@ def test_dropout_is_of_the_inputs_and_in_training_only():
 
 
 def assert_exports_agree(adapters, merged, vocab_size):
-    """Check that PEFT's model with the adapters has the logits of the model in `merged`."""
+    """Check that PEFT's model with the adapters gives the same logits as the model in `merged`."""
     library = pytest.importorskip("peft")
     base = json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids = torch.randint(0, vocab_size, (2, 32))
@@ -147,7 +147,7 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
 
 
 def made_by_peft(folder, **options):
-    """Save a tiny Llama and PEFT adapters with random values for it. Return both folders."""
+    """Save a tiny Llama model, and PEFT adapters for it with random values. Return both folders."""
     library = pytest.importorskip("peft")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -166,8 +166,7 @@ def made_by_peft(folder, **options):
 
 
 def continued(spec, base, adapters):
-    """Return our model with the adapters of a folder, ready for training, and the adapters'
-    CONFIG."""
+    """Return our model with the adapters from a folder, ready for training, and their CONFIG."""
     initial = peft.read_initial(spec, adapters)
     targets = ",".join(initial.targets)
     config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)
@@ -264,8 +263,8 @@ def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
-    """Frozen fp32 weights are rejected, because DeepSpeed runs with and without files differed in
-    fp32 on a CPU."""
+    """Frozen fp32 weights are rejected. On a CPU in fp32, DeepSpeed gave different results
+    depending on whether it kept weights in files."""
     values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
     assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4
     with refused("precision='fp32'", "16 bits"):

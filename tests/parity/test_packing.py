@@ -1,5 +1,5 @@
-"""Test packed records under every strategy: losses, gradients and weights equal those of a run with
-the same records in separate rows."""
+"""Test packed records under every strategy: losses, gradients and weights must equal those from a
+run with the same records in separate rows."""
 
 import functools
 
@@ -87,7 +87,7 @@ def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
 
 
 def test_processes_that_train_apart_do_with_packed_records_what_they_do_with_each_alone():
-    """Local SGD computes other results than one process, so both runs have two processes."""
+    """Local SGD gives different results from a single process, so both runs use two processes."""
     case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
     packed, alone = (
         run_cases(case, 2, what=what, steps=4)["local"] for what in ("train", "train_apart")

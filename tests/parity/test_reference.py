@@ -1,7 +1,7 @@
 """Compare runs with a plain loop that shares no code with the suite (reference.py). The runs have
-twenty steps, large weight decay, effective clipping and a learning rate that changes every step.
-Answers have very different lengths, the last batch of an epoch is smaller, and the vocabulary is
-padded."""
+20 steps, large weight decay, clipping that takes effect, and a learning rate that changes at every
+step. Answers have very different lengths, the last batch of an epoch is smaller, and the vocabulary
+is padded."""
 
 import functools
 import json
@@ -60,7 +60,7 @@ def load(folder):
 
 
 def run(folder, output_dir, num_processes=2, **changes):
-    """Run the script with the same training on `num_processes` processes, and return its
+    """Run the script on `num_processes` processes with the same training settings, and return its
     results."""
     values = {
         **vars(SETTINGS), "model": folder / "model", "weights": folder / "model",
@@ -88,7 +88,7 @@ def one_process(folder):
 
 
 def assert_follows(found, expected, *, far=5e-5):
-    """Check losses, evaluations, final weights and, if the reference has them, gradient norms."""
+    """Compare losses, evaluations, final weights and, if the reference has them, gradient norms."""
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     if "grad_norms" in expected:
         assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
@@ -102,8 +102,8 @@ def assert_follows(found, expected, *, far=5e-5):
 
 
 def test_the_work_shows_what_it_should(folder):
-    """The training has effective clipping, answers of very different lengths and large changes of
-    weights. Without these, the comparisons would also pass without clipping, masks or weight
+    """In training, clipping must take effect, answers must have very different lengths, and weights
+    must change a lot. Otherwise the comparisons would also pass without clipping, masks or weight
     decay."""
     found, (start, records, _) = one_process(folder), load(folder)
     assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
@@ -128,8 +128,9 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
 
     expected = reference.train(model, *records, SETTINGS, num_replicas=2, exchange=exchange)
     found = run(folder, tmp_path, strategy="dp", gradient_compression="bf16")
-    # If a gradient is near the middle of two bf16 values, a sum in another order may round
-    # differently. Without rounding in the reference, weights differ about ten times as much.
+    # If a gradient is close to the midpoint of two bf16 values, a different order of summation may
+    # round it differently. Without rounding in the reference, weights differ about ten times as
+    # much.
     assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
 
 
@@ -184,9 +185,9 @@ def test_topk_int8_is_its_formula():
 def topk_int8(gradients, share):
     """Return the mean over processes as the exchange computes it: [processes, steps, values] ->
     [steps, values]. Each process sends its p-th shard to process p, which returns the mean. In both
-    directions, the k values of largest magnitude are exact. The other values are rounded to
-    multiples of 1/127 of the largest remaining magnitude. The rounding errors are added to the next
-    step."""
+    directions, the k values with the largest magnitudes are exact. The other values are rounded to
+    multiples of 1/127 of the largest remaining magnitude. The rounding errors are added to the
+    values of the next step."""
     num_processes, num_steps, num_values = gradients.shape
     part = num_values // num_processes
     k = round(share * part)

@@ -1,4 +1,5 @@
-"""Test that runs continue under another strategy and number of processes with unchanged results."""
+"""Test that runs continue with unchanged results under a different strategy and number of
+processes."""
 
 import pytest
 
@@ -20,7 +21,7 @@ RECORDS = {**EIGHT, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
-    """Check that each pair of layouts gives the results of an uninterrupted run of one process."""
+    """Check that each pair of layouts matches an uninterrupted one-process run."""
     for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair
@@ -37,7 +38,7 @@ def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, wor
 
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
 def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
-    """One of the model's three parameter groups is on disk. The others are too small for files."""
+    """One of the model's three parameter groups is kept on disk. The others are too small."""
     files = tmp_path / "files"
     infinity = {**small_infinity(sub_group_size=2**18), **cut(1), "offload_dir": str(files)}
     wide = {**DEEP, "model": "four-wide-layers"}

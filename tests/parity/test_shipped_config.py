@@ -1,4 +1,4 @@
-"""Test that every strategy runs with the shipped CONFIG, and that all do the same work."""
+"""Test that every strategy runs with the shipped CONFIG, and that all of them do the same work."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 
 NUM_STEPS = 2
-# Local SGD computes other results, and test_fewer_bytes.py tests it.
+# Local SGD gives different results. test_fewer_bytes.py tests it.
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
 # These numbers would differ on another machine.
 SAME_EVERYWHERE = {"dataset": "embedded", "tokenizer": "embedded", "weights": "random"}

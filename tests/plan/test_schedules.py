@@ -28,8 +28,8 @@ def test_micro_batches_that_a_schedule_takes():
 
 
 def test_a_message_takes_its_time_between_processes_and_none_within_one():
-    """A forward pass takes 1, a backward pass 2 and a message 0.25. With one micro-batch on two
-    stages, all operations run in sequence."""
+    """A forward pass takes 1, a backward pass takes 2 and a message takes 0.25. With one
+    micro-batch on two stages, all operations run in sequence."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
     assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
@@ -64,7 +64,7 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
 
 
 def test_zb_v_is_its_authors_order_at_any_durations():
-    """Compare with orders of sail-sg's zbv.py. The tutorial stores their hashes."""
+    """Compare with the orders that sail-sg's zbv.py builds. The tutorial stores their hashes."""
     file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
         if p == 1:  # no pipeline

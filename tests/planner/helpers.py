@@ -23,7 +23,7 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
-# Possible results of `plan --calibrate` on a CPU, without the results of training steps
+# Possible results of `plan --calibrate` on a CPU, without those for training steps
 CPU_CALIBRATION: dict[str, Any] = {
     "matrix_products": [
         {
@@ -49,8 +49,8 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
-    """Return the layout for CONFIG values `config` and --set arguments `words`. Raises UserError as
-    a plan would."""
+    """Return the layout for the CONFIG values `config` and the --set arguments `words`. Raises
+    UserError if a plan would."""
     asked = candidate(*words, **config)
     return LaidOut(*divide(asked, world_size))
 
@@ -79,8 +79,8 @@ def plan_for(
     below_bytes: float = math.inf,
     **config: Any,
 ) -> Plan:
-    """Return a plan, with model gpt2-tiny by default. If `checked` is False, return a draft. `here`
-    is the number of processes on this machine."""
+    """Return a plan, by default for gpt2-tiny. If `checked` is False, return a draft. `here` is the
+    number of processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
     cluster = this_machine(machine, num_processes, here or num_processes)

@@ -1,5 +1,4 @@
-"""Test how the sequences of a step are split into micro-batches, and which splits a user may
-request."""
+"""Test how a step's sequences are split into micro-batches, and which splits a user may request."""
 
 import itertools
 
@@ -23,14 +22,14 @@ def cut(mesh, name, **config):
         # cut: (micro-batches per replica, sequences per micro-batch)
         ("dp", 4, {"batch_size": 3, "grad_accum_steps": 5}, (5, 3)),
         ("tp", 4, {"batch_size": 4}, (1, 16)),
-        # Without sequence parallelism, tp does not shard a quarter of a block's activations. On 2
-        # processes, 8 sequences would therefore need the memory of 5.
+        # Without sequence parallelism, tp does not shard a quarter of a block's activations. On two
+        # processes, eight sequences would therefore need as much memory as five unsharded ones.
         ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
         ("pp", 2, {"batch_size": 1}, (2, 1)),  # fewer than 4 sequences are available
         ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
         ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6
-        # Under GPipe, the first process keeps the activations of all 16 sequences for half of the
-        # blocks, even with one sequence per micro-batch.
+        # Under GPipe, the first process keeps the activations of half of the blocks for all 16
+        # sequences, even with one sequence per micro-batch.
         ("pp", 2, {"batch_size": 1, "grad_accum_steps": 8, "pipeline_schedule": "gpipe"}, (16, 1)),
         ("3d", 8, {"batch_size": 4}, (4, 4)),
     ],
@@ -45,7 +44,7 @@ def test_cuts_by_hand(strategy, processes, config, cut):
 
 
 def typed(text):
-    """Yield each alternative that a refusal suggests, as a dictionary of settings."""
+    """Yield each alternative that an error message suggests, as a dictionary of settings."""
     *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
     assert last == "set micro_batch_size and num_microbatches to auto"

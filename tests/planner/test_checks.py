@@ -100,7 +100,7 @@ def test_no_more_processes_than_gpus(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
 def test_what_a_refusal_suggests_fits(strategy, tmp_path):
-    """Each suggestion for a batch that is far too large for four GPUs of 16 GiB gives a plan that
+    """Each suggestion for a batch that is far too large for four 16 GiB GPUs must give a plan that
     fits."""
     words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
@@ -202,7 +202,7 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
 
 
 def test_extensions_that_are_built():
-    """Compare the names with DeepSpeed's names."""
+    """Compare the extension names with DeepSpeed's names."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 

@@ -1,4 +1,4 @@
-"""Test the command `plan`: its table, JSON output, batch script and errors."""
+"""Test the `plan` command: its table, JSON output, batch script and errors."""
 
 import dataclasses
 import json
@@ -135,7 +135,7 @@ def test_what_is_typed_is_typed_once(monkeypatch, capsys):
 def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
     layouts = json.loads(capsys.readouterr().out)
-    # Orders of operations are only searched on request.
+    # Orders of operations are searched for only on request.
     schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     assert {layout["schedule"] for layout in layouts} == schedules
     assert all(list(layout) == FIELDS for layout in layouts)

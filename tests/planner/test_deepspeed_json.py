@@ -14,7 +14,8 @@ from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
-# CONFIG values and the batch of the tests below, and the values that the JSON must then have
+# CONFIG values and the batch for the tests below, and for each filled-in path of the JSON, the
+# CONFIG key and the value that the JSON must have
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
 DECIDED = {
@@ -106,7 +107,7 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"optimizer": None}, ("optimizer", "is not a JSON object")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "Remove")),
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "Remove")),
-        # The error names the key of an "auto" for which no value is known.
+        # The error names the key whose value "auto" is not supported.
         ({"timers": {"a": {"b": "auto"}}}, ("not supported for timers.a.b",)),
         (
             {"zero_optimization.offload_optimizer": "auto"},

@@ -1,4 +1,5 @@
-"""Compare partitions of a model into stages with brute force, and test refusals of layouts."""
+"""Compare partitions of a model into stages with brute force, and test which layouts are
+rejected."""
 
 import itertools
 import math
@@ -94,5 +95,5 @@ def test_tokens_that_tp_does_not_divide(tmp_path):
     words = {"strategy": "tp", "max_length": 255, "checked": False}
     with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
         plan_for(tmp_path, micro_batch_size=1, **words)
-    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are not divided
+    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are not split
     plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)

@@ -1,4 +1,4 @@
-"""Test meshes: inferred axes, refusals, and that every suggestion of a refusal is accepted."""
+"""Test meshes: inferred axes, errors, and that every suggestion in an error is accepted."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ def _read_once(monkeypatch):
 
 
 def suggestions(text):
-    """Yield each alternative that a refusal suggests, as a list of arguments."""
+    """Yield each alternative that an error message suggests, as a list of arguments."""
     choices = re.search(r" Set (.+)\.$", text)
     for words in choices[1].split(", or ") if choices else []:
         yield words.split()
@@ -100,7 +100,7 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
         ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
         ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
         ({"dp_replicate": 2, "dp_shard": -1}, 3, "a multiple of 2 processes, but the run has 3"),
-        # A mesh in which all axes are fixed accepts no multiple of its size.
+        # A mesh in which all axes are fixed does not accept multiples of its size.
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "needs 4 processes, but the run has 8"),
         ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
         ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),

@@ -29,8 +29,8 @@ TEXT = "\n".join(f"line {number} of a text that is not very long" for number in 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_extensions_of_this_machine(tmp_path_factory):
-    """Hide this machine's extensions and pretend that libaio is installed, because asking the
-    compiler in each example would take most of the time."""
+    """Hide this machine's extensions and pretend that libaio is installed. Calling the compiler in
+    each example would take most of the time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(checks, "has_libaio", lambda: True)
     patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
@@ -40,7 +40,7 @@ def _no_extensions_of_this_machine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """Return a folder with a text, DeepSpeed JSONs and a file that is not valid JSON."""
+    """Return a folder with a text file, DeepSpeed JSONs and a file that is not valid JSON."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text.txt").write_text(TEXT)
     (folder / "file").write_text("{")
@@ -101,8 +101,8 @@ machines = st.just(CPU_MACHINE) | st.builds(
 )
 STRATEGIES = st.sampled_from([*UNSPLIT, *UNSPLIT, *UNSPLIT, *SPLIT, "zero", "ZeRO2"])
 AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
-# Most keys have their default and another value here. Keys that interact with other keys have more
-# values.
+# Most keys have two values here: the default and another one. Keys that interact with other keys
+# have more values.
 OPTIONS = {
     name: st.sampled_from([key.default, OTHER[name], *key.choices])
     for name, key in KEYS.items()
@@ -160,8 +160,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_user_words()
     decided = {key for key in words if requested[key] not in ("auto", words[key])}
-    # Without a GPU, model=auto is gpt2-tiny, or the model of the preset if the dataset is the
-    # user's text.
+    # Without a GPU, model=auto is gpt2-tiny, or the preset's model if the dataset is the user's
+    # text.
     assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name.startswith(plan.run_dir.name)

@@ -25,7 +25,7 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """Return the draft and its sources as one object, and the notes."""
+    """Return an object that combines the draft and its sources, and the notes."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
@@ -201,8 +201,8 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """ "auto" switches the option off and gives a note, except for options that few users request.
-    An explicit True is rejected."""
+    """If set to "auto", the option is turned off with a note, except for options that few users
+    request. An explicit True is rejected."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

@@ -1,4 +1,4 @@
-"""Test plans with fewer or smaller exchanges: refusals, predicted memory and ranking."""
+"""Test plans with fewer or smaller exchanges: errors, predicted memory and ranking."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
         ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
         ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
-        # An overflow would remain in the stored compression error.
+        # An overflow would persist in the stored compression error.
         ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
         ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set on_nonfinite to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
@@ -73,9 +73,9 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
 
 
 def test_state_bytes():
-    """Count the bytes of optimizer state (8 per parameter for Adam) and of the copy for a
-    checkpoint (12 per parameter, sharded over 4 replicas). State that differs between replicas is
-    not sharded."""
+    """Check the number of bytes of optimizer state (8 per parameter for Adam) and of the checkpoint
+    copy (12 per parameter, sharded over four replicas). State that differs between replicas is not
+    sharded."""
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),
@@ -91,8 +91,8 @@ def test_state_bytes():
 
 
 def test_slow_links_are_what_they_pay_on():
-    """Over 1 Gbit/s, the predicted step time falls with the number of bytes. Over NVLink, the step
-    time hardly changes."""
+    """Over a 1 Gbit/s link, the predicted step time falls with the number of bytes. Over NVLink, it
+    hardly changes."""
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
     words = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [

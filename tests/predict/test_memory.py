@@ -1,4 +1,4 @@
-"""Compare peak memory with sums by hand, tensor by tensor, and model state with published
+"""Compare peak memory with sums computed by hand, tensor by tensor, and model state with published
 figures."""
 
 import dataclasses
@@ -30,8 +30,8 @@ def peak(tmp_path, num_processes=1, **config):
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
     """At the loss, memory holds fp32 weights, Adam moments, rounded weights, the activations of 12
-    blocks, and logits. With a chunked loss, the logits are replaced by the gradients of hidden
-    states and output rows, and the logits of one chunk."""
+    blocks, and logits. With a chunked loss, only one chunk's logits are held, together with the
+    gradients of the hidden states and of the output layer's rows."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
     parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
@@ -49,8 +49,8 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 
 
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
-    """In a V-shaped schedule, rank 0 has the first and the last stage. These have blocks 0 and 11,
-    the embeddings, the final norm and the tied output layer."""
+    """In a V-shaped schedule, rank 0 has the first and the last stage. These contain blocks 0 and
+    11, the embeddings, the final norm and the tied output layer."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
@@ -77,8 +77,9 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
 def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
-    """tp does not shard `whole` of the 16 values per token. The batch grows with the number of
-    processes, so each quarter of the model processes four times the tokens."""
+    """Without tp, a block keeps 16 values per token, and tp does not shard `whole` of them. The
+    batch grows with the number of processes, so each quarter of the model processes four times as
+    many tokens."""
     words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
     split = peak(tmp_path, 4, strategy="tp", **words).fullest["activations"]
     alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
@@ -126,11 +127,11 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
 
 
 def test_recomputing_rounds_weights_again(tmp_path):
-    """The numbers count the tensors that a compiled block of torch 2.13 saved. With selective
-    checkpointing, these are the block's input, q k v, attention, the attention projection and the
-    MLP's hidden units. Rounded weights are only saved without checkpointing. The peak is in the
-    last block's backward pass, which has recomputed the whole block and holds the gradient of the
-    MLP's hidden units."""
+    """The numbers count the tensors that a block saved when compiled with torch 2.13. With
+    selective checkpointing, these are the block's input, q k v, attention, the attention projection
+    and the MLP's hidden units. Rounded weights are only saved without checkpointing. The peak
+    occurs in the last block's backward pass, which has recomputed the whole block and holds the
+    gradient of the MLP's hidden units."""
     none, some, full = (
         peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
         for mode in ("none", "selective", "full")
@@ -154,8 +155,8 @@ WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 
 
 def state(strategy, precision="bf16", **axes):
-    """Return the bytes per parameter of parameters, gradients, optimizer state, host memory and
-    disk."""
+    """Return the number of bytes per parameter for parameters, gradients, optimizer state, host
+    memory and disk."""
     values = {"model": "gpt2", "strategy": "3d", "precision": precision, **WHOLE}
     mesh = {**WHOLE, **axes}
     config = build_config({**values, **axes})
@@ -167,7 +168,7 @@ def state(strategy, precision="bf16", **axes):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_papers_example(stage, gigabytes):
-    """Compare with figure 1 of the ZeRO paper: 7.5B parameters on 64 GPUs."""
+    """Compare with figure 1 in the ZeRO paper: 7.5B parameters on 64 GPUs."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
     total = sum(state(strategy, dp_shard=64)) * 7.5

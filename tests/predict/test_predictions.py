@@ -69,8 +69,8 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
-    """More processes never increase the model state of the fullest process, including state on host
-    and disk."""
+    """More processes must never increase the model state of the fullest process, including state in
+    host memory and on disk."""
     found = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
@@ -84,7 +84,8 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_larger_takes_more(name, tmp_path):
-    """Longer samples need more memory and no less time. Activation checkpointing reduces memory."""
+    """Longer samples must need more memory and at least as much time. Activation checkpointing must
+    reduce memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
         plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)
@@ -97,7 +98,7 @@ def test_what_is_larger_takes_more(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ranked_is_what_starts(name, tmp_path):
-    """The settings of every ranked layout give a plan with the same mesh, batch, layout and
+    """The settings of every ranked layout must give a plan with the same mesh, batch, layout and
     schedule."""
     cluster = parse_cluster("4xH200")
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
@@ -112,7 +113,7 @@ def test_what_is_ranked_is_what_starts(name, tmp_path):
 @pytest.mark.parametrize("count", [8, 12])
 def test_what_is_ranked_is_all_that_starts(count, tmp_path):
     """Try every factorization of `count` into the four axes with every strategy. The accepted
-    layouts equal the ranked ones."""
+    layouts must be exactly the ranked ones."""
     cluster = parse_cluster(f"{count}xH200")
     listed, started = set(), set()
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""Test orders of operations that are searched for given durations."""
+"""Test the search for an order of operations for given durations."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
 
-# Durations in ms of one block and the loss of gpt2-medium on an H200
+# Durations in ms of one gpt2-medium block and of the loss on an H200
 BLOCK, LOSS, MESSAGE = (1.71, 2.73, 1.09), (7.34, 11.0, 0.0), 0.6
 MEDIUM = (2, 4, 4, 4, 3, 3, 3, 1)
 
@@ -74,8 +74,8 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
 
 
 def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
-    """The order is within 3% of a lower bound for all orders: the start and the work of the process
-    that starts last."""
+    """The order is within 3% of a lower bound for all orders: the start time plus the work of the
+    process that starts last."""
     seconds = durations(MEDIUM)
     found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
     assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
@@ -85,8 +85,8 @@ def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
 
 
 def test_equal_operations_idle_as_the_formula_says():
-    """No order of a V-shaped schedule is shorter, because the last process waits for p - 1 forward
-    passes."""
+    """No order for a V-shaped schedule is shorter, because the last process must wait for p - 1
+    forward passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
         found = length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
@@ -154,8 +154,8 @@ NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
 
 
 def run_blocking(found, ranks):
-    """Simulate processes in which each message blocks both ends until both have reached it. Return
-    the number of completed messages."""
+    """Simulate processes in which each message blocks sender and receiver until both have reached
+    it. Return the number of completed messages."""
     left = {
         rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
         for rank, actions in found.items()
@@ -193,8 +193,8 @@ def run_blocking(found, ranks):
     ],
 )
 def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
-    """Both ends of every edge have the same order of messages, and no process waits for a message
-    that is produced later."""
+    """Sender and receiver must have the same order of messages, and no process may wait for a
+    message that is produced later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
     ranks, spans = plan.layout.ranks, expect_spans(plan)

@@ -1,4 +1,4 @@
-"""Test how runs are grouped by work, and the contents of comparison tables."""
+"""Test how runs are grouped by their work, and what comparison tables contain."""
 
 import platform
 import statistics
@@ -32,8 +32,8 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def over_seeds():
-    """Return a comparison of three layouts with two seeds each: two runs, one run, and no run
-    finished."""
+    """Return a comparison of three layouts with two seeds each. In the first, both runs finished;
+    in the second, one run finished; in the third, none did."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
         Layout(name="zero2", records=runs, num_runs=2),
@@ -61,7 +61,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
     newest, oldest = group_by_work(records)
     assert newest.differs == {"seed": "7", "global_batch_size": "64"}
     assert oldest.differs == {"seed": "42", "global_batch_size": "32"}
-    # Shared settings are in the title. Settings that differ are in the rows' names.
+    # Shared settings are in the title. Settings that differ are in the row names.
     assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
     rows = rows_of(oldest)
     names = ["3 dp, precision bf16", "4 zero2, precision bf16", "1 zero2, precision fp32"]

@@ -1,5 +1,5 @@
-"""Compare speed and memory with values computed by hand, and trackers with TensorBoard's files and
-recorded calls of the other packages."""
+"""Compare speed and memory with values computed by hand. Compare trackers with TensorBoard files
+and with recorded calls to the other packages."""
 
 import math
 import sys
@@ -160,8 +160,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_packages_are_called_by_their_own_interfaces(name, tmp_path, monkeypatch):
-    """The packages are not installed, so fakes record the calls. Compare the calls, in order and
-    with keyword names. A resumed run continues the run of the tracker."""
+    """The packages are not installed, so fakes record the calls. Compare the order and the keyword
+    names of the calls. A resumed run must continue its tracker run."""
     calls = []
 
     def answer(method):

@@ -1,4 +1,4 @@
-"""Test that plots show the values of the records."""
+"""Test that plots show the values in the records."""
 
 import itertools
 import math

@@ -122,8 +122,8 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
-    """The record names the earliest cause. The order of writes and updates by rank 0 do not
-    matter."""
+    """The record must name the earliest cause, regardless of the order of writes and of updates by
+    rank 0."""
 
     def state():
         found = load_record(tmp_path)
@@ -162,7 +162,7 @@ def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
 
 
 def test_every_published_record_loads():
-    """All published records load with the current schema, and their values are consistent."""
+    """All published records must load with the current schema and have consistent values."""
     documents = [json.loads(path.read_text()) for path in ROOT.glob("results/records/**/*.json")]
     published = [values for values in documents if "schema_version" in values]
     assert len(published) > 80

@@ -1,4 +1,4 @@
-"""Test the caches on a machine that later runs use."""
+"""Test the caches that later runs on the same machine use."""
 
 import json
 import os
@@ -60,8 +60,8 @@ def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
 
 
 def refused_or_variables(**given):
-    """Set up private caches in a process with these variables. Return the output: notes and the
-    resulting environment as JSON, or the error."""
+    """Set up private caches in a process with the given environment variables. Return its output:
+    notes and the resulting environment as JSON, or the error."""
     code = "import json, os; from distributed_training.settings.cache import *\n"
     code += "try: use_private_caches()\nexcept ValueError as error: print(error)\n"
     code += "else: print(json.dumps(dict(os.environ)))"

@@ -1,5 +1,5 @@
-"""Test that CONFIG, presets and --set texts become a RunConfig, or give a one-line error with
-advice."""
+"""Test that CONFIG, presets and --set arguments either become a RunConfig or give a one-line error
+with advice."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
-    """Every source and every alias of a key sets the same field."""
+    """Every source and every alias of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
@@ -142,7 +142,7 @@ def test_names_that_are_none_or_two_are_refused(config, words):
         build_config(config)
 
 
-# (key, value that is not accepted, words of the error)
+# key -> (values that are not accepted, words in the error)
 BAD = {
     "batch_size": (["4", 4.5, None, True, 0, 2**31 + 1], 'a whole number >= 1 or "auto"'),
     "num_samples": ([0, -2], "a whole number >= 1 or -1"),
@@ -219,7 +219,7 @@ set_texts = st.text(max_size=30) | st.builds(
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
 def test_any_config_and_any_text_resolve_or_explain(config, texts, typed):
-    """The result is either a complete RunConfig or a one-line error."""
+    """The result must be either a complete RunConfig or a one-line error."""
     try:
         built = build_config({}, overrides=texts) if typed else build_config(config)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Test the environment variables of each launcher, as set for the second of two processes on a
+"""Test each launcher's environment variables, as they are set for the second of two processes on a
 machine."""
 
 import os
@@ -16,7 +16,7 @@ TORCHRUN = {**RANK_1, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_
 SRUN = {
     "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
 }  # fmt: skip
-# In a SLURM job, mpirun uses srun to start its daemons, one per node.
+# In a SLURM job, mpirun uses srun to start one daemon per node.
 MPIRUN = {
     "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "3",
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",

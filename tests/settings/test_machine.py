@@ -93,7 +93,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
             },
             450, 2,
         ),
-        # In cgroup version 1, a container sees the host's paths, and finds its limits at the root.
+        # In cgroup version 1, a container sees the host's paths but finds its limits at the root.
         (
             "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
             {

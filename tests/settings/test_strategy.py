@@ -1,4 +1,4 @@
-"""Test strategy folders: the shipped ones, refusals, and folders and engines of the user."""
+"""Test strategy folders: the shipped ones, invalid ones, and the user's own folders and engines."""
 
 import json
 
@@ -60,8 +60,8 @@ def test_the_number_of_stages_may_be_set_beside_a_json_of_ones_own(tmp_path):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Return a function that writes strategy folders, given {folder name: content of
-    config.json}."""
+    """Return a function that writes strategy folders, given the content of config.json for each
+    folder name."""
     monkeypatch.setattr("distributed_training.settings.strategies.STRATEGIES_DIR", tmp_path)
 
     def write(**documents):
@@ -78,8 +78,8 @@ def load_own(**config):
 
 
 def test_a_clone_may_add_strategies(folders):
-    """The DeepSpeed JSON of a new strategy may be in config.json, in another file of the folder, or
-    in configs/."""
+    """A new strategy's DeepSpeed JSON may be in config.json, in another file in its folder, or in
+    configs/."""
     inside = {"zero_optimization": {"stage": 1}}
     root = folders(**{
         "10_inside": {"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},

@@ -11,7 +11,7 @@ from tests.support import refused
 
 @pytest.fixture
 def gone(tmp_path, monkeypatch):
-    """Make the current folder one that has been removed."""
+    """Change to a folder and then remove it."""
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

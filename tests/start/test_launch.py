@@ -1,4 +1,4 @@
-"""Test which process plans, prints and trains, and how a run ends."""
+"""Test which processes plan, print and train, and how a run ends."""
 
 import contextlib
 import importlib.metadata
@@ -73,8 +73,8 @@ KILLED = {1: -signal.SIGKILL}
 
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Return a function that calls spawn() with fake ranks, which touch the record and end with the
-    given exit codes."""
+    """Return a function that calls spawn() with fake ranks. These update the record's modification
+    time if `recorded` is true, and end with the given exit codes."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):
@@ -260,8 +260,8 @@ def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch)
 
 
 def run_without_planning(run_dir):
-    """Start a planned run after removing all planning functions. This must run in a separate
-    process."""
+    """Start a planned run after removing all planning functions. Call this function only in a
+    separate process."""
     launch_module.make_plan = machine.detect_machine = None
     load_plan = launch.load_plan
 
@@ -285,8 +285,8 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
 
 
 def run_without_deepspeed(arguments):
-    """Run the script as if neither DeepSpeed nor transformers were installed. This must run in a
-    separate process."""
+    """Run the script as if neither DeepSpeed nor transformers were installed. Call this function
+    only in a separate process."""
     find_version = importlib.metadata.version
 
     def version(package):

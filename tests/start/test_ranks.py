@@ -1,5 +1,5 @@
-"""Test that ranks start together, and that no rank remains after one has failed or all were
-stopped."""
+"""Test that ranks start together, and that no ranks are left behind after one has failed or all
+have been stopped."""
 
 import functools
 import os
@@ -32,8 +32,8 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture(params=["new", "forked"])
 def ranks(request, tmp_path, monkeypatch):
-    """Return a function that runs two ranks with the code `text` and returns how they ended. Check
-    at the end that no rank remains."""
+    """Return a function that runs two ranks with the code `text` and returns how they ended.
+    Finally, check that no ranks are left behind."""
 
     def call(text):
         script = tmp_path / "script.py"

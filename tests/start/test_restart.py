@@ -1,4 +1,4 @@
-"""Test that a run that torchrun restarts continues the same work on the remaining processes."""
+"""Test that a run restarted by torchrun continues the same work on the remaining processes."""
 
 import os
 from types import SimpleNamespace
@@ -72,8 +72,8 @@ def test_it_is_the_run_of_these_launchers(begun, tmp_path):
 
 
 def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
-    """A run that resumed from the older of two checkpoints is restarted before and after a save.
-    The newer checkpoint is not used."""
+    """A run that resumed from the older of two checkpoints is restarted, both before and after a
+    save. The newer checkpoint must not be used."""
     older, newer, saved = (tmp_path / f"checkpoints/step-0000000{step}" for step in (2, 5, 3))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "plan.json").touch()
@@ -89,7 +89,7 @@ def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return the plan of a local SGD run on 4 processes that has saved a checkpoint."""
+    """Return the plan of a local SGD run on four processes that has saved a checkpoint."""
     own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
     config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
     kept = ("hang_timeout_s=50", "checkpoint_every=signal")
@@ -120,7 +120,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
 def test_what_was_typed_counts(typed, saved):
-    """Values that the user sets in CONFIG or on the command line replace values of the saved
+    """Values that the user sets in CONFIG or on the command line replace those of the saved
     run."""
     own = {"strategy": "local_sgd"}
     words = [f"resume={saved.run_dir}", "strategy=local_sgd"]

@@ -1,4 +1,4 @@
-"""Test output streams whose reader stalls or disappears."""
+"""Test output streams whose reader stalls or exits."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Test the parts of a worker that work without a second process."""
+"""Test the parts of a worker that do not need a second process."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])
 def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monkeypatch):
-    """DeepSpeed starts from rounded weights, so all strategies start from rounded weights, stored
-    in fp32."""
+    """DeepSpeed starts from rounded weights. Therefore all strategies start from rounded weights,
+    which are stored in fp32."""
     for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
         monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
     plan = plan_for(tmp_path, CPU_MACHINE, 1, strategy=strategy, precision="bf16", seed=7)

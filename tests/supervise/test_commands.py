@@ -1,4 +1,4 @@
-"""Test the commands that a run prints for its user."""
+"""Test the commands that a run prints for the user."""
 
 import shlex
 import subprocess

@@ -23,7 +23,7 @@ def watch():
     ("file", "waits"),
     [
         ("torch/distributed/distributed_c10d", True),
-        ("torch/nn/parallel/distributed", True),  # DDP's forward pass exchanges sizes of buckets
+        ("torch/nn/parallel/distributed", True),  # DDP's forward pass exchanges bucket sizes
         ("torch/_ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed/comm/torch", True),
         ("deepspeed/runtime/swap_tensor/async_swapper", False),

@@ -16,7 +16,7 @@ from tests.support import CPU_MACHINE
 
 
 def of_all(_arguments):
-    """Run `calibrate` with very short measurements on this rank, and return the results."""
+    """Run `calibrate` on this rank with very short measurements, and return the results."""
     calibrate.TOKENS = {"cpu": 16}
     calibrate.CALLS = 2
     with links.open_group(budget_s=0.0) as group:
@@ -39,8 +39,8 @@ def test_two_processes_measure_at_once():
 
 
 def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
-    """The rates from measured steps predict the measured times, if matrix multiplications take less
-    time than the whole step."""
+    """If matrix multiplications take less time than the whole step, the rates from measured steps
+    must predict the measured times."""
     seconds = iter((0.1, 0.03, 0.005))
     monkeypatch.setattr(calibrate, "in_step", lambda call: next(seconds))
     training = calibrate.training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)

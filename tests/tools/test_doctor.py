@@ -21,8 +21,8 @@ GPU3\t{link}\t{link}\t{link}\t X \t0-15
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Replace the answers of nvidia-smi and torch. Return an object whose attributes change the
-    answers."""
+    """Replace the results of nvidia-smi and torch. Return an object whose attributes set the
+    results."""
     told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
 
     def answer(program, *arguments, seconds=10):

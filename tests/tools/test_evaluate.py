@@ -1,4 +1,4 @@
-"""Compare the results of the command `eval` with the loss of transformers on the same text."""
+"""Compare the results of the `eval` command with the transformers loss on the same text."""
 
 import json
 import math
@@ -22,7 +22,7 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
-    """Save a tiny model with a chat template in which answers end in a special token and a line
+    """Save a tiny model with a chat template in which answers end with a special token and a line
     feed. Return the folder."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -32,8 +32,8 @@ def model(folder):  # noqa: F811
 
 
 def theirs(model, samples):
-    """Return the summed loss of transformers in nats and the number of targets. `samples` are pairs
-    (ids, target mask)."""
+    """Return the summed loss in nats that transformers computes, and the number of targets.
+    `samples` has (IDs, target mask) pairs."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = 0.0, 0
     for ids, mask in samples:

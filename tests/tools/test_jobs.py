@@ -1,4 +1,4 @@
-"""Test that the commands that `plan` prints, and the jobs that it writes, result in the ranked
+"""Test that the commands that `plan` prints and the jobs that it writes result in the ranked
 plans."""
 
 import dataclasses
@@ -23,8 +23,8 @@ from tests.pool import SCRIPT
 from tests.support import small_text
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
-# Fields that may differ between two plans of one layout: names with the time, and sources of
-# settings
+# Fields that may differ between two plans for the same layout: names that contain the time, and
+# sources of settings
 OTHERWISE = {
     "run_dir", "offload_dir", "requested", "notes", "command", "prediction", "output_dir",
 }  # fmt: skip
@@ -55,8 +55,8 @@ OPTIONS = {
 
 
 def random_words(number):
-    """Return a random cluster and one to five random options. The value of an option is the next
-    word or follows `=`."""
+    """Return arguments for a random cluster and one to five random options. An option's value is
+    the next argument or follows `=`."""
     draw = random.Random(number)
     words = ["--cluster", draw.choice(["H200", "4xH100-80GB", "2x2xH200", "2x1xL4"])]
     for name in draw.sample(sorted(OPTIONS), k=draw.randint(1, 5)):
@@ -67,7 +67,7 @@ def random_words(number):
 
 
 def sources_of(draft):
-    """Return sources that change no CONFIG value."""
+    """Return sources that do not change any CONFIG values."""
     return Sources(
         decided={}, model=draft.model, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None,
         identities={},
@@ -76,8 +76,8 @@ def sources_of(draft):
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return a function that runs the script without reading sources and data. The function returns
-    (exit code, plans of the picked layouts, plans that a dry run describes)."""
+    """Return a function that runs the script without reading sources or data. The function returns
+    (exit code, plans for the picked layouts, plans that a dry run describes)."""
 
     def run(words):
         picked, printed = [], []
@@ -99,7 +99,7 @@ def call(monkeypatch):
 
 
 def comparable(plan):
-    """Return the fields that must be equal for two plans of one layout."""
+    """Return the fields that must be equal for two plans for the same layout."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
     kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
     # `mesh` already contains the axes, and a job sets `resume`.
@@ -146,7 +146,7 @@ def test_printed_commands_make_the_plans_that_were_ranked(call, capsys, tmp_path
 
 
 def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
-    """A job names its files by absolute paths, because the job runs in the script's folder."""
+    """A job must use absolute paths for its files, because it runs in the script's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("text")
     (tmp_path / "own.json").write_text('{"validation_dataset": "mine.txt", "output_dir": "out"}')

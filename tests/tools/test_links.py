@@ -30,7 +30,7 @@ def test_neither_latency_nor_rate_is_below_zero(points, latency):
 
 
 def test_links_that_follow_the_ring_formula_have_its_times():
-    """Use four processes whose messages have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
+    """Simulate four processes whose links have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
     messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
     for size in (2**12, 2**20, 2**26):
@@ -99,7 +99,7 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
     ],
 )
 def test_the_slow_rank_is_named(slower, words):
-    """Links between nodes are only compared with each other, so they are not reported as slow."""
+    """Links between nodes are compared only with each other, so they are not reported as slow."""
     links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
     links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)

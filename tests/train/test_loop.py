@@ -40,7 +40,7 @@ NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5 and 10; the last 
 
 
 class CountingEngine:
-    """An engine that has no model and returns given losses. Each step calls `at_step`."""
+    """An engine without a model that returns the given losses. Each step calls `at_step`."""
 
     def __init__(self, losses=None, at_step=lambda step: None):
         self.losses = losses or [2.0] * NUM_STEPS
@@ -65,7 +65,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
-    """Return a list that records the steps of checkpoints, instead of saving them."""
+    """Replace saving: return a list that records the steps at which checkpoints are saved."""
     steps = []
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: steps.append(step))
     return steps
@@ -73,7 +73,7 @@ def saved(monkeypatch):
 
 @pytest.fixture
 def exported(monkeypatch):
-    """Return a list that records the steps of exports, instead of exporting."""
+    """Replace exporting: return a list that records the steps at which weights are exported."""
     steps = []
 
     monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
@@ -207,7 +207,7 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     [
         ([5, 4, 3, 2, 1, 0, 0], 0, 12),
         ([5, 4, 3, 2, 1, 0, 0], 1, 12),
-        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss counts as no improvement
+        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss does not count as an improvement
         ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
         ([5, 4, math.nan, math.nan, 1, 1, 1], 2, 6),
         ([5, 6, 7, 8, 9, 9, 9], 12, 12),

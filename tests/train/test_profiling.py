@@ -1,5 +1,5 @@
-"""Test the choice of traced steps. The first step and steps that capture a graph are not traced.
-The requested number of steps is traced if the run is long enough."""
+"""Test which steps are traced. The first step and steps that capture a graph are not traced. If the
+run is long enough, the requested number of steps is traced."""
 
 from types import SimpleNamespace
 
