@@ -21,7 +21,7 @@ from distributed_training.data.corpus import (
 )
 from distributed_training.data.samples import AUTO_SAMPLES, Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec, find_model, weights
+from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
@@ -38,7 +38,6 @@ class Sources:
     """Files that a run reads, and key values that depend on these files."""
 
     decided: dict[str, Any]  # key -> value
-    model: ModelSpec
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
@@ -55,7 +54,7 @@ class Fit:
 
 
 def find_sources(draft: Draft, notes: list[str]) -> Sources:
-    """Find the model, weights, tokenizer and dataset, and choose the learning rate. Raises
+    """Find the weights, tokenizer and dataset, and choose the learning rate. Raises
     UserError if a file or Hub repository that CONFIG names is not available."""
     config = draft.config
     spec = draft.model
@@ -91,7 +90,6 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
     if spec.weights_dir is not None:  # runs/latest will point to another run
         decided["model"] = spec.path
-        spec = find_model(decided["model"])
     sources = dict[str, str]()
     if weights_dir is not None:
         sources["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
@@ -101,7 +99,6 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
     return Sources(
         decided=decided,
-        model=spec,
         tokenizer_dir=tokenizer_dir,
         weights_dir=weights_dir,
         adapters_dir=adapters_dir,

@@ -40,7 +40,7 @@ def make_plan(
     data = read(draft, sources)
     fit = Fit() if data is None else fit_to_data(draft, data, notes)
     config = draft.config.model_copy(update=sources.decided | fit.decided)
-    draft = replace(draft, config=config, model=sources.model, packing=fit.packing)
+    draft = replace(draft, config=config, packing=fit.packing)
     tokenised = data is not None and data.cache in known
     prediction = predict(draft, cluster.rates, tokenised=tokenised)
     deepspeed_json = None

@@ -34,7 +34,7 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     found = {
         name: getattr(part, name) for part in (draft, sources) for name in part.__dataclass_fields__
     }
-    return SimpleNamespace(**{**found, "config": config, "size": sources.model.size}), notes
+    return SimpleNamespace(**{**found, "config": config, "size": draft.size}), notes
 
 
 def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():

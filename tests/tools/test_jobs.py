@@ -66,12 +66,11 @@ def random_words(number):
     return words
 
 
-def sources_of(draft):
+def sources_of():
     """Return sources that do not change any CONFIG values."""
     return Sources(
-        decided={}, model=draft.model, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None,
-        identities={},
-    )  # fmt: skip
+        decided={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, identities={}
+    )
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         pick, describe = command.pick, dry_run.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of(draft))
+        monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of())
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         with monkeypatch.context() as patch:
             patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)
