@@ -18,7 +18,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, exit_code
-from distributed_training.settings.files import did_you_mean, require_writable, shown
+from distributed_training.settings.files import require_writable, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -410,9 +410,9 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         require_system()
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
-            options = [f"--{key}" for key in KEYS]
-            fix = did_you_mean(name, [*COMMANDS, *options], "see --help")
-            raise UserError(f"{shown(name)} is not a command", why, fix)
+            known = [*COMMANDS, *(f"--{key}" for key in KEYS)]
+            what = f"{shown(name)} is not a command"
+            raise UserError(what, why, "see --help", typed=name, known=known)
         use_private_caches()
         program = Program(
             config=config, script=file, about=about, output_dir=output_dir, argv=tuple(argv)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.data.files import COMPRESSED, RECORDS, TEXTS, suffix_of
-from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import nearest
+from distributed_training.settings.errors import UserError, describe, nearest
 
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"

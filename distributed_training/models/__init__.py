@@ -33,13 +33,7 @@ from distributed_training.models.weights import (
     require_weights,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import (
-    did_you_mean,
-    expand_home,
-    folder_label,
-    load_json,
-    shown,
-)
+from distributed_training.settings.files import expand_home, folder_label, load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -503,7 +497,8 @@ def find_model(name: str) -> ModelSpec:
         full_name = f"{folder}:{label}"
     why = f"it must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
-    raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(full_name, names))
+    what = f"model={shown(name)} is not accepted"
+    raise UserError(what, why, typed=full_name, known=names)
 
 
 def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:

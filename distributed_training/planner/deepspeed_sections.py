@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, did_you_mean, shown
+from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.files import ROOT, shown
 
 # Sections that CONFIG replaces: section name -> advice for the user
 INSTEAD = {
@@ -143,7 +143,8 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             raise UserError(what, fix="move it into zero_optimization")
         if name not in KNOWN:
             what = f"{source}: neither DeepSpeed nor this suite reads {name}"
-            raise UserError(what, fix=did_you_mean(name, KNOWN, "remove it", cutoff=0.85))
+            close = nearest(name, KNOWN, cutoff=0.85)
+            raise UserError(what, fix=f"did you mean {close!r}?" if close else "remove it")
         if name in INSTEAD:
             raise UserError(f"{source}: {name} is not accepted in the JSON", fix=INSTEAD[name])
         if name in CHANGING or name in HARMLESS:

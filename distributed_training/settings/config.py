@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
 
-from distributed_training.settings import files
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import Key, Options, key, read_keys
@@ -278,5 +277,6 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
         name = str(error.errors()[0]["loc"][0])
     key = keys[name]
     value = values[name]
-    fix = files.did_you_mean(value, key.choices) if isinstance(value, str) else ""
-    raise UserError(f"{name}={shown(value)} is not accepted", f"it must be {key.accepts()}", fix)
+    what = f"{name}={shown(value)} is not accepted"
+    typed = value if isinstance(value, str) else ""
+    raise UserError(what, f"it must be {key.accepts()}", typed=typed, known=key.choices)

@@ -1,12 +1,13 @@
 """Define the exceptions that users see and the exit codes of the process."""
 
+import difflib
 import errno
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from distributed_training.settings.launchers import is_first
 
@@ -25,11 +26,16 @@ _OUT_OF_MEMORY = (
 class UserError(ValueError):
     """Mistake that the user can fix. The message says what is wrong, why, and how to fix it. The
     command line prints the message without a traceback and exits with `exit_code`. A command after
-    "run:" at the end of `fix` is printed on a separate line."""
+    "run:" at the end of `fix` is printed on a separate line. If the unknown word `typed` is similar
+    to an element of `known`, the message suggests this element instead of `fix`."""
 
     exit_code = 2
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, why: str = "", fix: str = "", *, typed: str = "", known: Iterable[str] = ()
+    ) -> None:
+        if close := nearest(typed, known):
+            fix = f"did you mean {close!r}?"
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
         command = re.search(r"(?i)\brun: (.+)", remedy)
         self.command = command[1] if command else ""
@@ -42,6 +48,16 @@ class UserError(ValueError):
         if not self.command:
             return message
         return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
+    """Return the element of `names` that begins with `word` or is most similar to `word`. Return
+    None if no element is similar."""
+    lower = {name.lower(): name for name in names}
+    if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
+        return lower[min(begun, key=len)]
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
+    return lower[close[0]] if close else None
 
 
 def _sentence(text: str) -> str:

@@ -2,7 +2,6 @@
 not import torch."""
 
 import contextlib
-import difflib
 import errno
 import json
 import os
@@ -11,13 +10,13 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 _WRONG = {
@@ -270,25 +269,6 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
         raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)
     rule = first["msg"].replace("Input", "it", 1)
     raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
-
-
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
-    """Return the element of `names` that begins with `word` or is most similar to `word`. Return
-    None if no element is similar."""
-    lower = {name.lower(): name for name in names}
-    if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
-        return lower[min(begun, key=len)]
-    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
-    return lower[close[0]] if close else None
-
-
-def did_you_mean(
-    word: str, names: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
-) -> str:
-    """Return a hint for an unknown `word` that suggests the nearest element of `names`. Return
-    `otherwise` if no element is similar."""
-    close = nearest(word, names, cutoff)
-    return f"did you mean {close!r}?" if close else otherwise
 
 
 def shown(value: object) -> str:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, nearest, shown
+from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.files import load_json, shown
 
 Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}

@@ -22,14 +22,8 @@ from typing import Annotated, NamedTuple
 import psutil
 from pydantic import BaseModel, Field
 
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    did_you_mean,
-    json_mistake,
-    load_json,
-    parse_as,
-    shown,
-)
+from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.files import json_mistake, load_json, parse_as, shown
 
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -271,7 +265,9 @@ def known_gpu(name: str) -> Gpu:
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
-    fix = f"{did_you_mean(text, GPUS)} To describe another GPU, use --gpu '{GPU_EXAMPLE}'".lstrip()
+    fix = f"To describe another GPU, use --gpu '{GPU_EXAMPLE}'"
+    if close := nearest(text, GPUS):
+        fix = f"did you mean {close!r}? {fix}"
     raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 
 

@@ -350,7 +350,7 @@ def _find(name: str) -> _Folder:
     if name in names:
         return names[name]
     what = f"strategy={name!r} is not known"
-    raise UserError(what, f"the strategies are {', '.join(names)}", files.did_you_mean(name, names))
+    raise UserError(what, f"the strategies are {', '.join(names)}", typed=name, known=names)
 
 
 def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
@@ -362,7 +362,7 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
     if not (engine.endswith(".py") and file.is_file()):
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
-        raise UserError(what, why, files.did_you_mean(engine, ENGINES))
+        raise UserError(what, why, typed=engine, known=ENGINES)
     own_code.name_code(file.parent)  # this file is part of the checkout
     module = own_code.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from distributed_training.records.record import load_record
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, did_you_mean, load_json
+from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.columns import COLUMNS, DEFAULT, MARKDOWN, table
 
@@ -144,4 +144,4 @@ def _check_words(where: str, what: str, words: Iterable[str], known: Collection[
     for word in set(words).difference(known):
         what = f"{where}: the {what} {word!r} is not known"
         why = f"known are {', '.join(known)}"
-        raise UserError(what, why, did_you_mean(word, known))
+        raise UserError(what, why, typed=word, known=known)
