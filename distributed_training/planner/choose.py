@@ -2,32 +2,46 @@
 
 This module does not import torch."""
 
-import contextlib
 import math
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models import ModelSpec, find_model
+from distributed_training.models.adapters import base_name, is_adapter, read_adapters
+from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import FoundOrders
-from distributed_training.planner.idle import check_settings
+from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide
+from distributed_training.planner.refusals import check_settings
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
-from distributed_training.settings.config import AUTO, KEYS, RunConfig, validate
+from distributed_training.settings.config import (
+    AUTO,
+    KEYS,
+    Request,
+    RunConfig,
+    validate,
+    with_values,
+)
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, known_gpu
-from distributed_training.settings.strategies import strategy_options
+from distributed_training.settings.request import load_preset
+from distributed_training.settings.strategies import Strategy, strategy_options
 
+WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
+# Keys in WORDS_PRESET that are ignored here
+PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
+CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per sample
+SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 # Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
@@ -36,6 +50,108 @@ SIZES = {
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
     "stage3_param_persistence_threshold": lambda d: 10 * d,
 }
+
+
+def choose_model(
+    config: Request,
+    machine: Machine,
+    num_processes: int,
+    strategy: Strategy | None,
+    notes: list[str],
+) -> tuple[Request, ModelSpec]:
+    """Return CONFIG, with a model chosen if `model` is "auto", and the model's specification. If
+    `weights` names a folder, the folder determines the model that is chosen. Otherwise, the machine
+    does. If the model is chosen for a CPU, also choose training settings for a local dataset. If
+    training continues adapters, the adapters determine the LoRA keys. `strategy` is None if the
+    planner still has to choose the strategy. Raises UserError for an unknown model."""
+    folder = Path(config.weights)
+    names_folder = config.weights not in (AUTO, "pretrained", "random") and folder.is_dir()
+    continues = names_folder and is_adapter(folder)
+    decided: Settings = {}
+    name = config.model
+    if name == AUTO and continues:
+        name = base_name(folder)
+    elif name == AUTO and names_folder and (folder / CONFIG_FILE).is_file():
+        name = str(folder.resolve())
+    if name != AUTO:
+        pass
+    elif machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
+        name = "gpt2-medium"
+    elif machine.num_gpus:
+        name = "gpt2"
+        notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
+    else:
+        name, decided = _choose_for_cpu(config, num_processes, strategy, notes)
+    model = find_model(name)
+    if continues:
+        decided |= _continue_adapters(config, folder, model, notes)
+    return with_values(config, model=name, **decided), model
+
+
+def _choose_for_cpu(
+    config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
+) -> tuple[str, Settings]:
+    """Return the model for a CPU, and settings for a local dataset or for a short evaluation."""
+    model = "gpt2-tiny"
+    num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
+    if num_stages > find_model(model).size.num_layers:
+        model = "gpt2-tiny-4-blocks"
+    notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
+    closed = PRESET_KEEPS.union(config.set_by)
+    settings: Settings = {}
+    if config.preset is None and Path(config.dataset).exists():
+        settings = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
+        values = ", ".join(f"{key} {value}" for key, value in settings.items())
+        source = f"--preset {WORDS_PRESET}, which is for small texts"
+        notes.append(f"settings that you did not give come from {source}: {values}")
+    elif config.preset is None and "eval_samples" not in closed:
+        settings = {"eval_samples": CPU_EVAL_SAMPLES}
+    return model, settings
+
+
+def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
+    """Return the number of pipeline stages."""
+    pp = strategy.mesh["pp"]
+    if pp < 1:
+        pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
+    name = config.pipeline_schedule
+    supported = strategy.traits.schedules
+    schedule = SCHEDULES[name if name in supported else supported[0]]
+    return pp * schedule.stages_per_rank if pp > 1 else 1
+
+
+def _continue_adapters(
+    config: Request, folder: Path, model: ModelSpec, notes: list[str]
+) -> Settings:
+    """Return the rank, alpha, targets and dropout of the adapters of `model` in `folder`. Raises
+    UserError if CONFIG sets a different rank, alpha or targets."""
+    from distributed_training.models.peft import read_initial
+
+    adapters = read_adapters(folder)
+    initial = read_initial(model, folder)
+    targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
+    decided: Settings = {}
+    theirs = {
+        "lora_rank": (adapters.r, initial.rank),
+        "lora_alpha": (adapters.lora_alpha, initial.alpha),
+        "lora_targets": (targets, targets),
+    }
+    for key, (shown_value, value) in theirs.items():
+        given = getattr(config, key)
+        if config.is_set(key) and given not in (shown_value, value):
+            what = f"{key}={given!r} does not match the adapters in {folder}"
+            fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
+            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
+        decided[key] = value
+    if not config.is_set("lora_dropout"):
+        decided["lora_dropout"] = adapters.lora_dropout
+    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on "
+    note += adapters.base_model_name_or_path
+    if initial.rank != adapters.r:
+        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
+        note += "and up) each have their own A matrix"
+    notes.append(note)
+    return decided
 
 
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
@@ -49,9 +165,9 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     processes_here = cluster.processes_a_node
     given = candidate.config
     model = candidate.model
-    hidden_size = model.size.hidden_size
+    options = strategy_options(candidate.strategy.name)(**given.engine_options)
     mesh, layout, batch = divide(candidate, num_processes)
-    document = _fill_sizes(candidate.strategy.document, hidden_size)
+    document = _fill_sizes(candidate.strategy.document, model.size.hidden_size)
     strategy = replace(candidate.strategy, document=document)
     resolved: Settings = {"precision": _choose_precision(given.precision, machine)}
     if given.pipeline_schedule == AUTO:
@@ -60,13 +176,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["base_dtype"] = None
     config = given.model_copy(update=resolved)
     candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
-    _check_model(candidate)
-    _check_strategy(candidate)
-    _check_base(candidate)
-    _check_loss_chunks(candidate)
-    options = strategy_options(strategy.name)(**given.engine_options)
     check_settings(given, candidate, options, notes)
-    options.check(config.precision, hidden_size)
     decided = {name: getattr(config, name) for name in KEYS}
     decided |= _choose_switches(candidate, machine, notes)
     decided |= batch.model_dump(include=set(OPEN_BATCH))
@@ -144,80 +254,6 @@ def _choose_precision(precision: str, machine: Machine) -> str:
         what = f"precision='bf16' is not supported by {machine.gpu_name}"
         raise UserError(what, "bf16 needs compute capability 8.0", "set precision to fp16")
     return precision
-
-
-def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
-    value = getattr(candidate.config, key)
-    raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
-
-
-def _check_model(candidate: Candidate) -> None:
-    config = candidate.config
-    size = candidate.model.size
-    named = f"model={config.model!r}"
-    if config.max_length > size.num_positions:
-        why = f"the model has {size.num_positions} positions"
-        fix = f"set max_length to {size.num_positions} or less"
-        # transformers' implementation has sliding-window attention, so longer samples are possible.
-        hub_name = f"{HUB_PREFIX}{config.model}"
-        with contextlib.suppress(UserError):
-            if config.max_length <= find_model(hub_name).size.num_positions:
-                fix += f", or model to {hub_name!r}"
-        _refuse(candidate, "max_length", named, why, fix)
-    if config.lora_rank:
-        size.adapted(config.lora_targets)
-
-
-def _check_strategy(candidate: Candidate) -> None:
-    config = candidate.config
-    strategy = candidate.strategy
-    here = f"strategy={config.strategy!r}"
-    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
-        other = f"{here} and precision='fp32'"
-        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
-        _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
-    if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
-        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
-        why = "the strategy's engine keeps the optimizer state in fp32"
-        _refuse(candidate, "optimizer", here, why, fix)
-    if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
-        why = "the strategy's engine updates the weights before it reports the gradient norm"
-        _refuse(candidate, "on_nonfinite", here, why, "set on_nonfinite to rollback or stop")
-
-
-def _check_base(candidate: Candidate) -> None:
-    """Raise UserError if the requested dtype for frozen weights cannot be used."""
-    config = candidate.config
-    key = "base_dtype"
-    if config.base_dtype is None:
-        return
-    if config.lora_rank == 0:
-        why = "without LoRA, no weights are frozen"
-        _refuse(candidate, key, "lora_rank=0", why, "set lora_rank to 16, or base_dtype to None")
-    if config.base_dtype == "bf16":
-        if config.precision != "bf16":
-            other = f"precision={config.precision!r}"
-            why = f"frozen weights then have the dtype {config.precision}"
-            _refuse(candidate, key, other, why, "set base_dtype to None")
-        return
-    split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
-    if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
-        here = f"strategy={config.strategy!r}"
-        why = "quantized layers must stay whole or be sharded by FSDP"
-        _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
-    matrices = candidate.model.size.block_matrices
-    if odd := [columns for _, columns in matrices if columns % 64]:
-        why = f"each group of 64 values shares a scale, but a matrix has {odd[0]} columns, "
-        why += "which is not a multiple of 64"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
-
-
-def _check_loss_chunks(candidate: Candidate) -> None:
-    config = candidate.config
-    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
-        why = "gradients of chunks would be computed before the loss is scaled"
-        fix = "set precision to bf16, or loss_chunk_tokens to 0"
-        _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
 
 def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:

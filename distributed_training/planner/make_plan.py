@@ -8,11 +8,10 @@ from distributed_training.data.cache import token_cache
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import lay_out
+from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.data import Fit, Sources, find_sources, fit_to_data
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate
-from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import choose_batch_size, choose_strategy
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint

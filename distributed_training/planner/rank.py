@@ -12,7 +12,7 @@ from tqdm import tqdm
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import lay_out
+from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.layouts import (
     OPEN,
     Candidate,
@@ -20,7 +20,6 @@ from distributed_training.planner.layouts import (
     all_meshes,
     show_settings,
 )
-from distributed_training.planner.model import choose_model
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError

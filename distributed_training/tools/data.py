@@ -15,8 +15,8 @@ from distributed_training.data.cache import token_cache, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
 from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
-from distributed_training.planner.model import choose_model
 from distributed_training.settings.config import Request, RunConfig, with_values
 from distributed_training.settings.errors import printable
 from distributed_training.settings.keys import at_least

@@ -11,8 +11,8 @@ from typing import Any
 from distributed_training.data.corpus import EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_SAMPLES
 from distributed_training.plan.plan import Draft
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources, fit_to_data, peek_data
-from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import settings_of
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request

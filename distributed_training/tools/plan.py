@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.planner.checks import check_memory
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.model import choose_model
 from distributed_training.planner.rank import layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
     ROOMS,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from distributed_training.models import find_model, peft, save_tensors
 from distributed_training.models.adapters import base_folder
 from distributed_training.models.weights import weight_files
-from distributed_training.planner.model import choose_model
+from distributed_training.planner.choose import choose_model
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config

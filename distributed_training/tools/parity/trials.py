@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import OPEN
-from distributed_training.planner.model import choose_model
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import named_strategy

@@ -1,14 +1,17 @@
-"""Find settings that have no effect with a layout. This module does not import torch.
+"""Refuse settings that cannot be combined, and find settings that have no effect with a layout.
+This module does not import torch.
 
 A setting that has no effect is rejected on the command line. In CONFIG or a preset, which several
 strategies may share, such a setting only causes a note, unless the key is strict. A value that the
 plan has in any case, such as a default, also causes only a note. Therefore the values of a resolved
 CONFIG can be repeated on the command line."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.planner.layouts import Candidate
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
@@ -92,8 +95,19 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for a setting that is rejected because it has no effect with the layout or
-    with the engine's other `options`. Add a note for each other setting without an effect."""
+    """Raise UserError for settings that cannot be combined, and for a setting that is refused
+    because it has no effect with the layout or with the engine's other `options`. Add a note for
+    each other setting without an effect. `request` may still contain "auto" where the candidate's
+    CONFIG has a value."""
+    _check_model(candidate)
+    _check_strategy(candidate)
+    _check_base(candidate)
+    _check_loss_chunks(candidate)
+    _check_idle(request, candidate, options, notes)
+    options.check(candidate.config.precision, candidate.model.size.hidden_size)
+
+
+def _check_idle(request: Request, candidate: Candidate, options: Options, notes: list[str]) -> None:
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
         is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved)
@@ -109,6 +123,80 @@ def check_settings(
             raise UserError(value, why, f"leave out {key}")
         if request.is_set(key):
             notes.append(f"{value}, because {why}")
+
+
+def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
+    value = getattr(candidate.config, key)
+    raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
+
+
+def _check_model(candidate: Candidate) -> None:
+    config = candidate.config
+    size = candidate.model.size
+    named = f"model={config.model!r}"
+    if config.max_length > size.num_positions:
+        why = f"the model has {size.num_positions} positions"
+        fix = f"set max_length to {size.num_positions} or less"
+        # transformers' implementation has sliding-window attention, so longer samples are possible.
+        hub_name = f"{HUB_PREFIX}{config.model}"
+        with contextlib.suppress(UserError):
+            if config.max_length <= find_model(hub_name).size.num_positions:
+                fix += f", or model to {hub_name!r}"
+        _refuse(candidate, "max_length", named, why, fix)
+    if config.lora_rank:
+        size.adapted(config.lora_targets)
+
+
+def _check_strategy(candidate: Candidate) -> None:
+    config = candidate.config
+    strategy = candidate.strategy
+    here = f"strategy={config.strategy!r}"
+    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
+        other = f"{here} and precision='fp32'"
+        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
+        _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
+    if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
+        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
+        why = "the strategy's engine keeps the optimizer state in fp32"
+        _refuse(candidate, "optimizer", here, why, fix)
+    if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
+        why = "the strategy's engine updates the weights before it reports the gradient norm"
+        _refuse(candidate, "on_nonfinite", here, why, "set on_nonfinite to rollback or stop")
+
+
+def _check_base(candidate: Candidate) -> None:
+    """Raise UserError if the requested dtype for frozen weights cannot be used."""
+    config = candidate.config
+    key = "base_dtype"
+    if config.base_dtype is None:
+        return
+    if config.lora_rank == 0:
+        why = "without LoRA, no weights are frozen"
+        _refuse(candidate, key, "lora_rank=0", why, "set lora_rank to 16, or base_dtype to None")
+    if config.base_dtype == "bf16":
+        if config.precision != "bf16":
+            other = f"precision={config.precision!r}"
+            why = f"frozen weights then have the dtype {config.precision}"
+            _refuse(candidate, key, other, why, "set base_dtype to None")
+        return
+    split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
+    if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
+        here = f"strategy={config.strategy!r}"
+        why = "quantized layers must stay whole or be sharded by FSDP"
+        _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
+    matrices = candidate.model.size.block_matrices
+    if odd := [columns for _, columns in matrices if columns % 64]:
+        why = f"each group of 64 values shares a scale, but a matrix has {odd[0]} columns, "
+        why += "which is not a multiple of 64"
+        _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
+
+
+def _check_loss_chunks(candidate: Candidate) -> None:
+    config = candidate.config
+    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
+        why = "gradients of chunks would be computed before the loss is scaled"
+        fix = "set precision to bf16, or loss_chunk_tokens to 0"
+        _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
