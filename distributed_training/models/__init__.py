@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, zip_longest
@@ -33,7 +34,7 @@ from distributed_training.models.weights import (
     require_weights,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import expand_home, folder_label, load_json, shown
+from distributed_training.settings.files import expand_home, load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -499,6 +500,15 @@ def find_model(name: str) -> ModelSpec:
     why += "config.json or __init__.py"
     what = f"model={shown(name)} is not accepted"
     raise UserError(what, why, typed=full_name, known=names)
+
+
+def folder_label(folder: Path) -> str:
+    """Return a short name for a model folder. For hf/, best/ or merged/ in a run's folder, return
+    the run's model and the folder's name, such as gpt2-hf. Otherwise, return the folder's name."""
+    if folder.name not in ("hf", "best", "merged"):
+        return folder.name
+    run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
+    return f"{run}-{folder.name}" if run else folder.name
 
 
 def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:

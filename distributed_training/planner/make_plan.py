@@ -18,8 +18,7 @@ from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.request import defaults_for
-from distributed_training.settings.strategies import named_strategy
+from distributed_training.settings.strategies import defaults_for, named_strategy
 
 
 def make_plan(

@@ -24,9 +24,9 @@ from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
-from distributed_training.settings.request import defaults_for
 from distributed_training.settings.strategies import (
     Strategy,
+    defaults_for,
     list_strategies,
     load_strategy,
     strategy_options,

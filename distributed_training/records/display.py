@@ -12,9 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from distributed_training.models import folder_label
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import folder_label, plural, relative_path
+from distributed_training.settings.files import plural, relative_path
 from distributed_training.settings.machine import GIB
 
 MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -275,15 +274,6 @@ def shown(value: object) -> str:
     """Return repr(value) for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
-
-
-def folder_label(folder: Path) -> str:
-    """Return a short name for a model folder. For hf/, best/ or merged/ in a run's folder, return
-    the run's model and the folder's name, such as gpt2-hf. Otherwise, return the folder's name."""
-    if folder.name not in ("hf", "best", "merged"):
-        return folder.name
-    run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
-    return f"{run}-{folder.name}" if run else folder.name
 
 
 def plural(count: int, noun: str) -> str:

@@ -87,15 +87,6 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != "_comment"}
 
 
-def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return the defaults of the strategy `name` for keys that are None or "auto" in `config`. The
-    result also contains the updated `set_by`, the source of each key's value."""
-    defaults = strategy_defaults(name).items()
-    used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-    other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
-    return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
-
-
 def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with each alias replaced by the name of its key."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
-from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
@@ -248,6 +248,15 @@ def list_strategies() -> dict[str, _Folder]:
 def strategy_defaults(name: str) -> dict[str, Any]:
     """Return a strategy's values for keys that are None or "auto" in CONFIG."""
     return {} if name == AUTO else _find(name).defaults
+
+
+def defaults_for(config: Request, name: str) -> dict[str, Any]:
+    """Return the defaults of the strategy `name` for keys that are None or "auto" in `config`. The
+    result also contains the updated `set_by`, the source of each key's value."""
+    defaults = strategy_defaults(name).items()
+    used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
+    other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
+    return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
 
 
 def strategy_options(name: str) -> type[Options]:

@@ -3,10 +3,11 @@ model family."""
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from distributed_training.models import find_model
+from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.own_code import name_families
 from tests.planner.helpers import plan_for
@@ -88,3 +89,13 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     (tmp_path / "__init__.py").write_text("sizes = build = None")
     with refused(str(tmp_path), "does not export to_hf, to_config"):
         find_model(str(tmp_path))
+
+
+def test_a_run_s_folder_lends_its_model_s_name():
+    label = {
+        "weights/qwen": "qwen",
+        "runs/20261125-032748-dp-gpt2-tiny-x2/hf": "gpt2-tiny-hf",
+        "runs/20261125-032748-local_sgd-Qwen3-0.6B-x16-3/best": "Qwen3-0.6B-best",
+        "made/mine/hf": "mine-hf",
+    }
+    assert {name: folder_label(Path(name)) for name in label} == label

@@ -8,7 +8,6 @@ from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     expand_home,
-    folder_label,
     load_json,
     require_writable,
     sample_file,
@@ -93,13 +92,3 @@ def test_errors_are_one_line_of_a_bearable_length():
     assert str(error) == "a is wrong. Because of b. Type c."
     assert shown([1, None]) == "[1, None]"
     assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"
-
-
-def test_a_run_s_folder_lends_its_model_s_name():
-    label = {
-        "weights/qwen": "qwen",
-        "runs/20261125-032748-dp-gpt2-tiny-x2/hf": "gpt2-tiny-hf",
-        "runs/20261125-032748-local_sgd-Qwen3-0.6B-x16-3/best": "Qwen3-0.6B-best",
-        "made/mine/hf": "mine-hf",
-    }
-    assert {name: folder_label(Path(name)) for name in label} == label
