@@ -56,7 +56,8 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
         if plan.num_processes > 1:
             context += FITTED.gpu_context_bytes.nccl
     likely = FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
-    state = estimate_state(plan)
+    fullest = max(processes, key=lambda process: process.parameters)
+    state = _state_of(fullest, mechanisms)
     fitted = FITTED.process_bytes
     on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
     on_host += sum(mechanism.on_host(processes[0]) for mechanism in mechanisms)
@@ -72,7 +73,7 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
         parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
         model = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / parts
     on_host += model if plan.machine.num_gpus else max(peak, model)
-    copy = estimate_copy(plan)
+    copy = estimate_copy(plan, processes)
     if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:
         on_host += copy  # otherwise training waits during saves
     return MemoryEstimate(
@@ -92,12 +93,12 @@ def estimate_state(plan: Draft) -> dict[str, int]:
     return _state_of(fullest, used_by(plan))
 
 
-def estimate_copy(plan: Draft) -> int:
+def estimate_copy(plan: Draft, processes: Sequence[Place]) -> int:
     """Return the number of bytes that a process copies for a checkpoint: its share of the fp32
     weights and Adam moments, and its engine's private state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(process.learning for process in all_places(plan))
+    held = max(process.learning for process in processes)
     per_parameter = 12 / plan.batch.num_replicas + plan.engine_bytes_per_parameter
     if plan.steps_between_exchanges is not None:  # replicas differ
         per_parameter += 12

@@ -6,6 +6,7 @@ import pytest
 
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import as_chosen, best_layout, rank_layouts
+from distributed_training.predict.mechanism import all_places
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict, this_machine
 from tests.planner.helpers import merged
@@ -87,7 +88,7 @@ def test_state_bytes():
         plan = plan_of(**values)
         whole = estimate_state(plan)["parameters"] / 4
         assert estimate_state(plan)["optimizer"] == optimizer * whole
-        assert estimate_copy(plan) == copied * whole
+        assert estimate_copy(plan, all_places(plan)) == copied * whole
 
 
 def test_slow_links_are_what_they_pay_on():
