@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -465,11 +466,13 @@ def find_model(name: str) -> ModelSpec:
     # The prefix "hub:" selects transformers' code even if another family supports the model.
     is_native = not name.startswith(HUB_PREFIX)
     name = name.removeprefix(HUB_PREFIX)
-    # Raise UserError if a name, such as one from a plan.json, cannot be used as a path
-    expand_home("model", name)
-    is_hub = "/" in name and is_repo_id(name) and not Path(name).exists()
-    hub_id = name if is_hub else None
-    folder = _fetch_config(name) if hub_id else Path(name).resolve()
+    hub_id = None
+    if "/" in name and is_repo_id(name) and not os.path.exists(name):
+        hub_id = name
+        folder = _fetch_config(hub_id)
+    else:
+        expand_home("model", name)  # raises UserError for a name that cannot be a path
+        folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")
         model_type = config.get("model_type") if isinstance(config, dict) else None
