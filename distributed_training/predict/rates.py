@@ -117,12 +117,7 @@ def calibration_file(device: str) -> Path:
 def measured_rates(device: str, base: Rates) -> Rates:
     """Return `base`, updated with any rates that `plan --calibrate` measured for this device."""
     path = calibration_file(device)
-    document = json.loads(path.read_text()) if path.is_file() else {}
-    if document and (
-        "training_s" in document or not base.on_host
-    ):  # ignore CPU measurements from an earlier version
-        return from_calibration(document, base)
-    return base
+    return from_calibration(json.loads(path.read_text()), base) if path.is_file() else base
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
