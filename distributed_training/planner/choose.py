@@ -16,8 +16,8 @@ from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
+from distributed_training.planner.conflicts import check_settings
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide
-from distributed_training.planner.refusals import check_settings
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from distributed_training.planner.checks import unbuilt_extensions
 from distributed_training.planner.choose import choose_model
+from distributed_training.planner.conflicts import droppable_keys
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.planner.refusals import droppable_keys
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report

@@ -3,8 +3,8 @@ note."""
 
 import pytest
 
+from distributed_training.planner.conflicts import NEEDS
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.refusals import NEEDS
 from distributed_training.predict.predict import this_machine
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused

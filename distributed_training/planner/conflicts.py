@@ -1,4 +1,4 @@
-"""Refuse settings that cannot be combined, and find settings that have no effect with a layout.
+"""Reject settings that cannot be combined, and find settings that have no effect with a layout.
 This module does not import torch.
 
 A setting that has no effect is rejected on the command line. In CONFIG or a preset, which several
@@ -95,7 +95,7 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for settings that cannot be combined, and for a setting that is refused
+    """Raise UserError for settings that cannot be combined, and for a setting that is rejected
     because it has no effect with the layout or with the engine's other `options`. Add a note for
     each other setting without an effect. `request` may still contain "auto" where the candidate's
     CONFIG has a value."""
