@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up Python if needed, checks style and types, and runs every test that needs no GPU.
+# Sets up Python if needed, checks style and types, and runs all tests that do not need a GPU.
 # With arguments, runs only pytest with these arguments: bash tests/run.sh tests/data -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,7 +9,7 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer is tested in a browser and in node. Outside CI these tests are skipped without them.
+# The tutorial's explorer is tested in a browser and in Node.js. Outside CI, these tests are skipped if either is missing.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)
@@ -30,5 +30,5 @@ python tests/build_extensions.py
 wait "$types"
 unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes would compile the same modules again
 export OMP_NUM_THREADS=1 # the tests' processes share the cores
-# Three workers keep two cores busy, because a worker often waits for a process to end or a save.
+# Three workers keep two cores busy, because a worker often waits for a process to end or for a save.
 exec python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run a program on two nodes with one process each, joined by a link of the given rate. The nodes
-# are network namespaces of this machine, so the script needs Linux and root. The arguments are the
-# rate, the program, and the arguments of the program.
+# Run a program on two nodes with one process each, connected by a link with the given rate. The
+# nodes are network namespaces on this machine, so the script needs Linux and root. The arguments are
+# the rate, the program, and the program's arguments.
 #
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py links --largest 4
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py --strategy local_sgd --max_steps 20
@@ -15,8 +15,8 @@ for i in 0 1; do
   ip -n "${nodes[i]}" addr add "10.99.0.$((i + 1))/24" dev eth0
   ip -n "${nodes[i]}" link set lo up
   ip -n "${nodes[i]}" link set eth0 up
-  # A full bucket passes at once, so tensors smaller than the bucket are not slowed down. Rates of
-  # gigabits need a large bucket.
+  # A full bucket passes without delay, so tensors smaller than the bucket are not slowed down.
+  # Gigabit rates need a large bucket.
   tc -n "${nodes[i]}" qdisc add dev eth0 root tbf rate "$rate" burst "${BURST:-1mb}" latency 200ms
 done
 for i in 1 0; do
