@@ -1,4 +1,4 @@
-"""Test two nodes without a shared disk. Each of two processes has a separate run folder."""
+"""Test two nodes without a shared disk: two processes, each with a separate run folder."""
 
 import shutil
 from types import SimpleNamespace

@@ -131,7 +131,7 @@ WALK = {
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", ""),
     ],
     "push": [
-        ("{named_in_plan} a/b", "was not pushed"),  # this refusal loads no code
+        ("{named_in_plan} a/b", "was not pushed"),  # this error loads no code
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],

@@ -63,7 +63,7 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
 
 
 def fp16_engine(folder, loss_scale):
-    """Return an fp16 engine whose loss scaling works as on a GPU."""
+    """Return an fp16 engine with the same loss scaling as on a GPU."""
     options = {"precision": "fp16", "cuda_graphs": False, "compile": False}
     engine = build_engine(plan_for(folder, GPU_MACHINE, 1, **WORK, **options))
     engine.loss_scale.fill_(loss_scale)

@@ -130,7 +130,7 @@ def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
     logits = engine.logits(PROMPT)
     rounded = 1e-4 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
-    if (past := engine.past()) is not None:  # with a cache: first a text, then single tokens
+    if (past := engine.past()) is not None:  # with a cache: first a prompt, then single tokens
         cut = PROMPT.shape[1] // 2
         texts = [PROMPT[:, :cut], *PROMPT[:, cut:].split(1, dim=1)]
         pieces = torch.cat([engine.logits(text, past) for text in texts], dim=1)

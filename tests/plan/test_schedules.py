@@ -1,4 +1,4 @@
-"""Compare the requirements and costs of schedules with simulations of their orders."""
+"""Compare each schedule's requirements and costs with simulations of its orders."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-"""Test values that depend on the data: the numbers of samples and steps, and the warm-up."""
+"""Test the values that depend on the data: the numbers of samples, steps and warm-up steps."""
 
 import math
 import shutil

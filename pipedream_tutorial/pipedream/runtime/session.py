@@ -183,7 +183,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
 
 
 def describe(station: Station) -> str:
-    """Return a description of the run."""
+    """Describe the run: its stages, device and workload."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
     where = "NCCL, one GPU per process" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":

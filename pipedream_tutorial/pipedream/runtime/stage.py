@@ -157,7 +157,8 @@ class Station:
     """A rank in its own process, which can run any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
-        """Raises UserError for settings that cannot be trained."""
+        """Prepare the device and the workload. Raises UserError for settings that do not allow
+        training."""
         self.rank = rank
         self.config = config
         self.device = take_device(config, rank)

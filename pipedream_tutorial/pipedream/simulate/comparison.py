@@ -107,7 +107,7 @@ class Row:
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
-        """Most weight versions kept, by stage in the model's order."""
+        """Highest number of weight versions that each stage keeps, in the model's order."""
         return tuple(use.peak_versions for use in self._use.values())
 
     @property

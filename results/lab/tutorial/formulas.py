@@ -134,7 +134,7 @@ def of_a_rank(name: str, text: str) -> Check:
 
 
 def idle_check(name: str, text: str) -> Check:
-    """Return a check of the idle time of each rank, in the range that the table states."""
+    """Return a check of each rank's idle time, within the range that the table states."""
     formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
 
     def holds(c: Case) -> bool:
@@ -213,7 +213,7 @@ class Step(NamedTuple):
         return {"r": ring_share} | {name: Fraction(size) for name, size in sizes.items()}
 
     def cost_of(self, layout: Layout) -> tuple[Fraction, Fraction]:
-        """Return the bytes of state on the first device and the bytes that it sends."""
+        """Return the first device's state size and the number of bytes that it sends."""
         sequences = self.b * self.k * layout.data
         costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
         moved = sent(self.model, layout, self.k, self.b, 0).values()
@@ -233,7 +233,7 @@ def step_of(c: Case) -> Step:
 
 
 def zero_state(s: Step, zero: int) -> Fraction:
-    """Return the number of bytes of state under ZeRO stage `zero`, without the gathered layer,
+    """Return the size of the state in bytes under ZeRO stage `zero`, without the gathered layer,
     which the page describes in words."""
     gathered = 2 * max(s.model.block_parameters, s.model.embedding_parameters) * (zero == 3)
     return s.cost_of(Layout(title="", data=s.d, zero=zero))[0] - gathered
@@ -244,7 +244,7 @@ def zero_sent(s: Step, zero: int) -> Fraction:
 
 
 def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
-    """Return the number of bytes of state if the t devices also sharded the norms, biases and
+    """Return the size of the state in bytes if the t devices also sharded the norms, biases and
     positions, as the page assumes."""
     whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
     layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))

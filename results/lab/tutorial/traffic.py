@@ -172,8 +172,8 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
 def _memory(
     model: Model, layout: Layout, form: ClosedForm, case: Case, microbatch: int, stage: int
 ) -> tuple[Fraction, Fraction, Fraction, Fraction]:
-    """Return the bytes of weights, gradients, optimizer state and activations on one device of a
-    stage."""
+    """Return the sizes in bytes of the weights, gradients, optimizer state and activations on one
+    device of a stage."""
     n = stage_parameters(model, layout, stage)
     share = [Fraction(1, layout.data if layout.zero >= level else 1) for level in (3, 2, 1)]
     weights = ELEMENT_BYTES * n * share[0] * form.peak_versions(case, stage)
@@ -191,7 +191,7 @@ def _memory(
 
 
 def block_activations(model: Model, layout: Layout, microbatch: int) -> Fraction:
-    """Return the bytes of activations that one block keeps for one microbatch on each device."""
+    """Return the size in bytes of the activations that a block keeps per microbatch and device."""
     t = layout.tensor
     factor = Fraction(34, t) if layout.sequence_parallel else 10 + Fraction(24, t)
     return factor * microbatch * model.sequence * model.hidden
@@ -211,8 +211,8 @@ def _activations(
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
-    """Return the peak bytes of activations while a rank runs its order. The two stages of the rank
-    keep different amounts."""
+    """Return the peak size in bytes of a rank's activations while it runs its order. The rank's two
+    stages keep different amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     between = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
@@ -228,7 +228,8 @@ def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: 
 
 
 def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> dict[str, Fraction]:
-    """Return the bytes that a device of a stage sends per step of k microbatches, by purpose."""
+    """Return the number of bytes that a stage's device sends per step of k microbatches, by
+    purpose."""
     last = layout.pipeline - 1
     passed = microbatch * model.sequence * model.hidden  # elements between two layers
     hop = Fraction(passed, layout.tensor if layout.sequence_parallel else 1)
