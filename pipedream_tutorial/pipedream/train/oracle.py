@@ -73,8 +73,8 @@ def train(
 
 def final_loss(result: TrainResult, num_microbatches: int) -> float:
     """Return the mean loss over the last batches, which together contain every sample about once.
-    If there are too few batches, average over all of them. The noise of a single step would hide the differences between
-    schedules."""
+    If there are too few batches, average over all of them. The noise of a single step would hide
+    the differences between schedules."""
     batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
 
