@@ -120,7 +120,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
+def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
     """Return the names of the files that `rank` needs to load a checkpoint. Usually, these are all
     of the checkpoint's files. If some files are absent, the nodes have no shared disk and the
     layout is unchanged, only the files written on the rank's node are needed. Raises ElsewhereError

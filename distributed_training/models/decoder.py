@@ -194,9 +194,9 @@ class Decoder(nn.Module):
     def hidden(
         self,
         x: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        ends: torch.Tensor | None = None,
-        past: Past | None = None,
+        positions: torch.Tensor | None,
+        ends: torch.Tensor | None,
+        past: Past | None,
     ) -> torch.Tensor:
         """Return the output [B, T, D] of this stage's blocks for token ids [B, T] or hidden states
         [B, T, D]."""

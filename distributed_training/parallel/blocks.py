@@ -120,7 +120,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
 
 
 def apply_fsdp(
-    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
+    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool
 ) -> None:
     """Shard each block, then the remaining parameters, in place with FSDP2.
 

@@ -190,9 +190,7 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return text if bits is None else f"{text}  bpb {bits:.4f}"
 
 
-def build_tracker(
-    log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
-) -> Tracker:
+def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     """Return the tracker that CONFIG's `log_to` names. `about`: settings that become the config of
     the tracker's run.
 

@@ -88,11 +88,11 @@ def _published(name: str) -> ModelSpec | None:
         raise
 
 
-def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
+def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
     """Return the folder of the tokenizer: `folder` itself, the folder of the base model if `folder`
     contains adapters without a tokenizer, or the folder of the published model `spec`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
-        if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
+        if spec.hub_id and not hub.has_tokenizer(folder):
             config = build_config({}, overrides=[f"model={spec.hub_id}"])
             return choose_tokenizer(config, config, spec, config.weights, [])[1]
         return folder
@@ -307,7 +307,7 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
     return 0
 
 
-def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) -> int:
+def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
     Return the exit code.
 
