@@ -149,21 +149,32 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "error", "message"),
     [
-        ("TORCH_DISTRIBUTED_DEBUG", "The value of TORCH_DISTRIBUTED_DEBUG must be OFF or INFO"),
-        ("TORCHINDUCTOR_COMPILE_THREADS", "invalid literal for int() with base 10: 'evil'"),
-        ("TORCH_LOGS", "Invalid log settings: evil, must be a list"),
+        (
+            "TORCH_DISTRIBUTED_DEBUG",
+            ValueError,
+            "The value of TORCH_DISTRIBUTED_DEBUG must be OFF or INFO",
+        ),
+        (
+            "TORCHINDUCTOR_COMPILE_THREADS",
+            ValueError,
+            "invalid literal for int() with base 10: 'evil'",
+        ),
+        ("TORCHINDUCTOR_WORKER_START", AssertionError, "Invalid start method: evil"),
+        ("TORCH_LOGS", ValueError, "Invalid log settings: evil, must be a list"),
     ],
 )
-def test_a_variable_that_a_library_refuses_is_named(name, message, run, monkeypatch, capsys):
+def test_a_variable_that_a_library_refuses_is_named(name, error, message, run, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise AssertionError(f"\n{message}\nmore")
+        raise error(f"\n{message}\nmore")
 
     monkeypatch.setattr(launch, "start", refuse)
     monkeypatch.setenv(name, "evil")
     assert run() == 2
-    said = f"{name} has a value that is not accepted. AssertionError: {message} more. Unset {name}."
+    said = (
+        f"{name} has a value that is not accepted. {error.__name__}: {message} more. Unset {name}."
+    )
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
