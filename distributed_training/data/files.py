@@ -135,6 +135,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, parse_json(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
+                if line.endswith("\n") and not line[error.pos :].strip():
+                    what = f"{where} is only a part of a JSON value"
+                    fix = "write each record on one line, as jq --compact-output does"
+                    if line.startswith("["):
+                        fix = "if the file is one list, give it the suffix .json"
+                    raise UserError(what, "each line must be a whole record", fix) from None
                 what = f"{where} column {error.colno} is not JSON"
                 raise UserError(what, json_mistake(error)) from None
             except ValueError as error:

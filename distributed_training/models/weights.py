@@ -31,6 +31,7 @@ FORMS = (
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
+_MOST_INDEX_BYTES = 20_000_000  # the index of DeepSeek-V3, with 91,000 tensors, has 9 MB
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
@@ -99,7 +100,8 @@ def fetch_weights(repo_id: str) -> Path:
 def indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises UserError if the index is invalid
     or lists a file outside its folder."""
-    document = parse_as(_Index, load_json(index, "weights"), str(index), "download it again")
+    values = load_json(index, "weights", most_bytes=_MOST_INDEX_BYTES)
+    document = parse_as(_Index, values, str(index), "download it again")
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for name in names:

@@ -140,13 +140,13 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_small(path: Path) -> bytes:
+def read_small(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError if the file
-    is not a regular file or is larger than 64 MB."""
+    is not a regular file or is larger than `most_bytes`."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
-        data = file.read(_SMALL_BYTES + 1)
-    if len(data) > _SMALL_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {_SMALL_BYTES // 10**6} MB", str(path))
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 10**6} MB", str(path))
     return data
 
 
@@ -175,12 +175,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
-    """Parse a JSON file. Raises UserError if the file cannot be read or, with the line and column,
-    if the JSON is invalid. `what` describes the file in the message. If `unique` is True, a
-    duplicate key is also an error."""
+def load_json(
+    path: Path, what: str, *, unique: bool = False, most_bytes: int = _SMALL_BYTES
+) -> Any:
+    """Parse a JSON file. Raises UserError if the file cannot be read, is larger than `most_bytes`
+    or, with the line and column, if the JSON is invalid. `what` describes the file in the message.
+    If `unique` is True, a duplicate key is also an error."""
     try:
-        return parse_json(read_small(path).decode(), unique=unique)
+        return parse_json(read_small(path, most_bytes).decode(), unique=unique)
     except FileNotFoundError:
         other_names = sorted(file.stem for file in path.parent.glob("*.json"))
         near = nearest(path.stem, other_names)

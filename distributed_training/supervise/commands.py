@@ -68,7 +68,13 @@ def again(plan: Plan, **changes: Any) -> str:
         elif word.startswith("--") or name not in dropped:  # skips KEY=VALUE after --set
             kept_arguments.append(word)
     changed = [f"--{name}={value}" for name, value in changes.items()]
-    return shlex.join([*kept_arguments, *changed])
+    words = [*kept_arguments, *changed]
+    following = [*words[1:], "--"]
+    return shlex.join(
+        word
+        for word, after in zip(words, following, strict=True)
+        if word != "--set" or not after.startswith("--")  # every value of this --set was dropped
+    )
 
 
 def _script(plan: Plan) -> str:

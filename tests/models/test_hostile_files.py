@@ -99,6 +99,7 @@ def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
             {"weight_map": {f"t{i}": "model.safetensors" for i in range(100_001)}},
             ["weight_map=", "at most 100000 items"],
         ),
+        ({"weight_map": {}, "metadata": "x" * 20_000_000}, ["is larger than 20 MB"]),
     ],
 )
 def test_indexes_that_lead_elsewhere(index, words, tmp_path):

@@ -21,6 +21,8 @@ from distributed_training.supervise import commands
         ("--num-train-epochs 3 --dataset 'my notes.txt'", {"epochs": 6},
          "--dataset 'my notes.txt' --epochs=6"),
         ("--set epochs=1 resume=auto lr=1e-3", {"epochs": 2}, "--set lr=1e-3 --epochs=2"),
+        ("--set epochs=1 --set resume=auto --set lr=1e-3 --set resume=a", {"epochs": 2},
+         "--set lr=1e-3 --epochs=2"),
         ("train --preset words", {"max_steps": 8}, "train --preset words --max_steps=8"),
     ],
 )  # fmt: skip
