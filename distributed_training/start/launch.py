@@ -36,6 +36,7 @@ from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import (
     MOST_PROCESSES,
+    OUT_OF_MEMORY,
     Command,
     Ranks,
     compute_in_fork,
@@ -280,7 +281,8 @@ def spawn(
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
-        what = reason or "a process ended with an error"
+        # The watch of another rank kills a rank that is frozen after the end.
+        what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
         print_error(f"note: after the run had finished: {what}")
         return 0
     return code

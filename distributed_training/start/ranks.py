@@ -45,6 +45,7 @@ STOPPED_S = 30.0
 STILL_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
 POLL_S = 0.05
 MOST_PROCESSES = 100_000
+OUT_OF_MEMORY = ", usually because the host ran out of memory"  # after SIGKILL
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
 Body = Callable[[], int]  # function that a forked process runs; returns the exit code
@@ -378,6 +379,4 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
 def killed_by(signum: int) -> str:
     """Describe the signal that killed a process. For SIGKILL, add the most likely cause."""
     name = signal.Signals(signum).name
-    return f"killed by {name}" + (
-        ", usually because the host ran out of memory" if name == "SIGKILL" else ""
-    )
+    return f"killed by {name}{OUT_OF_MEMORY if name == 'SIGKILL' else ''}"

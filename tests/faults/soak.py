@@ -182,7 +182,7 @@ class Mission:
         paid = own / "paid"
         steps = len(paid.read_text().splitlines()) if paid.exists() else 0
         lines = re.findall(
-            r"^(?:error: |failed: |interrupted|note: (?:ranks? |after )).*", said, re.MULTILINE
+            r"^(?:error: |failed[: ]|interrupted|note: (?:ranks? |after )).*", said, re.MULTILINE
         )
         row = {
             "kind": kind, "rank": rank, "step": step, "struck": at is not None,

@@ -122,7 +122,7 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
         ("interrupted", {0: 143}, 143, ""),
         ("interrupted", {0: 143, 1: 1}, 130, ""),
         ("ok", WHOLE, 0, ""),
-        ("ok", KILLED, 0, "note: after the run had finished: rank 1: killed by"),
+        ("ok", KILLED, 0, "note: after the run had finished: rank 1: killed by SIGKILL\n"),
         ("ok", {0: 1}, 0, "note: after the run had finished: a process ended with an error"),
     ],
 )
