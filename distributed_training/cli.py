@@ -296,7 +296,7 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add_model(parser)
-    add("--prompt", help="beginning of the text (default: read prompts from the terminal)")
+    add("--prompt", help="text to continue (default: read prompts from the terminal)")
     add("--best", action="store_true", help=USE_BEST)
     length = "number of tokens to generate (default: 100)"
     add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)

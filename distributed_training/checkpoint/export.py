@@ -117,7 +117,7 @@ def write_folder(
     if config.lora_rank:
         for name, values in state.items():
             if not all_finite(values):
-                what = f"{folder.name}/ was not written: {name} contains values that are not finite"
+                what = f"{folder.name}/ was not written: {name} contains non-finite values"
                 raise RunError(what, fix="lower learning_rate")
     trained = trained_by(plan, state, base_fingerprint)
     if not config.lora_rank or plan.weights_dir is None or merge:

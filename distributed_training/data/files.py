@@ -77,7 +77,7 @@ def encoding_of(path: Path) -> str:
         with open_file(path) as file:
             # Reading a sparse file of 50 GB would take minutes.
             if path.suffix not in COMPRESSED and (hole := _first_hole(file)) < path.stat().st_size:
-                why = f"a part of the file, from byte {hole:,} on, was never written"
+                why = f"part of the file, starting at byte {hole:,}, was never written"
                 raise UserError(f"dataset file {path} cannot be read", why, "copy the file again")
             head = file.read(4)
     except OSError as error:  # damaged compressed data
@@ -136,7 +136,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, parse_json(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
                 if line.endswith("\n") and not line[error.pos :].strip():
-                    what = f"{where} is only a part of a JSON value"
+                    what = f"{where} is only part of a JSON value"
                     fix = "write each record on one line, as jq --compact-output does"
                     if line.startswith("["):
                         fix = "if the file is one list, give it the suffix .json"
@@ -182,7 +182,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
-                fix = 'put a text that contains a comma in quotes: "one, two"'
+                fix = 'put text that contains a comma in quotes: "one, two"'
                 raise UserError(f"{where} has more fields than the header", fix=fix)
             missing = [name for name, value in row.items() if value is None]
             if missing:
@@ -219,7 +219,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
             while (batch := _next_batch(batches, most_addresses)) is not None:
                 names = batch.schema.names
                 if len(names) > len(set(names)):
-                    raise ValueError(f"it has the column {max(names, key=names.count)!r} twice")
+                    raise ValueError(f"the column {max(names, key=names.count)!r} appears twice")
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
                 if batch.nbytes > most_unpacked(path):

@@ -55,7 +55,7 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
             begins = False
         if len(pending) - start > _MAX_UNCUT:
             what = (
-                f"a text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
+                f"text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
             )
             why = "this tokenizer needs the whole text at once"
             if can_cut:

@@ -87,8 +87,10 @@ def headline(counts: dict[str, Any]) -> list[str]:
     """Return the most important statistics as two lines of text, or as one line for running
     text."""
     if counts["form"] == RUNNING:
-        texts = "1 text" if counts["records"] == 1 else f"{counts['records']:,} texts or lines"
-        return [f"the dataset has {texts} with {counts['num_tokens']:,} tokens, all in the loss"]
+        documents = _number(counts["records"], "document")
+        return [
+            f"the dataset has {documents} with {counts['num_tokens']:,} tokens, all in the loss"
+        ]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())

@@ -195,7 +195,7 @@ def cut_samples(
         what = f"dataset={config.dataset!r}"
         if validation_name:
             what = f"validation_dataset={validation_name!r}"
-        fix = "use a longer text or a smaller max_length"
+        fix = "use more text or a smaller max_length"
         if form in ANSWERS:
             what += " has too few records with an answer inside max_length"
             fix = "use more records, or set a larger max_length if prompts fill it"

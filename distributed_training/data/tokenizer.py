@@ -178,7 +178,7 @@ class Tokenizer:
             return self._load_gpt2()
         fix = "use the folder that the model's tokenizer was saved in"
         if not self._files:
-            raise self._unreadable("the folder has no files of a tokenizer", fix)
+            raise self._unreadable("the folder contains no tokenizer files", fix)
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -255,7 +255,7 @@ class Tokenizer:
             growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
             if growth > MAX_GROWTH:
                 times = f"{min(growth, 1e18):.3g} times as long"
-                what = f"tokenizer {self.folder} may make a text {times}"
+                what = f"tokenizer {self.folder} may make text {times}"
                 raise UserError(what, f"at most {MAX_GROWTH} times the length is accepted")
         return library
 
@@ -372,11 +372,11 @@ class Tokenizer:
         full = np.array(self._encode(["a"], special=True)[0])
         if full.max(initial=0) >= self.num_tokens:
             raise self._unreadable(
-                f"it adds the id {full.max()} to every text, but no token has this id"
+                f"it adds the id {full.max()} to every string, but no token has this id"
             )
         num_added = len(full) - len(bare)
         if num_added > MAX_GROWTH:
-            what = f"tokenizer {self.folder} adds {num_added:,} tokens to every text"
+            what = f"tokenizer {self.folder} adds {num_added:,} tokens to every string"
             raise UserError(what, f"at most {MAX_GROWTH} are accepted")
         for first in range(num_added + 1):
             if np.array_equal(full[first : first + len(bare)], bare):
@@ -490,8 +490,8 @@ class Tokenizer:
             before = np.array(self._encode([start], special=False)[0], np.int32)
             if np.array_equal(ids[first : first + len(before)], before):
                 return first + len(before)
-        what = f"the tokens of an answer cannot be found with tokenizer {self.folder}"
-        why = f"{self.facts.kind} gives no correct offsets, and the ids of the whole text do "
+        what = f"tokenizer {self.folder} does not show which tokens belong to an answer"
+        why = f"{self.facts.kind} does not give correct offsets, and the ids of the whole text do "
         raise UserError(what, f"{why}not begin with the ids of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

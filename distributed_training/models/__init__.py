@@ -354,7 +354,7 @@ class ModelSpec:
                 for name, rows in self._stored(our_name, values):
                     written = rows.to(dtype)
                     if not all_finite(written):
-                        what = f"{name} has numbers that are not finite in {name_of(dtype)}"
+                        what = f"{name} has non-finite values in {name_of(dtype)}"
                         raise RunError(what, fix="lower learning_rate")
                     yield written
 
@@ -535,7 +535,7 @@ def _refuse_absurd(size: ModelSize, folder: Path) -> None:
     could take hours."""
     for name, limit in _MAX_VALUES.items():
         if (count := getattr(size, name)) > limit:
-            what = f"{folder}: {name} {count} is more than any model has"
+            what = f"{folder}: {name}={count} is too large"
             raise UserError(what, f"at most {limit} is accepted", "check its config.json")
 
 

@@ -320,7 +320,7 @@ def _checked_pair(
             raise UserError(problem, f"it should be a float tensor of shape {expected}", fix)
         if not all_finite(tensor):
             fix = "train or download the adapters again"
-            raise UserError(f"{what}: lora_{name} has numbers that are not finite", fix=fix)
+            raise UserError(f"{what}: lora_{name} has non-finite values", fix=fix)
     return a, b
 
 

@@ -131,7 +131,7 @@ def _finite(part: Part) -> torch.Tensor:
     """Return the values of a part on the CPU. Raises FloatingPointError if they are not finite."""
     numbers = part.get().cpu().contiguous()
     if not all_finite(numbers):
-        raise FloatingPointError(f"{part.name} has numbers that are not finite")
+        raise FloatingPointError(f"{part.name} has non-finite values")
     return numbers
 
 

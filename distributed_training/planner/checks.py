@@ -147,7 +147,8 @@ def check_disk(plan: Draft) -> None:
         if needed > free:
             what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free, but "
             what += f"the run may write {gib(needed)}"
-            fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
+            fix = "set output_dir or offload_dir to a folder on a larger disk, or set "
+            fix += "checkpoint_every to 0"
             raise UserError(what, fix=fix)
 
 

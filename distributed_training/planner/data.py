@@ -260,7 +260,7 @@ def _choose_weights(
         if weights_key == "pretrained":
             what = f"weights='pretrained' cannot be used with {model=}, which is not published"
             raise UserError(what, fix=from_scratch)
-        notes.append(f"{model} has no published weights, so the run trains random weights")
+        notes.append(f"{model} has no published weights, so training starts from random weights")
         return "random", None
     must_be_there = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
@@ -270,7 +270,7 @@ def _choose_weights(
             raise UserError(
                 f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}", why, fix
             )
-        notes.append(f"the run trains random weights, because {why}")
+        notes.append(f"training starts from random weights, because {why}")
         return "random", None
     try:
         return "pretrained", weights.fetch_weights(hub_id)
@@ -279,8 +279,8 @@ def _choose_weights(
             missing = f"the published weights of {model} are"
             command = f"hf download {hub_id}"
             raise hub.cannot_fetch(missing, error, command, from_scratch) from None
-        note = f"pretrained weights are not available ({error}), so the run trains random weights "
-        notes.append(f"{note}from scratch instead of fine-tuning")
+        note = f"pretrained weights are not available ({error}), so training starts from random "
+        notes.append(f"{note}weights")
         return "random", None
 
 
@@ -310,7 +310,7 @@ def choose_tokenizer(
         loads = source != "random" and not published
         if local and loads and weights.weight_files(local[-1]):
             what = f"the folder {local[-1]} has weights but no tokenizer"
-            fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
+            fix = "copy the tokenizer files there, or set tokenizer to another folder or to a "
             why = "with another tokenizer, the weights produce nonsense"
             raise UserError(what, why, f"{fix}name on the Hub")
     if named == EMBEDDED or (named == AUTO and config.model.startswith("gpt2-tiny")):

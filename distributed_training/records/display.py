@@ -354,7 +354,7 @@ def summary_rows(r: Record) -> dict[str, str]:
         rows["RAM"] += ", including libraries"
     if r.skipped_steps:
         steps = plural(len(r.skipped_steps), "step")
-        rows["skipped"] = f"{steps} with gradients that were not finite"
+        rows["skipped"] = f"{steps} with non-finite gradients"
     if wrote := r.profile:
         files = f"{wrote['traces']} in the run's folder (open at ui.perfetto.dev)"
         if wrote["memory"]:

@@ -40,7 +40,7 @@ _JSON_FAULTS = {
     "Extra data": "text follows the end of the JSON value",
     "Unterminated string": "the string that begins here has no closing quote",
     "Invalid control character": "a string contains a control character, such as a line break",
-    "Invalid \\": "a string contains a backslash that begins no valid escape",
+    "Invalid \\": "a string contains an invalid escape sequence",
 }
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -171,7 +171,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"it has the key {shown(twice)} twice")
+        raise ValueError(f"the key {shown(twice)} appears twice")
     return values
 
 

@@ -44,7 +44,7 @@ def refuse_unnamed(folder: Path, what: str) -> None:
     """Raise UserError unless the code in `folder` is allowed to run. `what` describes the code in
     the message."""
     if folder.resolve() not in _allowed_folders:
-        why = "only a file names this code, but code runs only if you name it yourself"
+        why = "this code is named only in a file, and code runs only if you name it yourself"
         fix = f"read the code, and if you trust it, add --model {folder}"
         raise UserError(f"{what} is code and was not run", why, fix)
 

@@ -197,7 +197,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
         axes.set_title(operation.replace("_", "-"), fontsize=10)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    figure.supxlabel("bytes of the tensor (points: measured; line: fit; dotted: ring formula)")
+    figure.supxlabel("tensor size in bytes (points: measured; line: fit; dotted: ring formula)")
     figure.supylabel("seconds")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
@@ -269,7 +269,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
-        what = f"mesh {show_axes(axes)} does not divide {plural(world_size, 'process')}"
+        what = f"mesh {show_axes(axes)} does not fit {plural(world_size, 'process')}"
         fix = "set --num_gpus to a multiple of the product of these sizes, at least 2"
         raise UserError(what, fix=fix)
     return {**axes, "dp_replicate": world_size // fixed}

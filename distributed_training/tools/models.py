@@ -139,7 +139,7 @@ def generate(arguments: argparse.Namespace) -> int:
     dialog = list[Message]()
     mark = "> " if sys.stdin.isatty() else ""
     if arguments.prompt is None and mark:
-        print(f"Type {'a question' if chat else 'the beginning of a text'}. Press Ctrl-D to end.")
+        print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _samples_of(
     samples = all_samples(folder, config, padding_id=tokenizer.eos_id, with_tail=True)
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"
-        raise UserError(what, "it has no tokens to predict", "use a longer text or more records")
+        raise UserError(what, "it has no tokens to predict", "use more text or more records")
     notes = report.describe(report.summarize(folder, config), config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
     return samples, load_bytes(folder), split_note, notes

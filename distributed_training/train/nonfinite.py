@@ -76,7 +76,7 @@ class Faults:
         if names := [name for _, name in ranks if name is not None]:
             holders = [rank for rank, (_, name) in enumerate(ranks) if name == names[0]]
             where = f"{names[0]} on {numbered('rank', holders)}"
-            faults.append(f"the first gradient that is not finite is {where}")
+            faults.append(f"the first non-finite gradient is {where}")
         what = f"step {step}: {' and '.join(faults) or 'the gradients are not finite'}"
         if skips and too_many:
             what += f", as in the previous {SKIPS_IN_A_ROW} steps"

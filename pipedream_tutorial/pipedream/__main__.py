@@ -76,8 +76,8 @@ TRAINED = (
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
 MIXED = (
-    "*: backward passes see newer weights than their forward passes, so they compute the "
-    "gradient of no model."
+    "*: backward passes see newer weights than their forward passes, so they do not "
+    "compute the gradient of any model."
 )
 
 
@@ -282,7 +282,7 @@ def print_training(config: dict[str, Any]) -> None:
         import torch
     except ModuleNotFoundError:
         print_wrapped(
-            "torch is not installed in this Python; type python -m pip install -r "
+            "torch is not installed in this Python; run python -m pip install -r "
             "requirements.txt in the tutorial's folder, or --set steps=0 to skip training",
             "Not trained: ",
         )

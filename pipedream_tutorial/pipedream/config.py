@@ -88,7 +88,7 @@ class Rule:
         if math.isfinite(self.low):
             text += f" from {float(self.low):.10g} to {self.high:.10g}"
         if self.many:
-            text = f"a list with commas, each {text}"
+            text = f"a comma-separated list, each item {text}"
         elif self.kind is Fraction:
             text += ", such as 2, 0.5 or 1/3"
         return f"{text}, or None" if self.none else text
@@ -164,14 +164,14 @@ def parse_arguments(
         known = [f"--{name}" for name in ["set", *config]]
         hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
         if not name.startswith("--"):
-            hint = "type --set key=value, without spaces"
+            hint = "write --set key=value, without spaces"
         raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
     for change in given.set:
         key, equals, value = str(change).partition("=")  # argparse makes a list of "--"
         key = key.strip()
         if not equals:
-            raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")
+            raise UserError(f"--set {_shown(change)} has no equals sign", "write --set key=value")
         if key not in config:
             hint = RENAMED.get(key) or nearest(key, config)
             raise UserError(f"CONFIG has no key {_shown(key)}", hint)

@@ -38,7 +38,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
             raise
         message = (
             f"{package} is not installed in this Python; "
-            "type python -m pip install -r requirements.txt in the tutorial's folder"
+            "run python -m pip install -r requirements.txt in the tutorial's folder"
         )
     except BrokenPipeError:  # the reader of the output, such as `| head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

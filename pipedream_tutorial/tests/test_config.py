@@ -56,15 +56,15 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
     ("arguments", "message"),
     [
         (["--set", "num_stage=3"], "CONFIG has no key num_stage; did you mean 'num_stages'?"),
-        (["--set", "num_stages"], "--set num_stages has no equals sign; type --set key=value"),
+        (["--set", "num_stages"], "--set num_stages has no equals sign; write --set key=value"),
         (
             ["--set", "num_stages=0"],
             "num_stages=0 is not accepted; give a whole number from 1 to 64",
         ),
         (
             ["--set", "stage_scale=1,x"],
-            "stage_scale=x is not accepted; give a list with commas, each a number from 1e-09 "
-            "to 1000, or None",
+            "stage_scale=x is not accepted; give a comma-separated list, each item a number from "
+            "1e-09 to 1000, or None",
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),

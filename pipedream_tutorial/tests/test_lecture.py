@@ -159,7 +159,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("5_missing_flush", (lambda p, m, n: repeat(build_schedule("gpipe", p, m), n),), "hold more"),
     ("6_in_place_update", (sub_in_place,), "autograd rejects"),
     ("6_in_place_update", (new_data,), "different weights from their forward"),
-    ("6_in_place_update", (lambda w, g, rate: None,), "has to return a dict"),
+    ("6_in_place_update", (lambda w, g, rate: None,), "must return a dict"),
     ("7_two_halves", (lambda dy, y, w: (w @ dy, dy), lambda x, dz: x.T @ dz), "your code raises"),
     ("7_two_halves", (I_HALF, lambda x, dz: dz.T @ x), r"shape \[4, 3\]"),
     ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and"),

@@ -42,7 +42,7 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
         (b"0F0,1B0\n1F0,0B0\n", "runs stage 1 on ranks 0 and 1; write all operations of a stage"),
         (b"999999999F0\n", "has a stage 999999999 but no stage 0; number the stages from 0"),
         (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
-        (bytes(range(256)), "is not a CSV; use a CSV that --csv or torch wrote"),
+        (bytes(range(256)), "is not a CSV file; use one written by --csv or torch"),
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )

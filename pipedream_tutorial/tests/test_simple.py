@@ -185,7 +185,7 @@ def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
         ("0F0,0B0\n1F0\n", "stage 1 needs either 1B0 or both 1I0 and 1W0 for"),
         ("0F0\n1F0\n", "it has no backward pass"),
         ("0F0,0F0,0B0\n", "0F0 is in the orders twice"),
-        ("0F1,0B1,0F2,0B2\n", "its 2 microbatches are not numbered 0 to 1"),
+        ("0F1,0B1,0F2,0B2\n", "its 2 microbatches are not numbered from 0 to 1"),
     ],
 )
 def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):

@@ -155,7 +155,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
         saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
         begin(saver, engine, 2)
         engine.state.fill_(2)  # changed after the copy, so not in the checkpoint
-        with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
+        with pytest.raises(FloatingPointError, match=r"weight/w has non-finite values on rank 0"):
             saver.finish()
         assert list_checkpoints(tmp_path) == [good]
     healed = save(tmp_path, 2, keep=1, engine=engine)

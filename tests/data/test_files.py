@@ -99,7 +99,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
             "line 2 cannot be read. It contains an unpaired surrogate",
         ),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-        ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1 is only a part of a JSON"),
+        ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1 is only part of a JSON"),
         ("a.jsonl", b'[\n{"text": "a"}\n]', "If the file is one list, give it the suffix .json"),
         ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2 column 9 is not JSON"),  # cut off
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
@@ -245,7 +245,7 @@ def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
     texts = [pyarrow.array(["one"]), pyarrow.array(["two"])]
     table = pyarrow.Table.from_arrays(texts, names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with refused("a.parquet cannot be read", "It has the column 'text' twice"):
+    with refused("a.parquet cannot be read", "The column 'text' appears twice"):
         list(read_records(tmp_path / "a.parquet", columns=("text",)))
 
 
@@ -263,7 +263,7 @@ def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(name, tmp_pat
     path.write_bytes(b'{"text": "a text"}\n' * 1000)
     os.truncate(path, 50_000_000_000)
     with refused(
-        f"{path} cannot be read", "A part of the file, from byte 20,480 on, was never written"
+        f"{path} cannot be read", "Part of the file, starting at byte 20,480, was never written"
     ):
         read_corpus(str(path))
 

@@ -190,7 +190,7 @@ def test_a_tokenizer_that_blows_texts_up_is_refused(tmp_path):
         single="</s> " * 100 + "$A", special_tokens=[("</s>", 1)]
     )
     builder.save(str(tmp_path / "tokenizer.json"))
-    with refused(str(tmp_path), "adds 100 tokens to every text"):
+    with refused(str(tmp_path), "adds 100 tokens to every string"):
         assert Tokenizer(tmp_path).ends
 
 
@@ -210,7 +210,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
         ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
         (
             {"post_processor": {"type": "BertProcessing", "sep": ["a", 10**9], "cls": ["a", 0]}},
-            "adds the id 1000000000 to every text",
+            "adds the id 1000000000 to every string",
         ),
         (
             {"post_processor": {"type": "TemplateProcessing", "single": [_UNKNOWN], "pair": [],
@@ -312,7 +312,7 @@ def test_a_token_for_half_a_character_has_a_size():
 
 def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with refused(f"tokenizer {tmp_path} cannot be read", "The folder has no files of a tokenizer"):
+    with refused(f"tokenizer {tmp_path} cannot be read", "The folder contains no tokenizer files"):
         assert Tokenizer(tmp_path).facts
 
 

@@ -33,7 +33,7 @@ def test_the_run_stops_at_that_step_and_keeps_the_last_good_checkpoint(strategy,
     error = record["error"]
     assert said.count(f"error: {error}") == 1
     assert "Traceback" not in said
-    first = f"the first gradient that is not finite is {NAME} on rank"
+    first = f"the first non-finite gradient is {NAME} on rank"
     where = {
         "dp": f"{first}s 0, 1. ",
         "pp": f"{first} 1. ",

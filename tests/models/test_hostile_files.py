@@ -142,7 +142,7 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
 @pytest.mark.parametrize(
     ("tensors", "config", "words"),
     [
-        ({A: torch.full((2, 64), torch.nan)}, {}, ["lora_A has numbers that are not finite"]),
+        ({A: torch.full((2, 64), torch.nan)}, {}, ["lora_A has non-finite values"]),
         ({A: torch.zeros(2, 65)}, {}, ["lora_A is torch.float32 [2, 65]"]),
         ({A: torch.zeros(2, 64, dtype=torch.int32)}, {}, ["lora_A is torch.int32"]),
         ({A: torch.zeros(64)}, {}, ["lora_A"]),

@@ -203,7 +203,7 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
         ({"model_type": "mixtral"}, ("mixture of experts", "dense text decoders")),
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "bert"}, ("bert", "not a decoder")),
-        ({"model_type": "bert-generation"}, ("bert-generation", "blocks that one module runs")),
+        ({"model_type": "bert-generation"}, ("bert-generation", "module that takes token ids")),
         ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),

@@ -42,7 +42,7 @@ def test_two_samples_are_enough(tmp_path):
     assert (plan.config.num_samples, plan.num_steps) == (1, 2)
     assert plan.config.warmup_steps == 1
     assert "the warm-up lasts 1 step instead of 10, because the run has only 2 steps" in plan.notes
-    with refused("is too short", "longer text"):
+    with refused("is too short", "more text"):
         plan_for(tmp_path, 31)
 
 

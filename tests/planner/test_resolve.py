@@ -98,7 +98,7 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
     plan, notes = decide(gpu())
     assert sources_of(plan) == ("embedded", "embedded", "random", EMBEDDED_DIR, None)
     text = " / ".join(notes)
-    for words in ("WikiText-2 is not available", "GPT-2's tokenizer", "trains random weights"):
+    for words in ("WikiText-2 is not available", "GPT-2's tokenizer", "starts from random weights"):
         assert words in text
     assert "hidden from unit tests" in text  # the note gives the reason
 

@@ -61,7 +61,7 @@ def test_summary_says_only_what_was_measured():
     rows = summary_rows(made_record(**no_gpu, skipped_steps=[4, 5, 9], evaluations=DIVERGED))
     assert "GPU memory" not in rows
     assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59 steps)"
-    assert rows["skipped"] == "3 steps with gradients that were not finite"
+    assert rows["skipped"] == "3 steps with non-finite gradients"
     assert rows["perplexity"] == "nan before, nan after 64 steps"
 
 

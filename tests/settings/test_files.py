@@ -69,7 +69,7 @@ def test_paths_that_the_system_refuses(text):
     ("name", "content", "words"),
     [
         ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2, column 11"]),
-        ("a", b'{"b": {"c": 1, "c": 2}}', ["cannot be read as JSON", "It has the key 'c' twice"]),
+        ("a", b'{"b": {"c": 1, "c": 2}}', ["cannot be read as JSON", "The key 'c' appears twice"]),
         ("a", b'{\n "epochs": 2,\n}', ["Line 3 has a comma before }"]),
         ("a", b'{\n  // two\n "epochs": 2}', ["Line 2 has a comment", "'// two'"]),
         ("a", b'{"epochs": 2, # two\n "seed": 2}', ["Line 1 has a comment", "'# two'"]),

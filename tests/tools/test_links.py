@@ -72,7 +72,7 @@ def test_refusals():
     for typed in (("--num_gpus", "1"), ("--largest", "0")):
         shown = light_pool().script(["links", *typed])
         assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
-    with refused("does not divide 3 processes"):
+    with refused("does not fit 3 processes"):
         mesh_of(argparse.Namespace(pp=1, dp_shard=1, tp=2), 3)
 
 

@@ -114,7 +114,7 @@ def make_trainer(engine=None, **config):
 def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
     def finish(saver):
         saver.step = 4
-        raise FloatingPointError("weight/w has numbers that are not finite on rank 0")
+        raise FloatingPointError("weight/w has non-finite values on rank 0")
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)

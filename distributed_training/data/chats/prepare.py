@@ -18,8 +18,8 @@ from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
-SPECIAL = "records have text that matches special tokens and is tokenized as special tokens"
-UNKNOWN = "texts have characters that the tokenizer does not know, so these characters are lost"
+SPECIAL = "records have text that matches special tokens and is tokenized as such"
+UNKNOWN = "records have characters that the tokenizer does not know, so these characters are lost"
 THOUGHTS = "answers have reasoning that the chat template removes"
 UNENDED = "answers have no special token at the end, so the model does not learn where to stop"
 QUOTED = (

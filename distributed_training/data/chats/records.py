@@ -291,7 +291,7 @@ def _is_trained(message: Message, where: str) -> bool | None:
         what = f"{where} has {shown(unclear[0])}: {shown(message[unclear[0]])}"
         raise UserError(
             what,
-            "a message must be entirely in the loss or out of it",
+            "a message must be either entirely in the loss or entirely out of it",
             "set this key to 0 or 1, or remove it",
         )
     return all(values.values()) if values else None

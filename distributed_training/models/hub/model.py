@@ -77,7 +77,7 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
             for child_name, child in module.named_children():
                 if isinstance(child, nn.ModuleList) and len(child) == count:
                     return f"{name}.{child_name}", module, child
-    raise UnsupportedError(f"has no list of {count} blocks that one module runs on token ids")
+    raise UnsupportedError(f"has no module that takes token ids and runs a list of {count} blocks")
 
 
 class HubDecoder(Decoder):
@@ -241,5 +241,5 @@ def read_head(net: Any) -> dict[str, float]:
     scale = float(f"{float(y[0] / z[0]):.9g}")
     cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
     if not torch.allclose(y, limit(scale * z, cap), rtol=1e-4):
-        raise UnsupportedError("changes its logits by more than a factor and a cap")
+        raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

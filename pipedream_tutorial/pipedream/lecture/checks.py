@@ -117,7 +117,7 @@ def check_one_f_one_b(order: OrderOf) -> str:
     """Check exercise 4: the order of one rank under 1F1B."""
     for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
         schedule = _schedule_of(order, p, m, "FB")
-        at = f"with p={p}, m={m}"
+        at = f"with p={p} and m={m},"
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p - rank):
                 raise WrongAnswer(
@@ -136,7 +136,7 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
     for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
         schedule = batches(p, m, num_batches)
         if not isinstance(schedule, Schedule):
-            raise WrongAnswer("batches has to return a Schedule")
+            raise WrongAnswer("batches must return a Schedule")
         microbatches = sorted({op.microbatch for op in schedule.ops()})
         if microbatches != list(range(m * num_batches)):
             raise WrongAnswer(f"{num_batches} batches of {m} are {m * num_batches} microbatches")
@@ -144,11 +144,11 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
             for i, version in sorted(use.forward.items()):
                 if version != i // m:
                     raise WrongAnswer(
-                        f"with p={p}, m={m} stage {stage} runs F{i}, of batch {i // m}, with "
+                        f"with p={p} and m={m}, stage {stage} runs F{i}, of batch {i // m}, with "
                         f"version {version} of its weights. One GPU would use version {i // m}: "
                         f"the update of batch {i // m - 1} has to come first."
                     )
-        at = f"with p={p}, m={m} every batch sees the right weights, but"
+        at = f"with p={p} and m={m}, every batch sees the right weights, but"
         best = repeat(build_schedule("1f1b", p, m), num_batches)
         _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
         if peak_activations(schedule) != peak_activations(best):
@@ -161,7 +161,7 @@ def check_zero_bubble(order: OrderOf) -> str:
     """Check exercise 8: the backward pass split into I and W, with W in the rank's idle time."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
         schedule = _schedule_of(order, p, m, "FIW")
-        at = f"with p={p}, m={m}"
+        at = f"with p={p} and m={m},"
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p):
                 raise WrongAnswer(
@@ -188,7 +188,9 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
         present = {(op.kind, op.microbatch) for op in line}
         for told, ops in (("lacks", wanted - present), ("should not have", present - wanted)):
             for kind, i in sorted(ops):
-                raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
+                raise WrongAnswer(
+                    f"with p={p} and m={m}, the order of rank {rank} {told} {kind}{i}"
+                )
     schedule = straight("yours", lines)
     try:
         run(schedule)
@@ -259,8 +261,8 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
             off.append(relative_difference(gradients, [next(exact) for _ in gradients]))
         if max(off) > EXACT:
             raise WrongAnswer(
-                f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
-                "stage 1. All shapes are right and nothing crashed. Which microbatch's message "
+                f"with m={m}, the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} "
+                "on stage 1. All shapes are right and nothing crashed. Which microbatch's message "
                 "does each receive return?"
             )
     return "both stages have the gradient that one GPU computes."
@@ -283,11 +285,11 @@ def check_batch_gradient(
         if relative_difference(gradients, [ratio * b for b in exact]) > EXACT:
             off = f"{relative_difference(gradients, exact):.0%}"
             raise WrongAnswer(
-                f"with m={m} the gradient is off by {off}, and its direction is wrong"
+                f"with m={m}, the gradient is off by {off}, and its direction is wrong"
             )
         if abs(ratio - 1) > EXACT:
             raise WrongAnswer(
-                f"with m={m} the gradient has the right direction, but is {ratio:.3g} times as "
+                f"with m={m}, the gradient has the right direction, but is {ratio:.3g} times as "
                 "long as it should be. Training would seem to work, but with a different "
                 "effective learning rate."
             )
@@ -310,7 +312,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
             given = dict(zip(old, gradients, strict=True))
             new = update(dict(old), given, self.learning_rate)
             if not isinstance(new, dict) or new.keys() != old.keys():
-                raise WrongAnswer("update has to return a dict with a tensor for each weight")
+                raise WrongAnswer("update must return a dict with a tensor for each weight")
             replaced |= any(not torch.equal(old[name], before[name]) for name in old)
             return [new[name] for name in old]
 
@@ -358,7 +360,7 @@ def check_halves(
     with torch.no_grad():
         halves = input_gradient(dy, y.detach(), w)
         if not isinstance(halves, tuple) or len(halves) != 2:
-            raise WrongAnswer("input_gradient has to return two things: dX, and what W will need")
+            raise WrongAnswer("input_gradient must return two things: dX, and what W will need")
         answers = halves[0], weight_gradient(x, halves[1])
     for name, like, ours, theirs in zip(("dX", "dW"), "XW", answers, exact, strict=True):
         if ours is None:

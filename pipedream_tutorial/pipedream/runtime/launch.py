@@ -42,7 +42,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     if world_size != num_stages:
         raise UserError(
             f"{world_size} processes were started for num_stages={num_stages}",
-            f"type torchrun --nproc_per_node={num_stages}, or --set num_stages={world_size}",
+            f"run torchrun --nproc_per_node={num_stages}, or --set num_stages={world_size}",
         )
     if local_size != world_size:
         raise UserError(

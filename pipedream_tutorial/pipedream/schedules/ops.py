@@ -176,7 +176,7 @@ def load_csv(path: Path) -> Schedule:
     not an operation, raises UserError with the line and the cell. Also raises UserError if stages
     are not numbered 0, 1, ... or if one stage is on several ranks."""
     if not path.is_file():
-        raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
+        raise UserError(f"{path} is not a file", "give the path of a schedule's CSV file")
     orders = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -184,7 +184,7 @@ def load_csv(path: Path) -> Schedule:
                 where = f"{path}, line {number}"
                 orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
     except (UnicodeDecodeError, csv.Error):
-        raise UserError(f"{path} is not a CSV", "use a CSV that --csv or torch wrote") from None
+        raise UserError(f"{path} is not a CSV file", "use one written by --csv or torch") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", "give a path that can be read") from None
     while orders and not orders[-1]:  # blank lines at the end; other blank lines are idle ranks

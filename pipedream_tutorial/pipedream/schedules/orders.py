@@ -189,7 +189,7 @@ def build_schedule(
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
-        raise UserError(f"{p} ranks, {m} microbatches, {v} chunks", "each has to be 1 or more")
+        raise UserError(f"p={p}, m={m} and v={v} are not accepted", "each must be 1 or more")
     given = {"v": v, "reorder": reorder, "duration": duration}
     try:
         orders = entry.orders(p, m, **{option: given[option] for option in entry.options})

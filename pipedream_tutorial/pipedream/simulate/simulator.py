@@ -305,7 +305,7 @@ def load_order(path: Path) -> Schedule:
     count = schedule.num_microbatches
     try:
         if set[int]().union(*schedule.known.values()) != set(range(count)):
-            raise ValueError(f"its {count} microbatches are not numbered 0 to {count - 1}")
+            raise ValueError(f"its {count} microbatches are not numbered from 0 to {count - 1}")
         if all(kind == "F" for kind, _ in schedule.known):
             raise ValueError("it has no backward pass")
         if len(set(map(len, schedule.stages()))) > 1:
