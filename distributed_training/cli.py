@@ -180,7 +180,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
                 continue
             if not arguments.dry_run:
                 what = f"--{option} describes machines to plan for, so training cannot use it"
-                raise UserError(what, fix="add --dry-run, or use the command plan")
+                raise UserError(what, fix="add --dry-run, or use the plan command")
             left_out |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in left_out]
         request = configure(arguments, program, arguments.overrides)
@@ -210,7 +210,7 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
         for option in ("cluster", "gpu"):
             if name != "plan" and getattr(arguments, option) is not None:
                 what = f"--{option} describes machines to plan for, so {name} cannot use it"
-                raise UserError(what, fix=f"leave out --{option}, or use the command plan")
+                raise UserError(what, fix=f"leave out --{option}, or use the plan command")
         return tool.run(arguments, partial(configure, arguments, program), program.script)
 
     return act
@@ -294,7 +294,7 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Generate text with a trained model."""
     add = parser.add_argument
-    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
+    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face format")
     add_model(parser)
     add("--prompt", help="text to continue (default: read prompts from the terminal)")
     add("--best", action="store_true", help=USE_BEST)

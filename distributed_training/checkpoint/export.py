@@ -71,7 +71,7 @@ def continuation(
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"
-            fix = "check the model's loss with the command eval"
+            fix = "check the model's loss with the eval command"
             raise UserError("The model's logits are not finite", why, fix)
         if temperature:
             weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)

@@ -72,7 +72,7 @@ class Adapters:
             what = f"adapters {self.whose}: base_rounding {shown(self.rounding)} is not known"
             raise UserError(what, f"known values are {', '.join(_ROUNDINGS)}")
         if importlib.util.find_spec("bitsandbytes") is None:
-            what = f"{self.whose}: these adapters were trained on a base in NF4"
+            what = f"{self.whose}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
             raise UserError(what, why, "run: pip install bitsandbytes")
         return _ROUNDINGS[self.rounding]

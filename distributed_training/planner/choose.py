@@ -145,7 +145,7 @@ def _continue_adapters(
         decided[key] = value
     if not config.is_set("lora_dropout"):
         decided["lora_dropout"] = adapters.lora_dropout
-    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on "
+    note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
     note += adapters.base_model_name_or_path
     if initial.rank != adapters.r:
         note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "

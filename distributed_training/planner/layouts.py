@@ -217,7 +217,7 @@ def _check_divisible(candidate: Candidate) -> None:
     tp = candidate.mesh["tp"]
     for parts, named, why in (
         (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
-        (size.num_kv_heads, f"the {size.num_kv_heads} heads of k and v of {label}",
+        (size.num_kv_heads, f"the {size.num_kv_heads} key/value heads of {label}",
          "attention is split by these heads"),
         (size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
     ):  # fmt: skip

@@ -55,7 +55,7 @@ def print_plan(
     checkpoint = choose_checkpoint(plan, notes)
     if plan.num_steps is None:
         note = "a dry run does not tokenize a dataset that is large or on the Hub. To "
-        notes.append(f"{note}preview it, use the command data")
+        notes.append(f"{note}preview it, use the data command")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, relative_path(script), arguments)

@@ -189,14 +189,24 @@ def building(machine: Machine) -> Iterator[Finding]:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (
-        ("compiler", compiler, "Strategies offload and infinity need it", "apt-get install g++"),
-        ("ninja", ninja, "Strategies offload and infinity need it", "pip install ninja"),
-        ("libaio", checks.has_libaio(), "Strategy infinity needs it", "apt-get install libaio-dev"),
+        (
+            "compiler",
+            compiler,
+            "The offload and infinity strategies need it",
+            "apt-get install g++",
+        ),
+        ("ninja", ninja, "The offload and infinity strategies need it", "pip install ninja"),
+        (
+            "libaio",
+            checks.has_libaio(),
+            "The infinity strategy needs it",
+            "apt-get install libaio-dev",
+        ),
     ):
         text = "installed" if installed else f"Not installed. {users}."
         yield check(bool(installed), what, text, f"Install it: {command}")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
-        text = "nvcc was not found. Strategy infinity needs the headers of the CUDA toolkit."
+        text = "nvcc was not found. The infinity strategy needs the CUDA toolkit headers."
         yield warn("toolkit", text)
     for name in ("cpu_adam", "async_io", "pin_memory"):
         try:

@@ -38,7 +38,9 @@ from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
-MERGED_NF4 = "The base model was in NF4. The export contains its dequantized weights plus adapters."
+MERGED_NF4 = (
+    "The base model was in NF4. The export contains its dequantized weights plus the adapters."
+)
 MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
@@ -340,7 +342,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     if merge and plan.config.base_dtype == "nf4":
         print(f"note: {MERGED_NF4}")
-    where = f"{short_path(folder)} in Hugging Face's format"
+    where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
     return 0
 
@@ -358,7 +360,7 @@ def merge_exported(exported: Path, to: str | None) -> int:
         export.write_card(folder, load_record(exported.parent))
     if peft.is_rounded(exported):
         print(f"note: {MERGED_NF4}")
-    print(f"Exported the merged model to {short_path(folder)} in Hugging Face's format.")
+    print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")
     return 0
 
 

@@ -182,7 +182,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_ok(result)
     assert command(*words).stdout == from_checkpoint.stdout
     assert result.stdout.startswith("Exported ")
-    assert "/hf in Hugging Face's format." in result.stdout
+    assert "/hf in Hugging Face format." in result.stdout
     for file in (run_dir / "hf").iterdir():
         assert (killed / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
     assert_refused(command("export", killed), "hf already exists", "--to")

@@ -77,7 +77,7 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     }  # fmt: skip
     model = last_part(config["model"])
     section = report.Section(title, notes, [table], heading=model, settings=settings)
-    text = report.page("html", "Parity of layouts", heading, [section], source)
+    text = report.page("html", "Layout parity", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
     rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
