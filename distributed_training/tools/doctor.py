@@ -189,21 +189,11 @@ def building(machine: Machine) -> Iterator[Finding]:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (
-        (
-            "compiler",
-            compiler,
-            "The offload and infinity strategies need it",
-            "apt-get install g++",
-        ),
-        ("ninja", ninja, "The offload and infinity strategies need it", "pip install ninja"),
-        (
-            "libaio",
-            checks.has_libaio(),
-            "The infinity strategy needs it",
-            "apt-get install libaio-dev",
-        ),
+        ("compiler", compiler, "offload and infinity strategies need", "apt-get install g++"),
+        ("ninja", ninja, "offload and infinity strategies need", "pip install ninja"),
+        ("libaio", checks.has_libaio(), "infinity strategy needs", "apt-get install libaio-dev"),
     ):
-        text = "installed" if installed else f"Not installed. {users}."
+        text = "installed" if installed else f"Not installed. The {users} it."
         yield check(bool(installed), what, text, f"Install it: {command}")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         text = "nvcc was not found. The infinity strategy needs the CUDA toolkit headers."
