@@ -281,7 +281,10 @@ def mark_stopped(
     if record.is_file():
         values = json.loads(record.read_bytes())
         # If a full disk had no space for the fault, an earlier error may exist only in the record.
-        # A cause replaces this error.
+        # A cause replaces this error, unless the cause is the signal that stops the other ranks.
+        noted_errors = [noted["said"]["error"] for noted in _read_faults(run_dir)]
+        if status == "interrupted" and values["error"] not in (None, *noted_errors):
+            return False
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
             _write_with_cause(run_dir, values, fault)

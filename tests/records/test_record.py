@@ -159,6 +159,9 @@ def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
     (tmp_path / FAULTS_FILE).unlink()
     mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
     assert load_record(tmp_path).error == "rank 1: no room"
+    (tmp_path / FAULTS_FILE).unlink()
+    assert not mark_stopped(tmp_path, "interrupted", "rank 0: SIGTERM")
+    assert load_record(tmp_path).status == "failed"
 
 
 def test_every_published_record_loads():
