@@ -35,7 +35,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.request import load_preset
-from distributed_training.settings.strategies import Strategy, strategy_options
+from distributed_training.settings.strategies import Strategy
 
 WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
 # Keys in WORDS_PRESET that are ignored here
@@ -165,7 +165,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     processes_here = cluster.processes_a_node
     given = candidate.config
     model = candidate.model
-    options = strategy_options(candidate.strategy.name)(**given.engine_options)
+    options = candidate.strategy.options(given.engine_options)
     mesh, layout, batch = divide(candidate, num_processes)
     document = _fill_sizes(candidate.strategy.document, model.size.hidden_size)
     strategy = replace(candidate.strategy, document=document)

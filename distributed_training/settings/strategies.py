@@ -170,6 +170,10 @@ class Strategy:
         because `traits.build` in a plan.json could name any code."""
         return _find_engine(_find(self.name))[0].load()
 
+    def options(self, values: Mapping[str, Any]) -> Any:
+        """Return the options of the strategy's engine with these values."""
+        return strategy_options(self.name)(**values)
+
     @property
     def zero(self) -> _Zero:
         """Return the ZeRO section of the DeepSpeed JSON, or stage 0 if there is none."""

@@ -6,7 +6,6 @@ last synchronization toward this mean. Each replica keeps its own Adam moments.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from distributed_training.parallel.gradients import average
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.strategies import strategy_options
 
 
 class LocalSGD(NativeEngine):
@@ -29,7 +27,7 @@ class LocalSGD(NativeEngine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
-        options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
+        options = plan.strategy.options(plan.engine_options)
         self.options = options
         # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the
         # only way to compute the same results as dp and keep the weights equal.

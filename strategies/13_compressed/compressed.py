@@ -20,7 +20,6 @@ from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.strategies import strategy_options
 
 LEVELS = 127
 POWERSGD_STATE = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -31,7 +30,7 @@ class Compressed(NativeEngine):
     """DDP with a hook that compresses each bucket of gradients."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        self.options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
+        self.options = plan.strategy.options(plan.engine_options)
         self.compression_state: State = {}
         super().__init__(model, plan, topology)
 

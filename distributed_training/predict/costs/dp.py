@@ -5,7 +5,6 @@ from collections import Counter
 
 from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
 from distributed_training.settings.keys import Options
-from distributed_training.settings.strategies import strategy_options
 
 
 def exchange(at: Place) -> Bytes:
@@ -15,7 +14,7 @@ def exchange(at: Place) -> Bytes:
     if at.config.gradient_compression == "none":
         matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
         values = at.plan.engine_options
-        options = strategy_options(at.strategy.name)(**values) if values else Options()
+        options = at.strategy.options(values) if values else Options()
         kinds = options.sent_bytes(at.learning, matrices, at.mesh["dp_replicate"])
     steps = at.plan.steps_between_exchanges or 1
     return Counter({("dp_replicate", kind): sent // steps for kind, sent in kinds.items()})
