@@ -1,4 +1,4 @@
-"""Draw the tutorial's pictures of simulated timelines: python pipedream_visual.py
+"""Draw the tutorial's figures of simulated timelines: python pipedream_visual.py
 
 Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline.
 results/lab/tutorial/pages.py draws the pictures of records.
@@ -59,7 +59,7 @@ RULES: dict[str, Rule] = {
 def main() -> None:
     """Draw the pictures that CONFIG and the command line request, and print the file names."""
     config = parse_arguments(
-        CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines.", script=__file__
+        CONFIG, RULES, "Draw the tutorial's figures from simulated timelines.", script=__file__
     )
     from pipedream.draw import charts, grids  # matplotlib may be missing
     from pipedream.draw.page import save

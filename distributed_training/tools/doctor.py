@@ -211,7 +211,7 @@ def launching() -> Iterator[Finding]:
         free = probe.connect_ex(("127.0.0.1", PORT)) != 0
     text = f"{PORT} is free"
     if not free:
-        text = f"Port {PORT}, the default for jobs with several nodes, is in use."
+        text = f"Port {PORT}, the default for multi-node jobs, is in use."
     yield check(free, "port", text, "Set another port with --rdzv_endpoint.")
     name = socket.gethostname()
     try:
@@ -224,7 +224,7 @@ def launching() -> Iterator[Finding]:
             reachable,
             "host",
             text,
-            "For jobs with several nodes, set --rdzv_endpoint to a reachable address.",
+            "For multi-node jobs, set --rdzv_endpoint to a reachable address.",
         )
     except OSError:
         text = f"The name {name} does not resolve to an address."

@@ -41,7 +41,7 @@ function checkOnceAndWhole({ orders, numStages, ops }) {
   orders.forEach((order, rank) => order.flat().forEach(({ text, stage }) => {
     const other = rankOf.get(stage) ?? rank;
     if (other !== rank) throw new RuleError(`stage ${stage} is on ranks ${other} and ${rank}`);
-    if (there.has(text)) throw new RuleError(`${text} is in the orders twice`);
+    if (there.has(text)) throw new RuleError(`${text} appears twice in the orders`);
     rankOf.set(stage, rank);
     there.add(text);
   }));

@@ -69,7 +69,7 @@ def test_other_weights_than_one_process_has_are_a_failure():
     assert "DIFFER" in done.stdout
     assert (
         last_line(done.stderr)
-        == "error: The weights of these schedules differ from the weights of one process: gpipe"
+        == "error: The weights trained under these schedules differ from those of one process: gpipe"
     )
 
 

@@ -184,7 +184,7 @@ def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
         ("0F0,0B0\n1B0,1F0\n", "deadlock: "),
         ("0F0,0B0\n1F0\n", "stage 1 needs either 1B0 or both 1I0 and 1W0 for"),
         ("0F0\n1F0\n", "it has no backward pass"),
-        ("0F0,0F0,0B0\n", "0F0 is in the orders twice"),
+        ("0F0,0F0,0B0\n", "0F0 appears twice in the orders"),
         ("0F1,0B1,0F2,0B2\n", "its 2 microbatches are not numbered from 0 to 1"),
     ],
 )
@@ -202,8 +202,8 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
         (["--set", "schedule=gpip"], "schedule=gpip is not accepted; did you mean 'gpipe'?"),
         (
             ["--set", "stage_scale=1,2"],
-            "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1, "
-            "or a multiple of 4, one per chunk",
+            "stage_scale has length 2 for 4 stages; give 4 values, such as "
+            "stage_scale=1,1,1,1, or one value per chunk",
         ),
         (
             ["--schedule=pipedream-2bw", "--csv", "a.csv"],

@@ -175,7 +175,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
     differ = [run.case.name for run in runs if run.measured["weights_equal"] is False]
     if differ:
         print(
-            "error: The weights of these schedules differ from the weights of one process: "
+            "error: The weights trained under these schedules differ from those of one process: "
             + ", ".join(differ),
             file=sys.stderr,
         )

@@ -101,8 +101,8 @@ def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
     if scale is not None and len(scale) % num_ranks:
         raise UserError(
             f"stage_scale has length {len(scale)} for {num_ranks} stages",
-            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
-            f"of {num_ranks}, one per chunk",
+            f"give {num_ranks} values, such as stage_scale={','.join(['1'] * num_ranks)}, or one "
+            "value per chunk",
         )
 
 
@@ -267,7 +267,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
     pass (B, or I and W). Raises ValueError otherwise."""
     if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
-        raise ValueError(f"{op} is in the orders twice")
+        raise ValueError(f"{op} appears twice in the orders")
     if all(kind == "F" for kind, _ in schedule.known):  # an order with only forward passes
         return
     for stage in {stage for _, stage in schedule.known}:

@@ -21,6 +21,6 @@ def config_reference() -> str:
     names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
     lines.append("### The work\n")
     lines.append(
-        f"Runs can be compared or resumed if these keys and the global batch agree: {names}.\n"
+        f"Runs can be compared or resumed if these keys and the global batch size match: {names}.\n"
     )
     return "\n".join(lines)

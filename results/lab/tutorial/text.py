@@ -70,8 +70,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator gets the mean times of one run and predicts the other runs. The "
-            "makespan lasts from the first start to the last end. The utilization is the share of "
+            "The simulator takes the mean times of one run as input and predicts the other runs. "
+            "The makespan lasts from the first start to the last end. The utilization is the share of "
             "the makespan in which stages compute, and its error is in percentage points. "
             f"The goals are {_goals(records)}."
         ),
