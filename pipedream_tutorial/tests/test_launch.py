@@ -67,10 +67,8 @@ def test_other_weights_than_one_process_has_are_a_failure():
     done = run(arguments, start=[sys.executable, "-c", OTHER_WEIGHTS])
     assert done.returncode == DIFFERENT
     assert "DIFFER" in done.stdout
-    assert (
-        last_line(done.stderr)
-        == "error: The weights trained under these schedules differ from those of one process: gpipe"
-    )
+    said = "The weights trained under these schedules differ from those of one process: gpipe"
+    assert last_line(done.stderr) == f"error: {said}"
 
 
 @pytest.mark.timeout(90)

@@ -71,8 +71,9 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "## Prediction against measurement",
         wrapped(
             "The simulator takes the mean times of one run as input and predicts the other runs. "
-            "The makespan lasts from the first start to the last end. The utilization is the share of "
-            "the makespan in which stages compute, and its error is in percentage points. "
+            "The makespan lasts from the first start to the last end. The utilization is the "
+            "share of the makespan in which stages compute, and its error is in percentage "
+            "points. "
             f"The goals are {_goals(records)}."
         ),
         summary(records),
