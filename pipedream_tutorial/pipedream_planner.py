@@ -119,7 +119,7 @@ def get_profile(config: dict[str, Any]) -> Profile:
     if path.suffix == ".json":
         if target is not None:
             raise UserError(
-                f"save_profile={target!r} saves a measured profile, but {path} is loaded",
+                f"save_profile={target!r} would save a measured profile, but {path} is loaded",
                 "set profile to gpt2 or gpt2-medium, or leave save_profile out",
             )
         return load_profile(path)

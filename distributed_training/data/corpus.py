@@ -156,7 +156,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     wrong = [ours for ours, theirs in names.items() if ours not in COLUMNS or not theirs]
     if wrong:
         what = f"columns={shown(text)} is not accepted"
-        why = f"{wrong[0]!r} is not one of the columns that are read: {', '.join(COLUMNS)}"
+        why = f"{wrong[0]!r} is not a supported column. Supported columns: {', '.join(COLUMNS)}"
         raise UserError(what, why, "write --columns prompt=question,completion=answer")
     return names
 

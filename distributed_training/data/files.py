@@ -136,7 +136,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, parse_json(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
                 if line.endswith("\n") and not line[error.pos :].strip():
-                    what = f"{where} is only part of a JSON value"
+                    what = f"{where} contains only part of a JSON value"
                     fix = "write each record on one line, as jq --compact-output does"
                     if line.startswith("["):
                         fix = "if the file is one list, give it the suffix .json"
@@ -154,7 +154,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     needed_bytes = _LIST_BYTES * path.stat().st_size
     if needed_bytes > (available_bytes := available_ram_bytes()):
         what = f"reading {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
-        why = f"JSON is read as a whole, but only {available_bytes / 1e9:.1f} GB is available"
+        available = f"{available_bytes / 1e9:.1f} GB"
+        why = f"a JSON file is read into memory as a whole, but only {available} is available"
         raise UserError(what, why, "convert it to .jsonl")
     if not head.startswith("["):
         try:
@@ -295,7 +296,7 @@ def most_unpacked(path: Path) -> int:
 
 def bomb(path: Path) -> UserError:
     """Return the error for a file that unpacks to more than `most_unpacked` allows."""
-    why = f"it unpacks to more than {_RATIO} times its size"
+    why = f"its uncompressed size is more than {_RATIO} times its size"
     fix = "convert it to .jsonl"
     return UserError(f"dataset file {path} cannot be read", why, fix)
 

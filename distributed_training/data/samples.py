@@ -175,7 +175,11 @@ def cut_samples(
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
         what = f"pack=True does not work with strategy={config.strategy!r} and this model"
-        raise UserError(what, "one of them cannot keep packed records apart", "set pack to auto")
+        raise UserError(
+            what,
+            "either the strategy or the model cannot keep packed records separate",
+            "set pack to auto",
+        )
     as_blocks = packs and form == RUNNING
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
@@ -197,7 +201,7 @@ def cut_samples(
             what = f"validation_dataset={validation_name!r}"
         fix = "use more text or a smaller max_length"
         if form in ANSWERS:
-            what += " has too few records with an answer inside max_length"
+            what += " has too few records whose answer fits within max_length"
             fix = "use more records, or set a larger max_length if prompts fill it"
             raise UserError(what, why, fix)
         raise UserError(f"{what} is too short", why, fix)
@@ -205,7 +209,7 @@ def cut_samples(
     if config.num_samples != "auto":
         num_samples = config.num_samples
     if num_samples > len(train):
-        what = f"num_samples={num_samples} is more than the dataset has"
+        what = f"num_samples={num_samples} is more than the number of samples in the dataset"
         fix = f"set num_samples to at most {len(train)}, to auto, or to -1 for all"
         raise UserError(what, why, fix)
     if num_samples != -1:

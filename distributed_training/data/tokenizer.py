@@ -208,7 +208,7 @@ class Tokenizer:
             transformers_logging.set_verbosity_error()
         if setting := _random_setting(loaded):
             what = f"tokenizer {self.folder} gives different ids each time"
-            why = f"its setting {setting[0]} makes tokenization random, also in transformers"
+            why = f"its setting {setting[0]} randomizes tokenization, in transformers as well"
             raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
         return loaded
 

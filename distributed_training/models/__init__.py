@@ -544,7 +544,7 @@ def _fetch_config(hub_id: str) -> Path:
     try:
         return fetch_folder(hub_id, ("config.json",))
     except OSError as error:
-        why = OSError(f"it is not a folder either. {error}")
+        why = OSError(f"no folder has this name, and the download failed. {error}")
         raise cannot_fetch(f"model={hub_id!r} is", why, f"hf download {hub_id}") from None
 
 
@@ -556,5 +556,5 @@ def _load(family: str) -> Any:
     required = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
     if absent := [name for name in required if not hasattr(module, name)]:
         what = f"the model family {family} does not export {', '.join(absent)}"
-        raise UserError(what, fix="add these, as CONTRIBUTING.md describes")
+        raise UserError(what, fix="add these names, as described in CONTRIBUTING.md")
     return module

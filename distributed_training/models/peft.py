@@ -70,7 +70,7 @@ class Adapters:
             return None
         if self.rounding not in _ROUNDINGS:
             what = f"adapters {self.whose}: base_rounding {shown(self.rounding)} is not known"
-            raise UserError(what, f"known values are {', '.join(_ROUNDINGS)}")
+            raise UserError(what, f"supported values are {', '.join(_ROUNDINGS)}")
         if importlib.util.find_spec("bitsandbytes") is None:
             what = f"{self.whose}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
@@ -256,7 +256,11 @@ def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     accepted. `whose` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"
-        raise UserError(what, "the base has changed since then", "restore the original weights")
+        raise UserError(
+            what,
+            "the base model's weights do not match those used in training",
+            "restore the original weights",
+        )
 
 
 def is_rounded(folder: Path) -> bool:

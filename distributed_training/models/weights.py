@@ -122,7 +122,7 @@ def require_weights(folder: Path) -> list[Path]:
         if names:
             why += f", only {', '.join(names[:3])}"
         fix = "to train this model from scratch, set weights to random"
-        raise UserError(f"{folder} has no weights that can be read", why, fix)
+        raise UserError(f"{folder} contains no readable weights", why, fix)
     if absent := [file.name for file in files if not file.exists()]:
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
         what = f"weights {folder}: {', '.join(absent[:3])}{more} cannot be read"

@@ -421,7 +421,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     number = plural(len(runs), "run")
     if count(runs, "ok") < len(runs):
         number = f"{count(runs, 'ok')} of {number}"
-    heading = f"{number} finished. The runs took place one after another, each in new processes."
+    heading = f"{number} finished. The runs were executed one after another, each in new processes."
     for form in ("md", "html"):
         page = report.page(form, "Strategies side by side", heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")

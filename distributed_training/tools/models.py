@@ -67,7 +67,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
                 command = f"hf download {spec.hub_id}"
                 raise hub.cannot_fetch(f"model={name!r} is", error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
-        fix = "name a run's folder, such as runs/latest, or its hf/"
+        fix = "give a run folder, such as runs/latest, or its hf/ subfolder"
         raise UserError(f"{name} {what}", fix=fix)
     if not (run / weights_name).is_dir():
         why, fix = {
@@ -328,7 +328,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
         what = (
             "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"
         )
-        fix = "name a run's folder, such as runs/latest, or a folder of its checkpoints/"
+        fix = "give a run folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST
     if merge and folder.exists():
@@ -390,6 +390,6 @@ def push(name: str, repo_id: str, *, best: bool) -> int:
     check_push(repo_id)
     if (folder.parent / RECORD_FILE).is_file():
         # The model card gets the name on the Hub.
-        require_writable(folder, "push a copy of that folder", export.CARD)
+        require_writable(folder, "copy the folder and push the copy", export.CARD)
     print(f"pushed {export.push_folder(folder, repo_id)}")
     return 0

@@ -167,7 +167,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         return parse_cluster(arguments.cluster, gpu)
     machine = detect_machine()
     if gpu is not None and machine.num_gpus == 0:
-        fix = f"to give the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
+        fix = f"to specify the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
         raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
     count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
     return this_machine(machine, count, count, gpu)

@@ -82,7 +82,7 @@ def legend(
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: fits only with this value of activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
-    lines.append(f"GiB: memory of the process that needs the most memory{components}")
+    lines.append(f"GiB: memory of the process with the highest memory use{components}")
     if any(choice.room == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.room == "unlikely" for choice in choices):

@@ -121,7 +121,7 @@ def show(config: dict[str, Any]) -> None:
         for option in OUTPUTS:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
-                raise UserError(f"--{option} writes one schedule", fix)
+                raise UserError(f"--{option} can write only one schedule", fix)
         rows = comparison.compare(config)
     else:
         if name == "search":
@@ -217,12 +217,12 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
         else:
             order = "no order with one stage per rank that fits in this memory"
             tell("shorter", f"possibly, but {order} takes less than {least}")
-    tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
+    tell("activations", f"maximum microbatches held: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)
     tell(
         "",
-        f"versions kept at most: {listed(row.peak_versions, 'stage')}; "
-        f"updates behind at most: {listed(row.staleness, 'stage')}",
+        f"maximum versions kept: {listed(row.peak_versions, 'stage')}; "
+        f"maximum updates behind: {listed(row.staleness, 'stage')}",
     )
 
 

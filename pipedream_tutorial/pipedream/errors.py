@@ -44,7 +44,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        name = error.filename or "a file, or the output"
+        name = error.filename or "a file or standard output"
         message = f"{name}: {error.strerror}; use a path that can be read or written"
     except KeyboardInterrupt:
         sys.exit(130)

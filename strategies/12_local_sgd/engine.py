@@ -15,9 +15,7 @@ class OPTIONS(Options):
     """The default is local SGD. DiLoCo has an outer rate of 0.7 and an outer momentum of 0.9."""
 
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = key(
-        8,
-        work=True,
-        help="number of steps that each replica trains alone between two synchronizations",
+        8, work=True, help="number of local steps per replica between synchronizations"
     )
     outer_lr: Annotated[float, Field(ge=0.001, le=10)] = key(
         1.0,

@@ -24,7 +24,7 @@ class OPTIONS(Options):
     """The default is PowerSGD with rank 4."""
 
     compression: Literal["powersgd", "topk-int8"] = key(
-        "powersgd", work=True, help="compression method for gradients before they are averaged"
+        "powersgd", work=True, help="method that compresses gradients before they are averaged"
     )
     compression_rank: Annotated[int, Field(ge=1, le=2**31)] = key(
         4, work=True, help="with powersgd: rank of the approximation of each gradient matrix"
@@ -32,7 +32,7 @@ class OPTIONS(Options):
     compression_k: Annotated[float, Field(ge=1e-6, le=1)] = key(
         0.01,
         work=True,
-        help="with topk-int8: fraction of the values sent exactly; the others take 8 bits",
+        help="with topk-int8: fraction of the values sent exactly; other values are sent in 8 bits",
     )
 
     def num_exact(self, num_values: int) -> int:

@@ -204,7 +204,7 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "bert"}, ("bert", "not a decoder")),
         ({"model_type": "bert-generation"}, ("bert-generation", "module that takes token ids")),
-        ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
+        ({"model_type": "gemma3"}, ("vision_config", "only its text model")),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),
         ({"model_type": "olmo2", "quantization_config": {"quant_method": "gptq"}}, ("quantized",)),

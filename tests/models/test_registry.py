@@ -28,7 +28,7 @@ def test_plans_of_folders(tmp_path):
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    with refused("four has no weights", "set weights to random"):
+    with refused("four contains no readable weights", "set weights to random"):
         planned(folder, tmp_path)
     plan = planned(folder, tmp_path, weights="random")
     spec = plan.model

@@ -18,8 +18,8 @@ from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
-SPECIAL = "records have text that matches special tokens and is tokenized as such"
-UNKNOWN = "records have characters that the tokenizer does not know, so these characters are lost"
+SPECIAL = "records contain text that matches special tokens and is tokenized as special tokens"
+UNKNOWN = "records contain characters that are missing from the tokenizer's vocabulary and are lost"
 THOUGHTS = "answers have reasoning that the chat template removes"
 UNENDED = "answers have no special token at the end, so the model does not learn where to stop"
 QUOTED = (
@@ -31,10 +31,10 @@ COPIED = (
     "--columns text=text"
 )
 LEFT_OUT = (
-    "records have messages, tool calls, tools or documents that the chat template leaves out of "
+    "records have messages, tool calls, tools or documents that the chat template omits from "
     "the text"
 )
-UNREAD = "records have columns that are not read:"
+UNREAD = "records have columns that are ignored:"
 NO_ANSWER = "no answer to train on"
 _BATCH_SIZE = 64  # conversations per request to the renderer
 

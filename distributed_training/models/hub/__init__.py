@@ -89,12 +89,12 @@ def _check_model_type(document: dict[str, Any]) -> None:
     part = max(filter(_OTHER_PARTS.match, document), default=None)
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    remedy = "Use the folder of the model without quantization"
+    remedy = "Use an unquantized version of the model"
     _refuse_if(document.get("auto_map"), "comes with custom code, which is never run")
     _refuse_if(document.get("quantization_config"), f"has quantized weights. {remedy}")
-    _refuse_if(part, f"has a {part}. Use the text model alone")
+    _refuse_if(part, f"has a {part}. Use only its text model")
     _refuse_if(document.get("is_encoder_decoder"), "is an encoder-decoder")
-    _refuse_if(not is_causal or is_masked, "is not a decoder that transformers knows")
+    _refuse_if(not is_causal or is_masked, "is not a decoder that transformers supports")
 
 
 def _measure(document: dict[str, Any]) -> ModelSize:

@@ -46,7 +46,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
         )
     if local_size != world_size:
         raise UserError(
-            f"{world_size} processes on more than one machine",
+            f"{world_size} processes were started on more than one machine",
             "start all stages on one machine, because their times must come from one clock",
         )
     return rank

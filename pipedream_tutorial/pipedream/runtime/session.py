@@ -192,7 +192,7 @@ def describe(station: Station) -> str:
     if any(station.slept_ms):
         forward, backward = station.slept_ms
         text += (
-            f"\nemulated device: each forward sleeps {forward:g} ms and each backward "
+            f"\nemulated device: each forward pass sleeps for {forward:g} ms and each backward "
             f"{backward:g} ms on top of its small real computation"
         )
     return text

@@ -32,7 +32,7 @@ POLICIES: dict[str, Policy] = {
         per_microbatch=True,
     ),
     "vertical": Policy(
-        text="as above, but a microbatch uses the same version number on every stage",
+        text="one update per microbatch; a microbatch uses the same weight version on every stage",
         per_microbatch=True,
         forward_version=lambda updates, i, m, p: max(0, i - (p - 1)),
     ),
