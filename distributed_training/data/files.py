@@ -141,7 +141,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                     if line.startswith("["):
                         fix = "if the file is one list, give it the suffix .json"
                     raise UserError(what, "each line must be a whole record", fix) from None
-                what = f"{where} is not JSON from column {error.colno} on"
+                what = f"{where} is not valid JSON at column {error.colno}"
                 raise UserError(what, json_mistake(error)) from None
             except ValueError as error:
                 raise UserError(f"{where} cannot be read", str(error)) from None

@@ -89,7 +89,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         if changed:
             what = f"{', '.join(changed)} in {source.name}"
             notes.append(
-                f"{what}: this run may skip different steps from runs with other strategies"
+                f"{what}: this run may not skip the same steps as runs with other strategies"
             )
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # the option is slower if blocks are compiled

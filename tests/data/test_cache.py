@@ -115,6 +115,6 @@ def test_all_records_are_parsed_before_any_is_tokenised(tokenizer, tmp_path, mon
     lines = [json.dumps({"text": "a few words"})] * 500
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": oops}']))
     monkeypatch.setattr(tokenizer, "encode_batch", None)
-    with refused("a.jsonl line 501 is not JSON from column 10 on"):
+    with refused("a.jsonl line 501 is not valid JSON at column 10"):
         prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")))
     assert cache_folders(tmp_path / "cache") == []

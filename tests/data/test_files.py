@@ -105,7 +105,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
             "line 1 contains only part of a JSON",
         ),
         ("a.jsonl", b'[\n{"text": "a"}\n]', "If the file is one list, give it the suffix .json"),
-        ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2 is not JSON from column 9 on"),  # cut off
+        ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2 is not valid JSON at column 9"),  # cut off
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],
 )

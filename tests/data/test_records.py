@@ -128,7 +128,7 @@ def test_what_is_not_trained_on():
     messages = [USER, null, USER, {**null, "tool_calls": [CALL]}]
     assert conversation_of({"messages": messages})[1:] == (
         [1],
-        {"answers have null content, which is not in the loss": 1},
+        {"answers have null content and do not count toward the loss": 1},
     )
     assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
         "messages have the unknown role 'critic'": 1

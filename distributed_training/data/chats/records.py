@@ -274,7 +274,7 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         message["content"] = ""
         if message["role"] == ASSISTANT and not _OUTPUTS & message.keys():
             message["weight"] = 0
-            notes["answers have null content, which is not in the loss"] += 1
+            notes["answers have null content and do not count toward the loss"] += 1
     elif not isinstance(content, str):
         refuse("content")
     return message

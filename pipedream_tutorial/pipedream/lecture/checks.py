@@ -372,7 +372,7 @@ def check_halves(
         off = relative_difference([ours], [theirs])
         if off > EXACT:
             raise WrongAnswer(
-                f"{name} has the right shape and is off by {off:.0%}. Which function is between "
+                f"{name} has the right shape but is off by {off:.0%}. Which function is between "
                 "Y and X W?"
             )
     return "both agree with autograd, and W needs nothing from another rank."

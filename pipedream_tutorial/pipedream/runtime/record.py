@@ -28,7 +28,7 @@ Report = dict[str, Any]
 """Results from one rank's run: slices (thread, operation, start_ns, end_ns) and (stage,
 peak_versions) pairs. The rank with the last stage adds (microbatch, mean loss) pairs. On a GPU, the
 report also has the allocator's peak_memory_mib, and waited_for_host. The latter is the share of
-operations, from 0 to 1, that had finished as soon as the host had launched them."""
+operations, from 0 to 1, that had finished by the time the host had launched them."""
 
 
 class Case(NamedTuple):
