@@ -39,7 +39,7 @@ from distributed_training.settings.errors import UserError, print_error
 from distributed_training.settings.files import open_regular, plural, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 13
+_VERSION = 14
 _META = "meta.json"
 _BYTES = "bytes.npy"  # number of bytes of text that each token represents
 _CHECKSUM = "sha256"  # checksums of all other files

@@ -17,6 +17,7 @@ class Shape(NamedTuple):
     system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether whitespace is stripped from contents
     apart: bool = False  # whether an answer is rendered differently once later turns follow
+    next_turn: str = ""  # special token of the next turn, which is all that ends an answer
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
@@ -179,6 +180,7 @@ MARKED = CHATML.replace(
     "{% endgeneration %}"
     "{{ '\n' }}{% else %}{{ message.content }}<|im_end|>\n{% endif %}",
 )
+OPEN_TURNS = turns("<|ROLE|>\n", "", first="{{ bos_token }}")
 GREETING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 IM = ("", "<|im_end|>\n")
@@ -221,6 +223,7 @@ TEMPLATES = {
     "smollm-3": Shape(SMOLLM_3, "<|im_start|>assistant\n", "<|im_end|>\n"),
     "chatml-marked": Shape(MARKED, "", "<|im_end|>"),
     "thinking-begun": Shape(GREETING, "", "<|im_end|>\n"),
+    "glm-4": Shape(OPEN_TURNS, "", "", next_turn="<|user|>"),
     "yi": Shape(turns("<|im_start|>ROLE\n", "<|im_end|>", ask="<|im_start|>assistant\n"), "",
                 "<|im_end|>"),
 }  # fmt: skip

@@ -47,7 +47,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     text = heavy_pool().script(["data", *options]).stdout
     assert f"<|turn|>assistant\n«{first}»" in text
     assert "1 of 3 records is left out (no answer to train on)" in text
-    assert "2 records have text that matches special tokens" in text
+    assert "2 records contain text that matches special tokens" in text
 
 
 @pytest.mark.parametrize(

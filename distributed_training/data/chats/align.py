@@ -34,6 +34,7 @@ class _Answer(NamedTuple):
     start: int  # index of the answer's first character
     end: int  # index after the answer and its end token; 0 if unknown
     is_prefix: bool  # whether the template itself renders this text for the conversation so far
+    stop: str = ""  # special token of the next turn, if only this token ends the answer
 
 
 def align(
@@ -50,8 +51,10 @@ def align(
     conversation as it would for generation. Every other answer gets a separate sample. If the
     template marks the text to train on, `marked` contains the marked spans. The result is then one
     sample with these spans, or no sample if none remain. `skip` contains the indices of messages
-    that are not in the loss. The pattern `marks` matches special tokens. Raises AlignmentError if
-    an answer cannot be found."""
+    that are not in the loss. The pattern `marks` matches special tokens. If a template puts no
+    special token after an answer, as in GLM-4, the special token that begins the next turn is in
+    the loss and is added after a last answer, because the model must generate it to stop. Raises
+    AlignmentError if an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:
@@ -70,19 +73,25 @@ def align(
     removed = 0
     unended = 0
     for index in trained:
-        text, start, end, is_prefix = _find(render, messages, index, marks)
+        text, start, end, is_prefix, stop = _find(render, messages, index, marks)
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
         if is_prefix and full_text.startswith(text):
             end = len(text)
         elif not (is_prefix and start < end and full_text.startswith(text[:end])):
             lost = int(_lost_thoughts(messages[index], text[start:]))
+            text += stop
             unended_here = int(not marks.search(text, start))
             apart.append(Rendered(text, [(start, len(text))], lost, unended_here))
             continue
+        if stop:
+            if end == len(full_text):
+                full_text += stop
+            next_mark = marks.match(full_text, end)
+            end = next_mark.end() if next_mark else end
         together.append((start, end))
         removed += _lost_thoughts(messages[index], full_text[start:end])
-        unended += not marks.search(text, start)
+        unended += not (stop or marks.search(text, start))
     if together:
         return [Rendered(full_text, together, removed, unended), *apart]
     return apart
@@ -101,8 +110,16 @@ def _find(
         stand_in += "q"
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
-    probe = _try(render, [*before, {"role": ASSISTANT, "content": stand_in}])
+    reply = {"role": ASSISTANT, "content": stand_in}
+    probe = _try(render, [*before, reply])
     header, separator, tail = probe.partition(stand_in)
+    stop = ""
+    if separator and not marks.search(tail):
+        role = "tool" if answer.get("tool_calls") else "user"
+        following = _try(render, [*before, reply, {"role": role, "content": "?"}])
+        next_mark = marks.match(following, len(probe))
+        if following.startswith(probe) and next_mark:
+            stop = next_mark.group()
     if not separator or not text.startswith(header):
         header = tail = ""
     end = len(text)
@@ -119,21 +136,20 @@ def _find(
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
-        return _Answer(text, start, end, is_prefix=True)
+        return _Answer(text, start, end, True, stop)
     if header and question and before:
         # The template renders a question without an answer differently from a question with an
         # answer.
         earlier = [*before[:-1], {**before[-1], "content": stand_in}]
         question_end = _try(render, earlier, ask=True).partition(stand_in)[2]
-        reply = {"role": ASSISTANT, "content": stand_in}
         pieces = _try(render, [*earlier, reply]).split(stand_in)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(question + answer_text, len(question), 0, is_prefix=False)
+            return _Answer(question + answer_text, len(question), 0, False, stop)
     if not header:
         which = f"message {index + 1}, an answer,"
         raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(text, len(header), end, is_prefix=True)
+    return _Answer(text, len(header), end, True, stop)
 
 
 def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
