@@ -16,11 +16,10 @@ from distributed_training.settings.launchers import is_first
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
-# Phrases in the errors of Python, torch and the dynamic linker when memory or threads are denied
-_OUT_OF_MEMORY = (
-    "annot allocate memory", "can't allocate memory", "failed to map segment",
-    "can't start new thread", "Resource temporarily unavailable",
-)  # fmt: skip
+# Phrases in the errors of Python, torch and the dynamic linker if the system denies memory
+_OUT_OF_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment")
+# The same for a new process or thread
+_OUT_OF_THREADS = ("can't start new thread", "Resource temporarily unavailable")
 
 
 class UserError(ValueError):
@@ -145,6 +144,9 @@ def explain(error: Exception) -> UserError | None:
         if limit >= 0:  # a negative value means no limit
             fix = f"raise the limit of {limit / 1e9:.2f} GB of address space (ulimit -v)"
         return RunError("Not enough memory", describe(error), fix)
+    if any(sign in str(error) for sign in _OUT_OF_THREADS):
+        fix = "use fewer processes, or raise the limits on processes and memory (ulimit -u, -v)"
+        return RunError("The system denied a new process or thread", describe(error), fix)
     return refused_variable(error)
 
 

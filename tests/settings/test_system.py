@@ -1,3 +1,4 @@
+import errno
 import os
 import resource
 
@@ -62,15 +63,14 @@ def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, caps
 
 
 def test_memory_that_is_refused_is_said_in_a_line(monkeypatch):
-    for error in (
-        MemoryError(),
-        RuntimeError("can't start new thread"),
-        OSError(12, os.strerror(12)),
-    ):
+    for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
         explained = explain(error)
         assert isinstance(explained, RunError)
         assert str(explained).startswith("Not enough memory. ")
         assert str(explained).endswith("Use a smaller model or fewer processes.")
+    no_thread = RuntimeError("can't start new thread")
+    for error in (no_thread, OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))):
+        assert "ulimit -u" in str(explain(error))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * 10**9, -1))
     assert str(explain(MemoryError())).endswith(
         "Raise the limit of 2.00 GB of address space (ulimit -v)."
