@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.checkpoint import resume
+from distributed_training.checkpoint.earlier import is_earlier_fingerprint
+from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import failing_together, gather
 from distributed_training.parallel.mesh import Topology
@@ -201,14 +203,15 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
 
 
 def load_checkpoint(
-    folder: Path, engine: Engine, plan: Plan, topology: Topology, data_fingerprint: str
+    folder: Path, engine: Engine, plan: Plan, topology: Topology, data: Data
 ) -> int:
     """Restore the engine from a checkpoint and return the checkpoint's step. If the layout is
     unchanged, also restore the random number generators; otherwise seed them. Raises UserError if
     the checkpoint cannot be loaded, or if it was trained on different tokens or base weights. All
     ranks must call this function."""
     meta = resume.read_meta(folder)
-    if meta.data_fingerprint != data_fingerprint:
+    before = meta.data_fingerprint
+    if before != data.fingerprint and not is_earlier_fingerprint(before, plan.config, data):
         what = f"The dataset differs from the one used to train {folder}"
         why = "its files have changed, or this Python version has a different embedded corpus"
         raise UserError(what, why, "restore the dataset, or set resume to None")

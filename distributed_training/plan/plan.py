@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec
+from distributed_training.plan.earlier import convert_plan
 from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
@@ -153,6 +154,8 @@ def load_plan(run_dir: Path) -> Plan:
     file = run_dir / PLAN_FILE
     try:
         document = parse_json(read_small(file).decode())
+        if "model" not in document:
+            document = convert_plan(document)
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
     except OSError as error:
@@ -160,6 +163,8 @@ def load_plan(run_dir: Path) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
+    except UserError as error:
+        why = str(error)
     except (TypeError, ValueError):
         why = "its content does not have the form that a run writes"
     raise UserError(f"{file} is not a plan that this version can read", why)

@@ -331,9 +331,10 @@ def summary_rows(r: Record) -> dict[str, str]:
     rows = dict[str, str]()
     if len(r.evaluations) > 1:
         after = f"after {r.evaluations[-1]['step']} steps"
+        ends = (r.evaluations[0], r.evaluations[-1])
         for name, digits in (("perplexity", 2), ("bits_per_byte", 4)):
-            if name in r.evaluations[-1]:
-                values = [r.evaluations[index].get(name) for index in (0, -1)]
+            if all(name in evaluation for evaluation in ends):
+                values = [evaluation[name] for evaluation in ends]
                 first, last = ("nan" if x is None else f"{x:.{digits}f}" for x in values)
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_before(r)) and best["step"]:

@@ -369,9 +369,7 @@ class Trainer:
         """Restore the run from a checkpoint: engine, random numbers, history, record and metrics.
         All ranks must call this method."""
         began = time.monotonic()
-        step = saver.load_checkpoint(
-            folder, self.engine, self.plan, self.topology, self.data.fingerprint
-        )
+        step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
         self.history.cut(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
         # Otherwise, if the run is killed before the next save, the record lacks this resumption.

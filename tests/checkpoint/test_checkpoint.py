@@ -16,6 +16,7 @@ from distributed_training.checkpoint import resume
 from distributed_training.checkpoint import saver as saver_module
 from distributed_training.checkpoint.resume import FORMAT, check_files, read_meta
 from distributed_training.checkpoint.saver import Saver, load_checkpoint
+from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import part_of
@@ -80,7 +81,8 @@ def save(run_dir, step, *, engine=None, **plan):
 
 def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
     plan = plan_of(None, spread=spread)
-    return load_checkpoint(folder, engine or FakeEngine(), plan, TOPOLOGY, tokens)
+    data = SimpleNamespace(fingerprint=tokens, form=MESSAGES)
+    return load_checkpoint(folder, engine or FakeEngine(), plan, TOPOLOGY, data)
 
 
 def begin(saver, engine, step):

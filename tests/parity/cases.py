@@ -236,7 +236,7 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
 
     def use(run: Run) -> dict[str, Any]:
         assert any("is resharded" in note for note in run.plan.notes)
-        whose = (run.engine, run.plan, run.topology, run.data.fingerprint)
+        whose = (run.engine, run.plan, run.topology, run.data)
         step = load_checkpoint(run.plan.checkpoint, *whose)
         return _train(run, arguments["steps"], range(step, arguments["steps"]))
 

@@ -1,0 +1,39 @@
+"""Convert plans that earlier versions wrote, so that their runs can be resumed, evaluated and
+exported. This module does not import torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from distributed_training.models import find_model
+from distributed_training.settings.config import KEYS, Request, RunConfig, validate
+from distributed_training.settings.strategies import load_strategy
+
+
+def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan.json in `document`, which has no entry "model", in the current form.
+
+    Keys that no longer exist are left out, and later keys get their defaults. Raises UserError if a
+    key or the strategy no longer accepts the plan's value."""
+    before = document["requested"]
+    options = before["engine_options"]
+    values = {name: before[name] for name in KEYS if name in before}
+    set_by = dict.fromkeys(KEYS.keys() & set(before["typed"]), "CONFIG")
+    requested = validate(Request, values | {"engine_options": options, "set_by": set_by}, KEYS)
+    decided = {name: document["config"][name] for name in values}
+    strategy = load_strategy(requested)
+    engine = strategy.options(options)
+    num_replicas = document["batch"]["num_replicas"]
+    converted = {
+        "requested": requested,
+        "config": validate(RunConfig, decided, KEYS),
+        "strategy": strategy,
+        "model": find_model(decided["model"]),
+        "engine_options": options,
+        "from_defaults": [],
+        "adapters_dir": None,
+        "steps_between_exchanges": engine.steps_between_exchanges(),
+        "engine_bytes_per_parameter": engine.bytes_per_parameter(num_replicas),
+    }
+    return {**document, **to_jsonable_python(converted)}
