@@ -23,7 +23,7 @@ from distributed_training.models.adapters import (
 )
 from distributed_training.models.decoder import Box, Source
 from distributed_training.models.weights import all_finite
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_regular, shown
 
@@ -239,6 +239,36 @@ def read_initial(spec: ModelSpec, folder: Path) -> Initial:
     """Return the adapters in `folder` in a form from which training can continue. Raises UserError
     if they are not plain LoRA adapters of the model."""
     return read_folder(spec, folder).initial(spec.size)
+
+
+def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the LoRA keys of CONFIG with the values of the adapters in `folder`, from which
+    training continues, and a note for the user. Raises UserError if CONFIG sets a different rank,
+    alpha or targets, or if the adapters do not fit `model`."""
+    adapters = read_adapters(folder)
+    initial = read_initial(model, folder)
+    targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
+    keys: dict[str, Any] = {}
+    theirs = {
+        "lora_rank": (adapters.r, initial.rank),
+        "lora_alpha": (adapters.lora_alpha, initial.alpha),
+        "lora_targets": (targets, targets),
+    }
+    for key, (shown_value, value) in theirs.items():
+        given = getattr(config, key)
+        if config.is_set(key) and given not in (shown_value, value):
+            what = f"{key}={given!r} does not match the adapters in {folder}"
+            fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
+            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
+        keys[key] = value
+    if not config.is_set("lora_dropout"):
+        keys["lora_dropout"] = adapters.lora_dropout
+    note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
+    note += adapters.base_model_name_or_path
+    if initial.rank != adapters.r:
+        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
+        note += "and up) each have their own A matrix"
+    return keys, note
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Keys that no longer exist are left out, and later keys get their defaults. Raises UserError if a
     key or the strategy no longer accepts the plan's value."""
+    model = find_model(document["config"]["model"])
     before = document["requested"]
     options = before["engine_options"]
     values = {name: before[name] for name in KEYS if name in before}
@@ -29,7 +30,7 @@ def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
         "requested": requested,
         "config": validate(RunConfig, decided, KEYS),
         "strategy": strategy,
-        "model": find_model(decided["model"]),
+        "model": model,
         "engine_options": options,
         "from_defaults": [],
         "adapters_dir": None,

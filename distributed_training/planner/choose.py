@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.models import ModelSpec, find_model
-from distributed_training.models.adapters import base_name, is_adapter, read_adapters
+from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
@@ -83,8 +83,14 @@ def choose_model(
     else:
         name, decided = _choose_for_cpu(config, num_processes, strategy, notes)
     model = find_model(name)
+    if config.lora_rank and not continues:
+        model.size.adapted(config.lora_targets)
     if continues:
-        decided |= _continue_adapters(config, folder, model, notes)
+        from distributed_training.models.peft import keys_to_continue
+
+        keys, note = keys_to_continue(config, model, folder)
+        decided |= keys
+        notes.append(note)
     return with_values(config, model=name, **decided), model
 
 
@@ -120,40 +126,6 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
     return pp * schedule.stages_per_rank if pp > 1 else 1
 
 
-def _continue_adapters(
-    config: Request, folder: Path, model: ModelSpec, notes: list[str]
-) -> Settings:
-    """Return the rank, alpha, targets and dropout of the adapters of `model` in `folder`. Raises
-    UserError if CONFIG sets a different rank, alpha or targets."""
-    from distributed_training.models.peft import read_initial
-
-    adapters = read_adapters(folder)
-    initial = read_initial(model, folder)
-    targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
-    decided: Settings = {}
-    theirs = {
-        "lora_rank": (adapters.r, initial.rank),
-        "lora_alpha": (adapters.lora_alpha, initial.alpha),
-        "lora_targets": (targets, targets),
-    }
-    for key, (shown_value, value) in theirs.items():
-        given = getattr(config, key)
-        if config.is_set(key) and given not in (shown_value, value):
-            what = f"{key}={given!r} does not match the adapters in {folder}"
-            fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
-            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
-        decided[key] = value
-    if not config.is_set("lora_dropout"):
-        decided["lora_dropout"] = adapters.lora_dropout
-    note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
-    note += adapters.base_model_name_or_path
-    if initial.rank != adapters.r:
-        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
-        note += "and up) each have their own A matrix"
-    notes.append(note)
-    return decided
-
-
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
     """Return a draft plan for a candidate, whose CONFIG must have a batch size. If the candidate
     has its strategy's mesh, an axis of size -1 gets the remaining processes. Messages for the user
@@ -166,10 +138,10 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     given = candidate.config
     model = candidate.model
     options = candidate.strategy.options(given.engine_options)
-    mesh, layout, batch = divide(candidate, num_processes)
     document = _fill_sizes(candidate.strategy.document, model.size.hidden_size)
     strategy = replace(candidate.strategy, document=document)
     resolved: Settings = {"precision": _choose_precision(given.precision, machine)}
+    mesh, layout, batch = divide(candidate, num_processes)
     if given.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
     if given.base_dtype == AUTO:

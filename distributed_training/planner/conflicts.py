@@ -143,8 +143,6 @@ def _check_model(candidate: Candidate) -> None:
             if config.max_length <= find_model(hub_name).size.num_positions:
                 fix += f", or model to {hub_name!r}"
         _refuse(candidate, "max_length", named, why, fix)
-    if config.lora_rank:
-        size.adapted(config.lora_targets)
 
 
 def _check_strategy(candidate: Candidate) -> None:

@@ -86,7 +86,8 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     unchanged. Raises UserError if the run is missing."""
     if config.resume in (None, AUTO):
         return config
-    before = load_plan(named_checkpoint(str(config.resume)).parents[1])
+    checkpoint = named_checkpoint(str(config.resume))
+    before = load_plan(checkpoint.parents[1])
     decided = before.settings
     open_keys = ["strategy", *before.work, "checkpoint_every"]
     open_keys = [name for name in open_keys if not config.is_set(name)]

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 _WRONG = {
@@ -184,14 +184,10 @@ def load_json(
     try:
         return parse_json(read_small(path, most_bytes).decode(), unique=unique)
     except FileNotFoundError:
-        other_names = sorted(file.stem for file in path.parent.glob("*.json"))
-        near = nearest(path.stem, other_names)
-        fix = (
-            f"did you mean {near}.json?"
-            if near
-            else f"the folder contains {', '.join(other_names) or 'no JSON file'}"
-        )
-        raise UserError(f"{what} {path} does not exist", fix=fix) from None
+        names = sorted(file.stem for file in path.parent.glob("*.json"))
+        missing = f"{what} {path} does not exist"
+        fix = f"the folder contains {', '.join(names) or 'no JSON file'}"
+        raise UserError(missing, fix=fix, typed=path.stem, known=names) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         if isinstance(error, json.JSONDecodeError):

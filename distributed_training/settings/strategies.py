@@ -210,17 +210,6 @@ class Strategy:
         return int(section.buffer_count * section.buffer_size)
 
     @property
-    def form(self) -> str:
-        """Return the form of the DeepSpeed JSON: a pipeline, offloaded state or a ZeRO stage. A
-        user's JSON must have the same form as the strategy's JSON."""
-        if self.mesh["pp"] != 1:
-            return "a pipeline"
-        for device in ("nvme", "cpu"):
-            if device in self.offload.values():
-                return f"state kept {_PLACES[device]}"
-        return f"ZeRO stage {self.zero.stage}"
-
-    @property
     def sharding(self) -> str:
         """Describe the sharded and offloaded state for the header of a run."""
         phrases = []
@@ -283,37 +272,35 @@ def load_strategy(config: RunConfig) -> Strategy:
     sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
     JSON that is invalid or has another form."""
     folder = _find(config.strategy)
-    traits, options = _find_engine(folder)
-    source = folder._path
-    engine = f"{source}: engine={folder.engine!r}"
-    present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
-    if traits.takes_json != (present == "deepspeed"):
-        fix = f"replace the key {present!r} with {required!r}"
-        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
     setting = f"strategy={folder.name!r}"
+    source = folder._path
+    mesh = folder.mesh or {}
+    document: Mapping[str, Any] = {}
     user_json = config.deepspeed_config
-    if user_json is not None and folder.deepspeed is None:
+    if folder.deepspeed is None and user_json is not None:
         what = f"{setting} would ignore deepspeed_config={user_json!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    document = user_json or folder.deepspeed
-    mesh = folder.mesh or {}
-    may_be_set = traits.axes
-    why = f"this strategy has the axes {', '.join(traits.axes)}"
-    if isinstance(document, str):
-        relative = source.parent / document
-        source = relative if relative.is_file() else files.given_path(document)
-        document = files.load_json(source, "DeepSpeed JSON", unique=True)
-    if traits.takes_json:
-        fix = "see configs/ds_config_zero2.json"
-        parsed = files.parse_as(_DeepSpeed, document, str(source), fix)
+    if folder.deepspeed is not None:
+        source, document, parsed = _read_json(folder._path, user_json or folder.deepspeed)
         stage = parsed.zero_optimization.stage
         stages = parsed.pipeline.stages
         if stages != 1 and stage > 1:
             what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
             reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
+        if user_json is not None:
+            _check_form(folder, _form_of(parsed), source)
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
-        may_be_set = ("pp",) if stages != 1 else ()
+    traits, options = _find_engine(folder)
+    engine = f"{folder._path}: engine={folder.engine!r}"
+    present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
+    if traits.takes_json != (present == "deepspeed"):
+        fix = f"replace the key {present!r} with {required!r}"
+        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
+    may_be_set = traits.axes
+    why = f"this strategy has the axes {', '.join(traits.axes)}"
+    if traits.takes_json:
+        may_be_set = ("pp",) if mesh.get("pp", 1) != 1 else ()
         why = "DeepSpeed shards over all processes"
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
@@ -330,32 +317,58 @@ def load_strategy(config: RunConfig) -> Strategy:
             raise UserError(f"{axis}={size} cannot be set with {setting}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
-    strategy = Strategy(
+    return Strategy(
         name=folder.name,
         source=source.resolve(),
-        document=document or {},
+        document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
         engine=folder.engine,
         traits=traits,
         work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
-    if user_json is not None:
-        shipped: dict[str, Any] = {"deepspeed_config": None}
-        expected = load_strategy(config.model_copy(update=shipped))
-        if strategy.form != expected.form:
-            what = f"{strategy.source} shards {strategy.sharding!r}, but {setting} shards "
-            fix = "change the JSON"
-            shipped |= dict.fromkeys(MESH_AXES)
-            for name, other_folder in list_strategies().items():
-                if other_folder.deepspeed is not None:
-                    changes = shipped | {"strategy": name}
-                    candidate = load_strategy(config.model_copy(update=changes))
-                    if candidate.form == strategy.form:
-                        fix = f"set strategy to {name}, or change the JSON"
-                        break
-            raise UserError(f"{what}{expected.sharding!r}", fix=fix)
-    return strategy
+
+
+def _read_json(config_file: Path, given: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+    """Return (file, JSON, the part of the JSON that this package reads) of a strategy. `given` is
+    the JSON itself or its path, relative to the folder of the strategy's `config_file` or to the
+    checkout."""
+    file = config_file
+    document = given
+    if isinstance(given, str):
+        relative = config_file.parent / given
+        file = relative if relative.is_file() else files.given_path(given)
+        document = files.load_json(file, "DeepSpeed JSON", unique=True)
+    fix = "see configs/ds_config_zero2.json"
+    return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
+
+
+def _form_of(parsed: _DeepSpeed) -> str:
+    """Return the form of a DeepSpeed JSON: a pipeline, offloaded state or a ZeRO stage. A user's
+    JSON must have the same form as the strategy's JSON."""
+    if parsed.pipeline.stages != 1:
+        return "a pipeline"
+    zero = parsed.zero_optimization
+    devices = {part.device for part in (zero.offload_optimizer, zero.offload_param) if part}
+    for device in ("nvme", "cpu"):
+        if device in devices:
+            return f"state kept {_PLACES[device]}"
+    return f"ZeRO stage {zero.stage}"
+
+
+def _check_form(folder: _Folder, form: str, source: Path) -> None:
+    """Raise UserError if the `form` of the user's DeepSpeed JSON, the file `source`, differs from
+    the form of the strategy's own JSON."""
+    forms = {
+        name: _form_of(_read_json(other._path, other.deepspeed)[2])
+        for name, other in list_strategies().items()
+        if other.deepspeed is not None
+    }
+    if form != forms[folder.name]:
+        fitting = [name for name in forms if forms[name] == form]
+        fix = f"set strategy to {fitting[0]}, or change the JSON" if fitting else "change the JSON"
+        needed = f"strategy={folder.name!r} needs {forms[folder.name]}"
+        raise UserError(f"{source} describes {form}, but {needed}", fix=fix)
 
 
 def _find(name: str) -> _Folder:

@@ -207,7 +207,7 @@ def test_a_json_runs_under_the_strategy_of_its_form_and_others_name_it(zero, str
     path.write_text(json.dumps({"zero_optimization": zero}))
     given = {"deepspeed_config": str(path), "model": "gpt2-tiny"}
     assert load_strategy(build_config({**given, "strategy": strategy})).zero.stage == zero["stage"]
-    with refused("given.json shards", f"Set strategy to {strategy}"):
+    with refused("given.json describes", f"Set strategy to {strategy}"):
         load_strategy(
             build_config({**given, "strategy": "zero3" if zero["stage"] < 3 else "zero2"})
         )

@@ -196,7 +196,7 @@ def test_presets_that_ship_and_by_path_and_from_home(tmp_path, monkeypatch):
     write(tmp_path / "own.json", {"epochs": 7})
     for path in ("own.json", "~/own.json", str(tmp_path / "own.json")):
         assert build_config({}, preset=path).epochs == 7
-    with refused("quik.json does not exist", "Did you mean quick.json?"):
+    with refused("quik.json does not exist", "Did you mean 'quick'?"):
         build_config({}, preset="quik")
     with refused("large.json is not a JSON object"):
         build_config({}, preset=write(tmp_path / "large.json", []))

@@ -77,7 +77,7 @@ def test_paths_that_the_system_refuses(text):
         ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
         ("a", b"[" * 100_000, ["nested too deeply"]),
         ("a", b'{"model": "\\udc00"}', ["It contains an unpaired surrogate"]),
-        ("large", b"[1]", ["does not exist", "Did you mean large.json?"]),
+        ("large", b"[1]", ["does not exist", "Did you mean 'large'?"]),
     ],
 )
 def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path):

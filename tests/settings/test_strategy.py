@@ -34,8 +34,8 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
 @pytest.mark.parametrize(
     ("strategy", "document", "words"),
     [
-        ("zero2", own_json("zero3"), ("parameters', but", "'optimizer state, gradients'")),
-        ("hybrid", own_json("zero1"), ("'optimizer state', but", "shards 'the layers over pp; ")),
+        ("zero2", own_json("zero3"), ("describes ZeRO stage 3", "zero2' needs ZeRO stage 2")),
+        ("hybrid", own_json("zero1"), ("describes ZeRO stage 1", "needs a pipeline", "to zero1")),
         ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
         ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
         ("zero2", [], ("is not a JSON object",)),
