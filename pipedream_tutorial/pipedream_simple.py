@@ -94,8 +94,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
-    """Return orders from words. Rank r has stage r. In a V-shaped schedule, it also has stage 2p -
-    1 - r, in lowercase letters."""
+    """Return the orders that the ranks' words describe. The letters of rank r's word are operations
+    on stage r. In a V-shaped schedule, lowercase letters are operations on stage 2p - 1 - r."""
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
@@ -114,8 +114,8 @@ def numbered(steps: Iterable[tuple[str, int]]) -> Order:
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
-    """Return orders for v stages per rank. A rank's stages are p apart. Microbatches pass the ranks
-    v times, in rounds of about p."""
+    """Return orders for v stages per rank. A rank's stages are p apart. The microbatches pass
+    through all ranks v times, in rounds of about p microbatches."""
     rounds = max(1, m // p)
     if m % rounds:
         raise ValueError(

@@ -16,11 +16,11 @@ _VERSION = 4  # version of the token cache in which fingerprints were computed f
 
 
 def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> bool:
-    """Return whether an earlier version computed `fingerprint` from the dataset that `config` names
-    and from `data`, its samples. This reads all of the dataset's files.
+    """Return whether `fingerprint` is the data fingerprint that an earlier version computed for
+    `data`, the samples of the dataset that `config` names. This reads all of the dataset's files.
 
-    Always return False for records and for tokenizers other than GPT-2's, because their token ids
-    have changed since then."""
+    Records and tokenizers other than GPT-2's always give False, because their token ids have
+    changed since then."""
     if data.form != RUNNING or not data.tokenizer.is_gpt2:
         return False
     corpus = read_corpus(config.dataset, config.validation_dataset)

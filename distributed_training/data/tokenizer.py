@@ -506,9 +506,8 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
-        """(template without tools, template with tools) of the tokenizer. None if the tokenizer has
-        no chat template of its own. Raises UserError if there are several templates but no
-        default."""
+        """The tokenizer's own chat templates as (template without tools, template with tools), or
+        None if it has none. Raises UserError if there are several templates but no default."""
         if self.is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template
@@ -583,7 +582,7 @@ class Tokenizer:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Return the ids of a prompt that generation will continue."""
+        """Return the ids of `text`, a prompt that generation will continue."""
         before = self.ends[0].tolist()
         return [*before, *self.encode_batch([text])[0].tolist()]
 

@@ -39,8 +39,8 @@ def make_plan(
     fit = Fit() if data is None else fit_to_data(draft, data, notes)
     config = draft.config.model_copy(update=sources.decided | fit.decided)
     draft = replace(draft, config=config, packing=fit.packing)
-    tokenised = data is not None and data.cache in known
-    prediction = predict(draft, cluster.rates, tokenised=tokenised)
+    tokenized = data is not None and data.cache in known
+    prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
     if draft.strategy.traits.takes_json:
         deepspeed_json = fill_deepspeed_json(draft, notes)

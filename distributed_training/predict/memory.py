@@ -43,8 +43,8 @@ class MemoryEstimate:
         return self.peak_bytes + self.context_bytes
 
 
-def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
-    """Estimate the peak memory of a plan's processes by component. `tokenised`: whether the token
+def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
+    """Estimate the peak memory of a plan's processes by component. `tokenized`: whether the token
     cache already contains the samples."""
     mechanisms = used_by(plan)
     processes = all_places(plan)
@@ -63,8 +63,8 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
     on_host += sum(mechanism.on_host(processes[0]) for mechanism in mechanisms)
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         on_host += fitted.libraries
-    if plan.num_processes == 1 and not tokenised:
-        on_host += fitted.tokenising
+    if plan.num_processes == 1 and not tokenized:
+        on_host += fitted.tokenizing
     # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
     # process's shards of two parameters at a time. Without a GPU, the peak memory of a step is also
     # in RAM.

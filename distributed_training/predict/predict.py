@@ -221,12 +221,12 @@ class Prediction:
         }
 
 
-def predict(plan: Draft, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
-    """Predict the memory and time of a plan's step. `tokenised`: whether the token cache already
+def predict(plan: Draft, rates: Rates | None, *, tokenized: bool = False) -> Prediction:
+    """Predict the memory and time of a plan's step. `tokenized`: whether the token cache already
     contains the samples."""
     return Prediction(
         plan=plan,
         rates=rates,
-        memory=estimate_memory(plan, tokenised=tokenised),
+        memory=estimate_memory(plan, tokenized=tokenized),
         step=None if rates is None else estimate_step(plan, rates),
     )

@@ -15,7 +15,8 @@ class UserError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return 'did you mean ...?', or the whole list, for a word that is not in `known`."""
+    """Return advice on an unknown word: 'did you mean ...?' with the most similar element of
+    `known` or, if none is similar, all elements."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     if close:

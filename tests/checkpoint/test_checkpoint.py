@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class FakeEngine(Engine):
-    """An engine whose state has the same number everywhere."""
+    """Engine whose state tensors are all filled with the same number."""
 
     # Saving and loading do not call these methods.
     train_step = eval_step = logits = describe_dtypes = full_state = None
@@ -210,7 +210,8 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
 
 
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
-    """The file must be large enough to be read in several pieces."""
+    """Both a flipped bit and a missing file are detected. The file is large enough to be read in
+    several pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
     engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]

@@ -169,7 +169,8 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """The run looks as if it had been killed after its last save, so the export must equal hf/."""
+    """The run looks as if it had been killed after its last save. The export of its checkpoint must
+    equal hf/."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")

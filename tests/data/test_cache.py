@@ -111,7 +111,7 @@ def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
     assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint
 
 
-def test_all_records_are_parsed_before_any_is_tokenised(tokenizer, tmp_path, monkeypatch):
+def test_all_records_are_parsed_before_any_is_tokenized(tokenizer, tmp_path, monkeypatch):
     lines = [json.dumps({"text": "a few words"})] * 500
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": oops}']))
     monkeypatch.setattr(tokenizer, "encode_batch", None)

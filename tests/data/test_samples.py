@@ -230,7 +230,7 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: all_rows(prepare(tmp_path, tokenizer).train), range(2))
     np.testing.assert_array_equal(first, second)
-    assert len(calls) == 2, "one run tokenised the two splits"
+    assert len(calls) == 2, "one run tokenized the two splits"
     assert len(cache_folders(tmp_path)) == 1
 
 

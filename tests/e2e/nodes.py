@@ -1,6 +1,6 @@
-"""Simulate nodes as network namespaces, each with its own address, host name and disk. Nothing
-outside refers to the namespaces, links and mounts, so the kernel removes them when the last process
-inside ends."""
+"""Simulate nodes as network namespaces, each with its own address, host name and disk. The kernel
+removes the namespaces, links and mounts when the last process inside them ends, because nothing
+outside refers to them."""
 
 import contextlib
 import os

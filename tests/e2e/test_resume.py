@@ -122,7 +122,7 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
 def test_stopped_run_goes_on_as_if_it_had_not_been(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """After being resumed, the dp run is also killed with no time to save, and resumed again."""
+    """After the dp run is resumed, it is also killed without time to save, and resumed again."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)

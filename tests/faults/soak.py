@@ -402,7 +402,7 @@ class Soak:
 def by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
-    """Return {name: totals}. `key` maps each (mission, start) to its name."""
+    """Return the totals of `starts` by name. `key` maps each (mission, start) pair to its name."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
         own = [pair for pair in starts if key(*pair) == name]

@@ -98,7 +98,8 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
 def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
-    """Nemotron's blocks drop the document mask, and the other models use custom attention code."""
+    """Models whose blocks do not pass on the document mask are not packed. Nemotron's blocks drop
+    the mask, and the other models use custom attention code."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
@@ -120,7 +121,8 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """The three kinds of model have logits with a cap, a bias and a factor, respectively."""
+    """The loss in chunks equals the loss of all tokens at once. The three kinds of model apply a
+    cap, a bias and a factor to their logits, respectively."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

@@ -28,8 +28,9 @@ def test_micro_batches_that_a_schedule_takes():
 
 
 def test_a_message_takes_its_time_between_processes_and_none_within_one():
-    """A forward pass takes 1, a backward pass takes 2 and a message takes 0.25. With one
-    micro-batch on two stages, all operations run in sequence."""
+    """A message between processes takes time, and a message within a process takes none. A forward
+    pass takes 1, a backward pass takes 2 and a message takes 0.25. With one micro-batch on two
+    stages, all operations run in sequence."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
     assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5

@@ -201,8 +201,8 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """If set to "auto", the option is turned off with a note, except for options that few users
-    request. An explicit True is rejected."""
+    """If a switch is "auto" and cannot be used, it is turned off with a note, except for switches
+    that few users request. An explicit True is rejected."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

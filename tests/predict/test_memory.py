@@ -77,7 +77,7 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
 def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
-    """Without tp, a block keeps 16 values per token, and tp does not shard `whole` of them. The
+    """Without tp, a block keeps 16 values per token. tp does not shard `whole` of these values. The
     batch grows with the number of processes, so each quarter of the model processes four times as
     many tokens."""
     words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
@@ -99,7 +99,7 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
-def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
+def test_tokenizing_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path / "cache"))
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
@@ -107,7 +107,7 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
         make_plan(config, this_machine(CPU_MACHINE, count, count), read_data) for count in (1, 1, 2)
     )
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
-    assert saved == FITTED.process_bytes.tokenising
+    assert saved == FITTED.process_bytes.tokenizing
     assert two.prediction["host_bytes"] < first.prediction["host_bytes"]
 
 

@@ -41,7 +41,7 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of records in a split that are read and left out, and counts for notes."""
+    """Numbers of records of a split that are read and left out, and counts for notes."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason

@@ -101,8 +101,8 @@ class Shape:
         self.unread = self._find_unread(keys, names or record)
 
     def _find_unread(self, keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Return the `names` of the dataset's columns that are not read. `keys` is the first
-        record."""
+        """Return the columns in `names` that are not read. `keys` is the first record of the
+        dataset."""
         read = {*self.names}
         if self.form != TEXT:
             read |= {*_CONTEXT, "chat_template_kwargs"}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
-    """Return the size of a GPT-2 model. The size's `num_parameters` equals the parameter count of
+    """Return the ModelSize of a GPT-2 model. Its `num_parameters` equals the parameter count of
     `GPT2LMHeadModel` in transformers."""
     d = hidden_size
     return ModelSize(

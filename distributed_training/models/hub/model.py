@@ -200,7 +200,8 @@ class HubDecoder(Decoder):
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
-    """Cast the token embeddings, because casting the whole table would take longer."""
+    """Cast the embeddings of the input tokens. Casting the whole embedding table would take
+    longer."""
     return x.to(module.cast_dtype or x.dtype)
 
 

@@ -131,8 +131,8 @@ class Config(BaseModel, strict=True):
 
 
 def llama_size(config: Config) -> ModelSize:
-    """Return the size of a model. The size's `num_parameters` equals the parameter count in
-    transformers."""
+    """Return the ModelSize that a Llama config describes. Its `num_parameters` equals the parameter
+    count of the model in transformers."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim

@@ -58,8 +58,8 @@ def width() -> int:
 
 
 def use_color() -> bool:
-    """Return whether to use color: not if NO_COLOR is set (no-color.org) or stdout is not a
-    terminal."""
+    """Return whether to use color. Color is off if NO_COLOR is set (no-color.org) or stdout is not
+    a terminal."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

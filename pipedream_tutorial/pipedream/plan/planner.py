@@ -42,7 +42,7 @@ from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
 class Stage(NamedTuple):
-    """Consecutive layers, and the number of workers that each run all of them."""
+    """Stage of consecutive layers, and the number of workers that replicate it."""
 
     first: int
     last: int  # the last layer, inclusive

@@ -121,7 +121,7 @@ def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
 
 
 class _Line:
-    """Slots of a rank. If W operations have no slots, they run in free slots."""
+    """Slots of one rank. W operations without a slot of their own run in free slots."""
 
     def __init__(self, own: list[list[int]]) -> None:
         self.idle = None if len(own) > W else W

@@ -53,8 +53,8 @@ def zb_h2_step(c: Case) -> Fraction:
 
 
 def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
-    """Return rank r's idle time in its span under V-Half. If p is even, the last two ranks end one
-    operation later."""
+    """Return rank r's idle time within its span under V-Half, given X = `x`, the idle time within
+    the makespan. If p is even, the last two ranks end one operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_started(c, r) - late) * c.f
 
@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return the start of rank r minus its end's delay after rank 0's end, both in units of F. The
-    last rank's two stages are neighbors."""
+    """Return how long after rank 0 rank r starts, minus how long after rank 0 it ends, in units of
+    F. The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 

@@ -22,8 +22,8 @@ TASK_MICROBATCHES = 64  # number of different microbatches; training repeats the
 
 
 class ResidualLayer(nn.Module):
-    """x + down(tanh(up(norm(x)))). A deep stack of these layers can be trained, unlike a stack of
-    plain tanh layers."""
+    """Residual layer: x + down(tanh(up(norm(x)))). A deep stack of these layers can be trained,
+    unlike a stack of plain tanh layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, H] -> [B, S, H]."""
+    """GPT-2 block: x + attention(norm(x)), then x + mlp(norm(x)), [B, S, H] -> [B, S, H]."""
 
     def __init__(self, size: GPT2Size) -> None:
         super().__init__()

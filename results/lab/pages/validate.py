@@ -172,7 +172,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
             CpuRow(
                 name=f"{plan.strategy.name} x {count}",
                 measured_bytes=run["peak_host_bytes"],
-                predicted_bytes=estimate_memory(plan, tokenised=True).host_bytes,
+                predicted_bytes=estimate_memory(plan, tokenized=True).host_bytes,
                 seconds=seconds,
             )
         )
