@@ -143,7 +143,7 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
 
 def start(arguments: list[str]) -> NoReturn:
     """Start the stages. With go_on, start again without the schedules that failed. If torchrun
-    started this process, run the process as one of the stages."""
+    started this process, run one of the stages in it."""
     config = read_config(arguments)
     code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:

@@ -104,7 +104,8 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
-    """Number the microbatches of each (kind, stage) in order."""
+    """Return the operations of `steps`, with the microbatches of each (kind, stage) numbered from
+    0."""
     done: Counter[tuple[str, int]] = Counter()
     order = []
     for step in steps:
@@ -203,7 +204,8 @@ class Row(NamedTuple):
 
 
 def measure(name: str, config: dict[str, Any]) -> Row:
-    """Simulate a schedule. Raises ValueError for sizes that the schedule does not allow."""
+    """Simulate a schedule and return its Row. Raises ValueError for sizes that the schedule does
+    not allow."""
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration = stage_durations(config, v)
@@ -306,8 +308,8 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 
 
 def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Return a table line with a Row's figures, starting with its makespan, or with given strings,
-    in the shown columns."""
+    """Return a table line with the shown columns. `figures` has the values of a Row, starting with
+    the makespan, or strings such as the column names."""
     line = f"{title:<24}"
     for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
         if not shown or name in shown:
@@ -316,7 +318,7 @@ def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) 
 
 
 def notes(config: dict[str, Any]) -> list[str]:
-    """Return a line that explains each shown column."""
+    """Return one line of explanation for each shown column."""
     names = config["columns"] or COLUMNS
     return [f"{name}: {COLUMNS[name][2].format(**config)}" for name in names]
 
@@ -331,8 +333,8 @@ def cells(row: Row) -> list[Cell]:
 
 
 def time_axis(last: Fraction, rate: Fraction) -> str:
-    """Return marks that are at least 10 columns apart, at multiples of 1, 2 or 5 times a power of
-    ten."""
+    """Return a line with time marks at least 10 columns apart. The distance between marks is 1, 2
+    or 5 times a power of ten."""
     steps = (step * Fraction(10) ** power for power in range(-9, 99) for step in (1, 2, 5))
     every = next(step for step in steps if step * rate >= 10)
     marks = ""
@@ -342,7 +344,7 @@ def time_axis(last: Fraction, rate: Fraction) -> str:
 
 
 def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters) -> str:
-    """Return a line per rank, continued below if it is longer than the terminal."""
+    """Return a time axis and one line per rank. Lines are wrapped at `columns`."""
     last = max(end for *_, end in shown)
     rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
     rate = min(rate, MOST_COLUMNS / last)  # columns per unit of time
@@ -449,7 +451,8 @@ def fill_v(
 ) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
     are written as f and i on the way up the V. W fills the time in which a rank would wait.
-    `allowed`: how much longer than others a rank may idle. `more`: steps that W may delay."""
+    `allowed` is how much longer than the other ranks each rank may idle. `more` has the steps that
+    W may delay in addition to I."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
@@ -463,7 +466,7 @@ def fill_v(
 
     def arrival(r: int, step: str) -> Fraction:
         """Return the time at which the step's input arrives from the rank before or after. Return 0
-        if there is no such rank."""
+        if the input does not come from another rank."""
         source = r - 1 if step in "Fi" else r + 1
         if step in "Ww" or not 0 <= source < p:
             return Fraction(0)

@@ -1,8 +1,8 @@
-"""Simulate pipeline schedules exactly, and train under them.
+"""Simulate pipeline schedules exactly, and train models with them.
 
 schedules/   orders, weight versions, closed forms
 simulate/    the exact clock, comparison, search, blocking sends, traces
-train/       stages that train, the cut backward pass, checks against autograd
+train/       stages that train, split backward passes, checks against autograd
 runtime/     one process per stage, records, predictions
 plan/        the planner and its profiles
 draw/        tables and pictures

@@ -82,8 +82,8 @@ MIXED = (
 
 
 def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """Run pipedream_simple.py. Use its main function `own` if that file has all the requested keys.
-    Otherwise, use `show`."""
+    """Run the command of pipedream_simple.py. Call `own`, the main function of that file, if the
+    file supports the requested keys and schedule. Otherwise, call `show`."""
 
     def run() -> None:
         defaults = CONFIG | config
@@ -101,7 +101,8 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
 
 def read(config: dict[str, Any]) -> dict[str, Any]:
-    """Apply the command-line changes to CONFIG. Reject keys that the schedule does not use."""
+    """Apply the command-line changes to `config`, and return the result. Raises UserError for a
+    changed key that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
@@ -113,7 +114,8 @@ def read(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(config: dict[str, Any]) -> None:
-    """Print schedules, write files and train, as CONFIG requests."""
+    """Print the schedules that `config` names, write the requested files, and train a small model
+    if `steps` is not 0."""
     name = config["schedule"]
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
@@ -176,9 +178,9 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid and figures. Omit the grid if `drawn` (orders -> title) already has
-    an identical one. A schedule without a flush is drawn over several batches, because it differs
-    from flushing schedules only there."""
+    """Print a schedule's grid and figures. If `drawn` (orders -> title) already has the same
+    orders, refer to their grid instead of drawing it again. Draw a schedule without a flush over
+    several batches, because its first batch looks the same as with a flush."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")
@@ -273,7 +275,8 @@ def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> N
 
 
 def print_training(config: dict[str, Any]) -> None:
-    """Train a small model, either under each weight policy or under the named schedule."""
+    """Train a small model under each weight policy, or only under the named schedule. Print the
+    losses, gradient errors and weight versions."""
     name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained. To train under a CSV, use pipedream_runtime.py --schedule PATH.")

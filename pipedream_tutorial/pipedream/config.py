@@ -34,7 +34,7 @@ _KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Rule that defines which values a CONFIG key accepts."""
+    """Type, range and choices of the values that a CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration, which keeps 1/3 exact
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
@@ -79,7 +79,7 @@ class Rule:
         return number if self.low <= number <= self.high else None
 
     def describe(self) -> str:
-        """Describe the accepted values."""
+        """Return a description of the accepted values, such as "a whole number from 1 to 64"."""
         text = _KINDS.get(self.kind, "a number")
         if self.choices:
             text = "one of " + ", ".join(self.choices)

@@ -1,4 +1,4 @@
-"""Solution: (p-1) of m+p-1 slots are idle, so m (percent) must be at least (p-1) (100 -
+"""Solution: (p-1) of m+p-1 slots are idle, so m * percent must be at least (p-1) * (100 -
 percent)."""
 
 

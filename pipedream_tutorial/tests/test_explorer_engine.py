@@ -130,7 +130,8 @@ def assert_critical(path, found):
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():
-    """Check the formula of each schedule, which applies to some of the tested sizes."""
+    """Every schedule's formula equals the simulated idle time at the tested sizes for which the
+    formula is valid. Each schedule has at least one such size."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [

@@ -372,7 +372,8 @@ def test_a_question_comes_before_the_play_and_its_answer_after(browser):
 
 
 def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
-    """Solve level 3 by touch: move 2W0 to the end of its rank, by hand and by button."""
+    """Moving 2W0 to the end of its rank shortens the batch by 1, whether the user drags it by touch
+    or presses the button."""
 
     def touch(kind, *points):
         points = [{"x": x, "y": y} for x, y in points]

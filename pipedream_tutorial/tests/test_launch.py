@@ -83,7 +83,7 @@ def test_a_killed_stage_ends_the_others_and_is_named():
 
 @pytest.mark.timeout(90)
 def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
-    """The parent's death must not lose measurements: the record contains the first case."""
+    """If the parent is killed, all stages end, and the record still contains the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
     end = time.monotonic() + 60
@@ -212,8 +212,8 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
-    """Replace the stages' work with a function that writes the name of each case, as rank 0 does,
-    and fails for two schedules."""
+    """With go_on, the run starts again without each schedule that fails. It exits with code 1 even
+    if the other schedules succeed."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1

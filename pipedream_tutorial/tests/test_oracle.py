@@ -102,8 +102,8 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     """Splitting the same layers into twice as many stages gives bit-identical results. Only
-    DualPipeV's results differ, by rounding errors: it runs some W operations after those of later
-    microbatches, and therefore sums gradients in a different order."""
+    DualPipeV's results differ, by rounding errors. It sums gradients in a different order, because
+    some W operations run after those of later microbatches."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

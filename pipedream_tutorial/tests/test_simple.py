@@ -81,8 +81,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """A row also has the total time of consecutive batches, which is computed without simulating
-    all of them."""
+    """The values of a row equal those from a full simulation, although the row computes the time of
+    consecutive batches without simulating all of them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)

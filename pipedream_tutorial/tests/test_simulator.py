@@ -108,7 +108,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
     if isinstance(result, Timeline):
         assert len(result.events) == sum(len(order) for order in s.orders)
         return
-    # Each rank waits for the current or a later operation of the next rank in the circle.
+    # Each rank waits for the current or a later operation of the next rank in the cycle.
     circle = re.findall(r"is at (\d+)(\w)(\d+), which needs", str(result))
     cycle = [Op(kind, int(stage), int(i)) for stage, kind, i in circle]
     ranks = [broken.ranks()[op] for op in cycle]

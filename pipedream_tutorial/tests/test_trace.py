@@ -95,7 +95,8 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
-    """With the longer communication time, several transfers are in flight at the same time."""
+    """A predicted trace has the simulated times of all operations and transfers, even if several
+    transfers are in flight at the same time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
     events = written(timeline, policy=POLICIES["flush"], unit_s=unit)

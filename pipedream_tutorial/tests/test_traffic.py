@@ -44,8 +44,8 @@ def test_parameters_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_rings_devices_send_that_share(n: int) -> None:
-    """Simulate reduce-scatter and all-gather in a ring, and count the chunks that each device
-    sends."""
+    """In a simulated ring of n devices, each device sends `ring_share` of the data during
+    reduce-scatter, and again during all-gather."""
     chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
     expected = [sum(column) for column in zip(*chunks, strict=True)]
     sent_chunks = [0] * n
@@ -105,8 +105,8 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
 
 
 def test_the_price_of_zb_h1_depends_on_the_logits() -> None:
-    """COMPARISON.md states 61% with fp32 logits, 31% with bf16 logits, and 38% if I briefly holds
-    both."""
+    """ZB-H1 needs 61% more memory than 1F1B with fp32 logits, and 31% more with bf16 logits, as
+    COMPARISON.md states. It needs 38% more if I briefly holds both."""
 
     def memory(**changes: object) -> Fraction:
         layout = Layout(title="", pipeline=4, **changes)

@@ -45,8 +45,8 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )
 def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
-    """The module does not keep the first version of the weights in memory. Its tensors remain only
-    if updates are in place."""
+    """The trainer's module does not keep the first version of the weights in memory. The tensors of
+    this version remain only if updates are in place."""
     (module,) = build_stages(1, 1, seed=1)
     trainer = one_stage(module, 0, 1, policy)
     assert all(parameter.is_meta for parameter in trainer.module.parameters())

@@ -35,8 +35,8 @@ def normal(seed, *, scale=1.0):
 
 
 def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_changes_them():
-    """Stochastic rounding is needed: with rounding to nearest, small decays would never shrink the
-    second moment."""
+    """If optimizer state were rounded to nearest instead of stochastically, small decays would
+    never shrink the second moment."""
     gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
     exact, state = train("adamw", gradients)
     rounded, moments = train("adamw-bf16", gradients)
@@ -84,7 +84,8 @@ def test_an_update_that_is_left_out_changes_nothing():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_does_what_torch_does(fused):
-    """Fused AdamW itself divides by the clipping factor. Without a GPU, only this test uses it."""
+    """Clipping gives the same weights as clip_grad_norm_. The fused optimizer itself scales the
+    gradients. On a CPU, no other test uses that optimizer."""
     weights = []
     for engine_clips in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))

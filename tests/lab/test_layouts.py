@@ -38,8 +38,9 @@ def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
 
 
 def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
-    """Use two stages and two micro-batches under 1F1B. If all stages take equally long, a third of
-    the time is idle."""
+    """With two stages and two micro-batches under 1F1B, a third of the time is idle if both stages
+    take equally long. The rest of the idle time comes from unequal stages, messages and gaps
+    between operations."""
     pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
     equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}
     idle = {"idle_share": 0.5, "between_operations": {"idle_share": 0.4, "operations_s": equal}}
@@ -58,8 +59,8 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     ("before", "after", "left_over", "peak"),
     [
         ([0, 0], [0, 0], [0, 0], 130),
-        ([10, 10], [10, 40], [10, 10], 120),  # memory that the run itself leaves counts for it
-        ([10, 60], [0, 60], [0, 60], 100),  # memory that was freed during the run also counts
+        ([10, 10], [10, 40], [10, 10], 120),  # memory left by the run counts toward its peak
+        ([10, 60], [0, 60], [0, 60], 100),  # old memory freed during the run counts toward its peak
     ],
 )
 def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak):

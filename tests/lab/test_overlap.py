@@ -30,7 +30,7 @@ def ticks(spans):
 
 
 def check(rank, computing, talking, step):
-    """Compare the seconds per step with counted ticks (microseconds)."""
+    """Check a rank's seconds per step against sets of ticks. A tick is one microsecond."""
     assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
         "step": step,
         "computing": len(computing),

@@ -1,4 +1,4 @@
-"""Helpers for the parity tests: the common work, its layouts, reference runs, and comparisons."""
+"""Helpers for the parity tests: shared CONFIG values, layouts, reference runs, and comparisons."""
 
 import functools
 import json
@@ -78,10 +78,10 @@ def _pool(**environment: str) -> Pool:
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """Return CONFIG values for infinity with buffers that are as small as the models here. Filling
-    the shipped buffers, which have gigabytes, takes longer than a case. `zero` is merged into
-    zero_optimization. With a sub_group_size of 2**18, models with a million parameters keep their
-    largest groups on disk."""
+    """Return CONFIG values for infinity with buffers that are as small as the models here. The
+    shipped buffers have gigabytes, and filling them takes longer than a test case. `zero` is merged
+    into zero_optimization. With a sub_group_size of 2**18, models with a million parameters keep
+    their largest groups on disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19

@@ -56,8 +56,7 @@ MOVED = {
 
 
 def gathered_while(names):
-    """Return {(pass, block): running block}: the block that was running when the all-gather of
-    `block` began."""
+    """Map each (pass, block) to the block that was running when the all-gather of `block` began."""
     found, current = {}, ""
     for name in names:
         what, _, block = name.removesuffix(")").partition(" (blocks.")

@@ -219,8 +219,8 @@ def test_stages_in_bf16_follow_one_process():
 
 
 def test_what_is_exported_after_an_evaluation_in_bf16():
-    """cases.py checks that the full state after the evaluation equals the state before. FSDP's
-    gathered bf16 copies would differ."""
+    """An evaluation must not change the exported state. FSDP's gathered bf16 copies of the weights
+    would differ from that state. cases.py compares the states."""
     noted = {**DEEP, "precision": "bf16"}
     cases = {
         "fsdp": {**noted, "strategy": "fsdp", **cut(1)},

@@ -263,8 +263,8 @@ def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
-    """Frozen fp32 weights are rejected. On a CPU in fp32, DeepSpeed gave different results
-    depending on whether it kept weights in files."""
+    """Infinity accepts frozen weights in bf16 and rejects them in fp32. On a CPU in fp32, DeepSpeed
+    gave different results depending on whether it kept weights in files."""
     values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
     assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4
     with refused("precision='fp32'", "16 bits"):

@@ -138,7 +138,8 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
     ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
 )
 def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
-    """Some epochs end, and are evaluated, between two exchanges."""
+    """Runs with local steps match the algorithms in their papers, even if an epoch ends and is
+    evaluated between two exchanges."""
     model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
     expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)

@@ -1,4 +1,4 @@
-"""Test that every strategy runs with the shipped CONFIG, and that all of them do the same work."""
+"""Test that every strategy runs with the shipped CONFIG and has the same losses as one process."""
 
 import pytest
 

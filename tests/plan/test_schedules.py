@@ -77,8 +77,8 @@ def test_zb_v_is_its_authors_order_at_any_durations():
 
 
 def test_uneven_stages_count_as_the_middle_process():
-    """For each operation, take the mean duration of each process's two stages. The result is the
-    median of these means."""
+    """The duration of an operation is the median, over all processes, of the mean over the two
+    stages of each process."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
     up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
     assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)

@@ -49,8 +49,8 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
-    """Return the layout for the CONFIG values `config` and the --set arguments `words`. Raises
-    UserError if a plan would."""
+    """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
+    `words`. Raises UserError if there is no valid layout."""
     asked = candidate(*words, **config)
     return LaidOut(*divide(asked, world_size))
 

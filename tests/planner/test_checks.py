@@ -202,7 +202,7 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
 
 
 def test_extensions_that_are_built():
-    """Compare the extension names with DeepSpeed's names."""
+    """The extensions of each strategy have the names of DeepSpeed's op builders."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 

@@ -61,8 +61,8 @@ def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch
 
 @pytest.mark.parametrize(("gbit", "first"), [("400", "dp m8"), ("25", "pp 1f1b m64")])
 def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, gbit, first):
-    """strategies/README.md names the first layout for a fast and a slow network, and gives the
-    reasons."""
+    """For a fast and for a slow network, the first layout is the one that strategies/README.md
+    names and explains."""
     words = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
     words += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
     assert plan(monkeypatch, *words) == 0

@@ -54,7 +54,8 @@ def scratch(tmp_path_factory):
     ("machine", "num_processes"), [(CPU_MACHINE, 2), (GPU_MACHINE, 2), (GPU_MACHINE, 4)]
 )
 def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_path):
-    """All strategies plan the same work. On two processes, only 3d needs another mesh."""
+    """All strategies plan the same training: the same model, data, optimizer and global batch size.
+    On two processes, only 3d needs a mesh other than its default."""
     works = []
     for name in NAMES:
         axes = {"tp": 1} if name == "3d" and num_processes == 2 else {}

@@ -25,7 +25,7 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """Return an object that combines the draft and its sources, and the notes."""
+    """Return (object with the fields of the draft and of its sources, list of notes)."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
@@ -104,7 +104,8 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 
 
 def test_missing_weights_are_pointed_out(monkeypatch):
-    """If GPT-2's weights are missing, the error says how to get them."""
+    """If GPT-2's weights are missing, an explicit request for them is an error that says how to get
+    them. Otherwise, the run starts from random weights, with a note."""
     monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
     monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
@@ -201,8 +202,8 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """If a switch is "auto" and cannot be used, it is turned off with a note, except for switches
-    that few users request. An explicit True is rejected."""
+    """If a switch is "auto" and cannot be used, it is turned off, with a note except for async_tp.
+    An explicit True or "whole" is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

@@ -67,7 +67,7 @@ def random_words(number):
 
 
 def sources_of():
-    """Return sources that do not change any CONFIG values."""
+    """Return Sources (tokenizer, weights and adapters) that do not change any CONFIG values."""
     return Sources(
         decided={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, identities={}
     )
@@ -75,8 +75,8 @@ def sources_of():
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return a function that runs the script without reading sources or data. The function returns
-    (exit code, plans for the picked layouts, plans that a dry run describes)."""
+    """Return a function that runs the script without looking for tokenizers, weights or data. The
+    function returns (exit code, plans for the picked layouts, plans that a dry run describes)."""
 
     def run(words):
         picked, printed = [], []

@@ -99,7 +99,8 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
     ],
 )
 def test_the_slow_rank_is_named(slower, words):
-    """Links between nodes are compared only with each other, so they are not reported as slow."""
+    """A rank whose links are all slow is named. Links between nodes are compared only with each
+    other, so they are not reported as slow."""
     links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
     links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)

@@ -94,9 +94,9 @@ def utilization_comparison(work: Work) -> Figure:
 
 
 class IdleCurve(NamedTuple):
-    """Idle shares of one batch, from 0 to 1, for each number of microbatches. Each entry has two
-    shares: of the makespan and of the ranks' spans. A curve stands for one schedule, or for several
-    schedules with equal values."""
+    """Idle shares of one batch, from 0 to 1, for each number of microbatches. Each entry has the
+    idle share of the makespan and the idle share of the ranks' spans. A curve stands for one
+    schedule, or for several schedules with equal values."""
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that the schedule allows
@@ -181,7 +181,8 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 
 def _curve_style(place: int) -> dict[str, Any]:
-    """Return the color, marker and dashes of a curve. Each property cycles through its values."""
+    """Return the color, marker and dashes of curve number `place`. Each property cycles through its
+    own list of values."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
     style = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | style

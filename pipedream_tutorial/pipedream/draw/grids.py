@@ -48,7 +48,8 @@ class Work:
 
     @property
     def found(self) -> list[Row]:
-        """All schedules that these sizes allow. The pictures need only one ZB-V order."""
+        """Rows of all schedules that these sizes allow. ZB-V's fixed order is left out, because the
+        pictures need only one ZB-V order."""
         rows = [row for row in self._rows if isinstance(row, Row)]
         return [row for row in rows if row.name != "zb-v-fixed"]
 
@@ -72,7 +73,7 @@ def kind_colors(schedule: Schedule) -> Coloring:
 
 
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
-    """Return swatches for the kinds that occur, and for idle time."""
+    """Return legend entries for the kinds of operations in the timelines and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Color, str]] = [entry for kind, entry in KINDS.items() if kind in used]
     if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages()):
@@ -174,8 +175,9 @@ def lay_out(
     **options: Any,
 ) -> Figure:
     """Draw a page of stacked timelines on one time axis. The axis ends at `until`, by default the
-    longest makespan. The axis label names the durations, which all panels share.
-    `tall` is the height of a panel in grid heights. `options` are passed to new_figure."""
+    longest makespan. The axis label shows the durations, which must be the same in all panels.
+    `tall` is the height of a panel as a multiple of grid_height(). `options` are passed to
+    new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
@@ -189,7 +191,7 @@ def lay_out(
 
 
 def idle_share(timeline: Timeline) -> str:
-    """Return the idle share of the makespan."""
+    """Return the idle share of the makespan as text, such as '27.3%'."""
     return percent(idle(timeline).makespan_fraction)
 
 
@@ -201,15 +203,16 @@ def idle_text(shares: Idle) -> str:
 
 
 def cost_text(timeline: Timeline) -> str:
-    """Return a timeline's end, its idle share, and the microbatches that each rank holds."""
+    """Return text with a timeline's makespan, its idle share, and the most microbatches that each
+    rank holds."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
     ends = number(timeline.makespan)
     return f"ends at {ends}, idle {idle_share(timeline)}; most microbatches held, by rank: {held}"
 
 
 def durations_text(timeline: Timeline) -> str:
-    """Return the durations of one microbatch on all of a rank's layers, such as 'F = 1, B = I + W =
-    1 + 1 = 2'."""
+    """Return text with the durations of one microbatch on all of a rank's layers, such as 'F = 1, B
+    = I + W = 1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
@@ -221,7 +224,7 @@ def durations_text(timeline: Timeline) -> str:
 
 
 def naive_pipeline(work: Work) -> Figure:
-    """Draw one microbatch at a time, which leaves most of the picture idle."""
+    """Draw the naive schedule, in which only one rank at a time works."""
     timeline = measure("naive", work.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
@@ -249,7 +252,7 @@ def microbatch_forward(work: Work) -> Figure:
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
-    """Return the timeline of the same orders without backward passes."""
+    """Simulate only the forward passes of a timeline, and return the new timeline."""
     schedule = timeline.schedule
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.flat)
     return simulate(replace(schedule, orders=orders), timeline.costs)

@@ -18,7 +18,8 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
-    """Return a time axis and one line per rank, as pipedream_simple.py draws them."""
+    """Draw a timeline as text: a time axis and one line per rank, in the format of
+    pipedream_simple.py. Lines are wrapped at `columns`."""
     places = [
         {s: position for position, s in enumerate(stages)} for stages in timeline.schedule.stages()
     ]
@@ -41,7 +42,8 @@ def _colored(text: str, letters: str) -> list[str]:
 
 
 def print_wrapped(text: str, begin: str = "") -> None:
-    """Print `begin` and the text, and indent continuation lines."""
+    """Print `begin` and `text`, wrapped at the width of the terminal. Continuation lines are
+    indented by the length of `begin`."""
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 

@@ -303,7 +303,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
     replaced = False
 
     class Trainer(StageTrainer):
-        """The tutorial's trainer, but with the answer's update."""
+        """Trainer that computes the next weights with the student's `update` function."""
 
         def _step(self, gradients: Gradients) -> list[Tensor]:
             nonlocal replaced

@@ -59,9 +59,9 @@ def tell(
     why: str = "",
     picture: Any = None,
 ) -> Any:
-    """Print the result, the guess and whether the guess is right, and return the picture. Without a
-    guess, ask for one and return None. `right` is the correct guess if it differs from the whole
-    result."""
+    """Print the result `found`, the guess, and whether the guess is right. Return the picture. If
+    the guess is None, ask for a guess and return None. `right` is the correct guess if it differs
+    from `found`."""
     if guess is None:
         print(f"{what}: write your guess instead of None, and run this cell again")
         return None

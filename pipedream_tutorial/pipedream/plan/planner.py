@@ -249,9 +249,9 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     / 2 in each direction. The link is simulated as a separate stage between its neighbors, and more
     microbatches are in flight to hide it. The period equals the planner's period.
 
-    `busy_links=False` is the simulator's model. A message arrives link_s / 2 of the slowest link
-    after it is sent, regardless of other messages. No additional microbatches are in flight, so
-    workers wait for messages that the planner assumes to be hidden.
+    `busy_links=False` is the simulator's model. Every message takes link_s / 2 of the slowest link,
+    regardless of other messages. No additional microbatches are in flight, so workers wait for
+    messages that the planner assumes to be hidden.
 
     The simulator does not model weight synchronization. If the synchronization of a stage takes
     longer than its computation, the stage's passes are lengthened to that time.

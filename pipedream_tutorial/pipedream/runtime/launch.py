@@ -30,7 +30,8 @@ class StageLostError(RuntimeError):
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     """Return this process's rank under launch() or torchrun. Return None if neither started it.
-    Raises UserError if the number of processes is not `num_stages`, or for several machines."""
+    Raises UserError if the number of processes is not `num_stages`, or if the processes run on
+    several machines."""
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -58,8 +59,8 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
     The code is 0 if all processes succeed. If one fails, the others are terminated, and the last
     line on stderr names the stage and the error. The code is then 2 for a mistake that the user can
-    fix, DIFFERENT if weights differ, and otherwise 1. The processes end with this process, on Linux
-    even if this process is killed.
+    fix, DIFFERENT if weights differ, and otherwise 1. The processes also end when this process
+    ends. On Linux, they end even if this process is killed.
     """
     import torch.multiprocessing as mp
 

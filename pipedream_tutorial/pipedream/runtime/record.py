@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
 
 class MeasuredRun:
-    """The measured run for a case: the repeat with the median makespan, or the faster of the two
-    middle repeats."""
+    """Measured run for a case. It is the repeat with the median makespan, or the faster of the two
+    middle repeats if their number is even."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
@@ -121,9 +121,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the mean durations for the same layers in `num_stages` equal stages, and the
-        communication time. If the run did not split its backward passes, each pass counts as an
-        input gradient."""
+        """Return the communication time and the mean durations, converted to `num_stages` equal
+        stages of the same layers. If the run did not split its backward passes, each pass counts as
+        an input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -139,9 +139,8 @@ class MeasuredRun:
         )  # fmt: skip
 
     def predict(self, schedule: Schedule) -> Timeline | None:
-        """Simulate other orders with these durations. Return None if the orders split backward
-        passes that this run did not split, because the durations of the halves were not
-        measured."""
+        """Simulate another schedule with this run's durations. Return None if the schedule splits
+        backward passes and this run did not. The durations of the halves are then unknown."""
         if schedule.cuts_backward and not self.case.schedule.cuts_backward:
             return None
         return simulate(schedule, self.costs(schedule.num_stages))

@@ -36,7 +36,8 @@ from pipedream.train.trainer import Trainers, Weights, build_trainers
 
 @contextmanager
 def connection_to(whom: str) -> Iterator[None]:
-    """Turn exceptions of the backend into a StageLostError that names `whom`."""
+    """In a `with` block, turn the RuntimeErrors of the communication backend into StageLostErrors
+    that name `whom`."""
     try:
         yield
     except RuntimeError as error:
@@ -72,8 +73,8 @@ class Peer:
             self.posted = deque(islice(self.coming, depth))
 
     def take(self, wanted: Op) -> torch.Tensor:
-        """Wait for the result of one of the peer's operations and return it. On a GPU, only the
-        stream waits."""
+        """Wait for the result of the peer's operation `wanted`, and return the result. On a GPU,
+        only the CUDA stream waits, not the host."""
         with connection_to(self.name):
             while wanted not in self.arrived:
                 op, buffer, work = self.posted.popleft() if self.posted else next(self.coming)
@@ -94,7 +95,8 @@ class Peer:
         self.under_way.append((tensor, work))
 
     def drain(self) -> None:
-        """Wait until all messages have been sent. On a GPU, only the stream waits."""
+        """Wait until all messages have been sent. On a GPU, only the CUDA stream waits, not the
+        host."""
         with connection_to(self.name):
             for _, work in self.under_way:
                 work.wait()
@@ -328,8 +330,8 @@ def median_us(act: Callable[[], object]) -> int:
 
 
 def take_device(config: Config, rank: int) -> torch.device:
-    """Return a stage's device, ready for use. With device=auto, stages run on GPUs if there is one
-    GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
+    """Set up the device of a stage and return it. With device=auto, stages run on GPUs if there is
+    one GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
     torch.set_num_threads(1)  # a stage emulates one device, like the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()

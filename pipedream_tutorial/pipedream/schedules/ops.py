@@ -223,6 +223,6 @@ def _parse(cell: str, where: str) -> Item:
 
 
 def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
-    """Build a schedule from each rank's operations."""
+    """Build a schedule from each rank's operations. Tuples are converted to Op."""
     orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
     return Schedule(name=name, orders=tuple(orders), copies=copies)

@@ -56,8 +56,8 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
-    """Return DualPipe's eight phases on rank r. Inside this function, lowercase letters stand for
-    the rank's second stage."""
+    """Return rank r's operations in the eight phases of DualPipe. Inside this function, lowercase
+    letters stand for the rank's second stage."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward must wait, so overlap would only delay its forward

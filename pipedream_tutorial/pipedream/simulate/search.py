@@ -32,7 +32,7 @@ Words = list[str]  # by rank
 
 
 class Problem(NamedTuple):
-    """Sizes and durations, in ticks."""
+    """Sizes of a pipeline, and its durations in ticks."""
 
     num_microbatches: int
     memory: int  # microbatches, 1 or more, whose activations a rank may hold, from F to W

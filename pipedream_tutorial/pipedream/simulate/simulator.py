@@ -23,7 +23,7 @@ Number = int | str | Fraction
 
 
 class DeadlockError(RuntimeError):
-    """Error for orders that deadlock because operations wait for each other in a circle."""
+    """Error raised if orders deadlock because operations wait for each other in a cycle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
         """`waiting` maps each rank to (its current operation, the rank for which it waits). A rank
@@ -281,7 +281,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     """Return an error that names a needed operation that no rank runs. If no operation is missing,
-    return an error that names the circle in which ranks wait for each other."""
+    return an error that names the cycle of ranks that wait for each other."""
     for op in schedule.ops():
         for need in schedule.needs(op):
             if need not in schedule:

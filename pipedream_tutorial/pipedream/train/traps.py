@@ -20,9 +20,10 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Give the Parameter new memory. If autograd saved a view (a Linear's transposed weight), the
-    view still points to the old memory. If autograd saved the Parameter itself (a LayerNorm's
-    weight, the right factor of `x @ w`), the graph reads the new values."""
+    """Put the new values into new memory and assign it to the Parameter. If autograd saved a view
+    (a Linear's transposed weight), the view still points to the old memory. If autograd saved the
+    Parameter itself (a LayerNorm's weight, the right factor of `x @ w`), the graph reads the new
+    values."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
@@ -33,7 +34,8 @@ def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place without autograd's notice, so the graph reads the new values."""
+    """Update in place through `.data`. autograd does not detect this change, so the graph reads the
+    new values."""
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
