@@ -427,9 +427,9 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
-    """Return the order that ZB-V's authors build (arXiv 2401.10241). The V is filled several times,
-    and the filling whose ranks idle least is used. Each filling shows which ranks may idle longer
-    in the next filling."""
+    """Return each rank's order as built by ZB-V's authors (arXiv 2401.10241). The V is filled
+    several times, and the result is the filling with the shortest idle time of any rank. Each
+    filling shows which ranks may idle longer in the next filling."""
     best: list[str] = []
     least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):

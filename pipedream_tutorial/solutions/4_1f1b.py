@@ -1,4 +1,5 @@
-"""Solution: p - r forwards fill the pipeline, then one backward precedes each remaining forward."""
+"""Solution: p - r forwards fill the pipeline. After them, one backward precedes each remaining
+forward."""
 
 
 def order_of_1f1b(p, m, r):

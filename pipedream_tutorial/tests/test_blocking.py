@@ -1,4 +1,4 @@
-"""Test which orders run and which ones deadlock if sends wait for their receives."""
+"""Test which orders run, and which orders deadlock, if sends wait for their receives."""
 
 from dataclasses import replace
 

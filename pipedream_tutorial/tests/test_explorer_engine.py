@@ -189,7 +189,8 @@ def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
 
 
 def test_a_moved_operation_is_judged_as_the_simulator_would():
-    """Test every move of every operation of rank 1 by up to three places."""
+    """The explorer's verdict on a move agrees with the simulator for every move of an operation of
+    rank 1 by up to three places."""
     schedule = build_schedule("zb-h1", 3, 4)
     costs = build_costs(schedule, communication="1/2")
     c = chosen(p=3, m=4, durations=(1, 1, 1, "1/2"))

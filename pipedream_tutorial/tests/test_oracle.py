@@ -103,7 +103,7 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     """Splitting the same layers into twice as many stages gives bit-identical results. Only
     DualPipeV's results differ, by rounding errors. It sums gradients in a different order, because
-    some W operations run after those of later microbatches."""
+    some W operations run after W operations of later microbatches."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

@@ -123,7 +123,8 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
-    """PipeDream's order is 1F1B without a flush, so 1F1B's pace is PipeDream's throughput."""
+    """In the steady state, each microbatch takes as long as the forward and backward pass of the
+    slowest stage. PipeDream's order is used, because it is 1F1B without a flush."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)

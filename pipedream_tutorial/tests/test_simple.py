@@ -34,8 +34,9 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
 def test_the_script_says_what_the_engine_says(name):
-    """Compare orders, times, idle shares, activations, versions and staleness for many sizes and
-    durations."""
+    """For many sizes and durations, pipedream_simple.py and the package give the same orders,
+    times, idle shares and activations. With one stage per rank, they also give the same versions
+    and staleness."""
     chance = random.Random(name)
     for p, m, v, count in ((1, 1, 1, 2), (2, 4, 2, 3), (3, 3, 3, 2), (4, 8, 2, 4), (5, 10, 1, 3),
                            (4, 3, 2, 2), (8, 16, 3, 3)):  # fmt: skip
@@ -81,8 +82,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """The values of a row equal those from a full simulation, although the row computes the time of
-    consecutive batches without simulating all of them."""
+    """The values of a row equal the values from a full simulation. The row itself computes the time
+    of consecutive batches without simulating all of them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)

@@ -1,5 +1,5 @@
-"""Test that gradient errors are exactly zero where theory predicts it and have the right size
-elsewhere."""
+"""Test that gradient errors are exactly zero if theory predicts zero, and have the expected size
+otherwise."""
 
 from typing import Any
 

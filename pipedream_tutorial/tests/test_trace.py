@@ -121,8 +121,9 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_are_what_is_in_flight(name: str) -> None:
-    """At the end of each microbatch's last pass, count the microbatches that have started F but not
-    ended their last pass."""
+    """At the end of each microbatch's last pass, the counter of held activations equals the number
+    of microbatches in flight. These are the microbatches that have started F but not ended their
+    last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
     events = [e for e in written(run, policy=policy) if e["ph"] == "C"]

@@ -1,4 +1,4 @@
-"""Functions that the heavy pool's processes call for the lab tests."""
+"""Functions that the processes of the shared test pool call for the lab tests."""
 
 from typing import Any
 

@@ -29,9 +29,9 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
 
 
 def test_published_figures():
-    """Compare the exponents with those in the papers' abstracts. At Chinchilla's budget, the
-    replication gives about 20 tokens per parameter, as in Chinchilla's training. The original fit
-    gives many more."""
+    """Compare the exponents with the values in the papers' abstracts. At Chinchilla's compute
+    budget, the fit of the replication study gives about 20 tokens per parameter, as in Chinchilla's
+    training. The original fit gives many more."""
     for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
         small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
         assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)

@@ -1,4 +1,5 @@
-"""Test traces of the runs in a plan: timelines, records of two processes, and published shares."""
+"""Test traces of the runs in a plan: timelines, records of two processes, and published shares of
+communication time."""
 
 import json
 

@@ -54,8 +54,8 @@ def in_one_part(model, batches):
 
 @pytest.mark.parametrize("name", [*MODELS, "bf16"])
 def test_two_parts_give_the_gradients_of_one(name):
-    """Compare split and unsplit backward passes. With bf16, weights are rounded once per step and
-    gradients are fp32."""
+    """Split and unsplit backward passes give bitwise equal gradients. With bf16, weights are
+    rounded once per step and gradients are fp32."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):

@@ -1,5 +1,5 @@
-"""Test packed records under every strategy: losses, gradients and weights must equal those from a
-run with the same records in separate rows."""
+"""Test packed records under every strategy. Losses, gradients and weights must equal the results of
+a run with the same records in separate rows."""
 
 import functools
 

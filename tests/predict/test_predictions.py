@@ -1,4 +1,5 @@
-"""Test properties of predictions that do not depend on the constants."""
+"""Test properties of predictions and rankings. tests/lab/test_predictions.py tests the accuracy of
+predictions."""
 
 import contextlib
 import dataclasses

@@ -65,7 +65,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
-    """Replace saving: return a list that records the steps at which checkpoints are saved."""
+    """Replace the saving of checkpoints with a stub. Return the list in which the stub records the
+    step of each checkpoint."""
     steps = []
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: steps.append(step))
     return steps
@@ -73,7 +74,8 @@ def saved(monkeypatch):
 
 @pytest.fixture
 def exported(monkeypatch):
-    """Replace exporting: return a list that records the steps at which weights are exported."""
+    """Replace the export of weights with a stub. Return the list in which the stub records the step
+    of each export."""
     steps = []
 
     monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))

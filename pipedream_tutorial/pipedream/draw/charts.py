@@ -104,7 +104,8 @@ class IdleCurve(NamedTuple):
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
-    """Return the idle curves of the schedules in AGAINST_M."""
+    """Return the idle curves of the schedules in AGAINST_M for the numbers of microbatches in
+    `counts`. Schedules with equal values share a curve."""
     curves: list[IdleCurve] = []
     for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
@@ -130,7 +131,8 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
 
 
 def bubble_vs_microbatches(work: Work) -> Figure:
-    """Plot idle shares against m, with closed forms as lines and simulations as points."""
+    """Plot idle shares against the number of microbatches, with closed forms as lines and
+    simulations as points."""
     p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.config, counts)

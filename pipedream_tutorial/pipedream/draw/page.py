@@ -1,8 +1,8 @@
 """Define the shared parts of pictures: the page, its colors, and labels beside points.
 
 A page has a width of WIDTH inches at DPI. A README shows it at about half this width, so no text is
-smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design", 2008), with a
-dark green for W, so that F, B, I and W also differ in lightness.
+smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design", 2008), except
+the dark green of W. F, B, I and W therefore also differ in lightness.
 """
 
 import pathlib

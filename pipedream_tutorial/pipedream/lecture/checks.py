@@ -348,8 +348,8 @@ def check_halves(
     input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
     weight_gradient: Callable[[Tensor, object], Tensor],
 ) -> str:
-    """Check exercise 7: the two halves of the backward pass of Y = tanh(X W), where the second half
-    sees only X and the values that the first half has kept."""
+    """Check exercise 7: the two halves of the backward pass of Y = tanh(X W). The second half
+    receives only X and the values that the first half has kept."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)

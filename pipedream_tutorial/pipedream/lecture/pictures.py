@@ -34,7 +34,7 @@ class Shown(NamedTuple):
 
 
 def describe(timeline: Timeline) -> str:
-    """Return the name of a timeline's schedule and its cost."""
+    """Return text with a timeline's schedule, makespan, idle share, and peak activations."""
     schedule = timeline.schedule
     title = SCHEDULES[schedule.name].title if schedule.name in SCHEDULES else schedule.name
     return f"{title}: {cost_text(timeline)}"
@@ -46,7 +46,7 @@ def run(schedule: Schedule) -> Timeline:
 
 
 def show(title: str, *schedules: Schedule) -> Shown:
-    """Simulate schedules, and return one picture of their timelines."""
+    """Simulate the schedules with F = I = W = 1, and return one picture of their timelines."""
     return Shown(title, [run(schedule) for schedule in schedules])
 
 

@@ -13,15 +13,15 @@ sums are exact fractions. Compute, weight synchronization and sending are assume
 so the slowest of them determines the period. PipeDream's published optimizer adds W to T instead
 (msr-fiddle, optimizer_graph_hierarchical.py). The papers and this module use the larger of the two.
 
-sync_factor is 2 by default, because in a ring all-reduce each worker sends 2 (m - 1) / m of the
-weights' bytes and receives as many at the same time. PipeDream's factor of 4 adds up both
-directions of a sharded parameter server, and its 2 a_i adds the activation in one direction and the
-gradient in the other. These factors are right for links that carry one direction at a time. For
-full-duplex links, the times are up to twice too long.
+sync_factor is 2 by default. In a ring all-reduce, each worker sends 2 (m - 1) / m of the weights'
+bytes and receives as many at the same time. PipeDream's factor of 4 adds up both directions of a
+sharded parameter server. Its 2 a_i adds the activation in one direction and the gradient in the
+other. These factors are right for links that carry one direction at a time. For full-duplex links,
+the times are up to twice too long.
 
-There is no memory limit. A profile has only the size of a layer's output, but a worker keeps
-everything that the layer's backward pass needs, which is many times larger. A limit based on the
-profile would accept plans that do not fit.
+There is no memory limit. A profile has only the size of a layer's output. A worker keeps everything
+that the layer's backward pass needs, which is many times larger. A limit based on the profile would
+accept plans that do not fit.
 """
 
 import math
@@ -118,9 +118,9 @@ def plan_pipeline(
 
     `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
     gives each stage one worker. With `use_all_workers=True`, every worker is used, as in
-    PipeDream's formula, even if fewer workers are faster (synchronizing two workers can take longer
-    than computing on one). The search takes O(layers^2 workers^2) steps. Raises UserError if no
-    plan exists.
+    PipeDream's formula, even if fewer workers are faster. Fewer workers are faster if
+    synchronization takes longer than the computation that it saves. The search takes O(layers^2
+    workers^2) steps. Raises UserError if no plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
         raise UserError("no layer takes any time", "use a profile with times above 0 s")

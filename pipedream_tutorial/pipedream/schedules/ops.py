@@ -106,7 +106,7 @@ class Schedule:
         return any(kind == "W" for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
-        """Return all operations, including those in pairs."""
+        """Return all operations, including the operations in pairs."""
         return chain(*self.flat)
 
     def stages(self) -> list[list[int]]:

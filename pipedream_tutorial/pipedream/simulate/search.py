@@ -7,8 +7,8 @@ as many I as W, and at most `memory` more F than W.
 
 The search minimizes the makespan of one batch. Among equally short orders, it prefers the order
 whose longest span is shorter. The span of a rank is the time from its first start to its last end.
-Consecutive batches need not be further apart than the longest span, because a rank is free again
-one span after it started the previous batch.
+A rank is free again one span after it started the previous batch. Therefore consecutive batches
+need not be further apart than the longest span.
 
 First, a rule builds words (`greedy`). Then letters are moved (`improve`). A change is kept if the
 makespan does not grow, and sometimes even if it grows (simulated annealing). Neither function
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
-    """Return the problem with durations as whole numbers."""
+    """Convert `costs` to a Problem, whose durations are whole numbers of ticks."""
     times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
     scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
     sending = int(costs.communication * scale)
@@ -258,9 +258,9 @@ def _allowed(word: str, memory: int) -> bool:
 
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
-    """Return (list of words, lower bound in ticks). The list has the shortest words of at most
-    `longest` ticks that OR-Tools' constraint solver (CP-SAT) finds in `seconds`. The list is empty
-    if the solver finds none."""
+    """Search for the shortest order of at most `longest` ticks with OR-Tools' constraint solver
+    (CP-SAT), for at most `seconds`. Return ([words of the best order], lower bound in ticks). The
+    list is empty if the solver finds no order."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

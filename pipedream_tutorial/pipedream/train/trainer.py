@@ -83,7 +83,7 @@ class StageTrainer:
 
     Under every policy, the loss of a microbatch is divided by the number of microbatches in a
     batch. Then m updates by one microbatch each change the weights about as much as one update by
-    the batch, and all policies can use the same learning rate.
+    the batch. All policies can therefore use the same learning rate.
     """
 
     def __init__(
