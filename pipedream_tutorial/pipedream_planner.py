@@ -134,7 +134,8 @@ def get_profile(config: dict[str, Any]) -> Profile:
 
 
 def measure_gpt2(config: dict[str, Any]) -> Profile:
-    """Measure the model that config["profile"] names, with random weights and tokens."""
+    """Measure the layers of the model that config["profile"] names, with random weights and tokens.
+    Return the profile."""
     import torch
     from pipedream.train.models import GPT2_SIZES, gpt2_layers
 

@@ -156,8 +156,8 @@ def simulate(
 ) -> tuple[Times, list[Fraction]]:
     """Start each operation when its rank is free and its input has arrived.
 
-    `free` is the time at which each rank may begin, 0 by default. Return all times, and the end of
-    each rank.
+    `free` is the time at which each rank may begin, 0 by default. Return the times of all
+    operations, and the time at which each rank ends.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
@@ -396,7 +396,8 @@ def main(config: dict[str, Any]) -> None:
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return CONFIG with each `--set key=value`. Exit with one line if a value is not accepted."""
+    """Return CONFIG after applying each `--set key=value`. If a value is not accepted, print one
+    line and exit."""
     if "--help" in arguments:
         print(__doc__)
         sys.exit()

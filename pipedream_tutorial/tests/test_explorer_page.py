@@ -351,7 +351,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
 
 
 def test_a_question_comes_before_the_play_and_its_answer_after(browser):
-    """Under 1F1B, rank r waits 3 (p-1-r) for later ranks. Under ZB-H2, no rank waits."""
+    """Under 1F1B, rank r waits 3 (p-1-r) time units for later ranks. Under ZB-H2, no rank waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
         ("", "all alike", "No: rank 0 idles longest, for 9."),

@@ -90,8 +90,8 @@ I_HALF = solution("7_two_halves", "input_gradient")
 
 
 def late_weights(p: int, m: int, r: int) -> list[str]:
-    """Return an order with every W at the end. The order is short but frees no memory until
-    then."""
+    """Return an order with every W at the end. Its makespan is short, but it frees no memory before
+    the first W."""
     return [one for one in ORDER(p, m, r) if one[0] != "W"] + [f"W{i}" for i in range(m)]
 
 

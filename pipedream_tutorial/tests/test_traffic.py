@@ -63,8 +63,8 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
 
 
 def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
-    """For N parameters on P devices, the paper's table has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and
-    16 N / P bytes."""
+    """The ZeRO paper's table of model state per device has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and
+    16 N / P bytes. N is the number of parameters and P the number of devices."""
     n = MEDIUM.parameters
     for devices in (2, 8):
         found = []

@@ -34,7 +34,7 @@ def build_engine(plan):
 
 
 def train(engine, *seeds):
-    """Train for one step on random tokens for each seed. Return the results of the steps."""
+    """For each seed, train for one step on random tokens. Return the results of the steps."""
     found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)

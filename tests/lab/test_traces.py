@@ -29,7 +29,8 @@ def test_what_precedes_the_second_step_is_left_out():
 
 
 def test_a_timeline_is_the_first_steps_in_whole_microseconds():
-    """Use two steps of 3,000 µs. Spans less than 1 µs apart are merged."""
+    """The trace has two steps of 3,000 µs. In the timeline, spans less than 1 µs apart are
+    merged."""
     events = [
         step(1, (0, 1)), step(2, (1, 2)),
         event("gemm", (1_000_000.4, 1_001_000.2)), event("gemm", (1_001_001.1, 1_002_000.4)),

@@ -38,8 +38,8 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
 
 
 def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
-    """Ranks wait for rank 0 without a time limit, because no process group, with its half-hour
-    timeout, exists yet."""
+    """Ranks wait for rank 0 without a time limit. The 30-minute timeout of process groups does not
+    apply, because no process group exists yet."""
     waited = threading.Event()
     data = rendezvous.plan_data
     read = data.read_data

@@ -23,7 +23,8 @@ PADDED = torch.nn.functional.pad(WHOLE, (0, 0, 0, 5))  # padded like a vocabular
 
 
 def ranges(seed):
-    """Shard elements in order, as ZeRO does, with padding at the end of the last shard."""
+    """Return five shards of the padded tensor. Each shard is a range of consecutive elements, as
+    under ZeRO."""
     marks = [0, *sorted(random.Random(seed).sample(range(96), 4)), 96]
     return [((low,), PADDED.flatten()[low:high]) for low, high in itertools.pairwise(marks)]
 

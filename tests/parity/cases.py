@@ -124,7 +124,7 @@ def _train(
 
 def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
     """Return an engine's evaluation loss and logits, and check that all ranks agree and that the
-    state does not change."""
+    training state does not change."""
     before = engine.full_state()
     evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
     logits = engine.logits(PROMPT)

@@ -111,7 +111,8 @@ def assert_same_bits(
     expected: dict[str, Any],
     answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Check that the given results and the final weights are bitwise equal."""
+    """Check that the results named in `answers` and the final weights are bitwise equal in two
+    runs."""
     for answer in answers:
         assert found[answer] == expected[answer]
     for name, weight in expected["state"].items():

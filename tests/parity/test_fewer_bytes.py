@@ -1,5 +1,5 @@
 """Test runs with fewer, smaller or rescheduled exchanges. Runs with lossless exchanges must match
-plain data parallelism, and resumed runs must be bitwise equal to uninterrupted ones."""
+plain data parallelism, and resumed runs must be bitwise equal to uninterrupted runs."""
 
 import torch
 

@@ -208,9 +208,8 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """Pipeline stages in bf16 match a single process. A pipeline in bf16 gives the losses and
-    gradient norms of one process. Both round weights once per step and add the micro-batches'
-    gradients in fp32."""
+    """A pipeline in bf16 gives the losses and gradient norms of one process. Both round weights
+    once per step and add the micro-batches' gradients in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}

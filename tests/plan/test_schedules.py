@@ -40,7 +40,8 @@ def test_a_message_takes_its_time_between_processes_and_none_within_one():
 
 @pytest.mark.parametrize("name", FIXED)
 def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
-    """Stages are equal, and each half of a backward pass takes as long as a forward pass."""
+    """Every order is complete, and its idle share and held activations equal the closed forms.
+    Stages are equal, and each half of a backward pass takes as long as a forward pass."""
     schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
     kinds = "FIW" if schedule.splits_backward else "FB"
     lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}

@@ -74,9 +74,9 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
 
 
 def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
-    """The order from the search is at least 4.5% shorter than zb-v, and within 3% of a lower bound
-    for all orders. The bound is the earliest start of the last process plus the total compute time
-    of this process."""
+    """The order from the search is at least 4.5% shorter than the order of zb-v, and within 3% of a
+    lower bound for all orders. The bound is the earliest start of the last process plus the total
+    compute time of this process."""
     seconds = durations(MEDIUM)
     found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
     assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)

@@ -270,7 +270,8 @@ def activations_and_versions(work: Work) -> Figure:
 
 
 def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
-    """Draw each rank's two step functions in its lane, from 0 to `top`."""
+    """Draw each rank's held activations and kept weight versions over time in the rank's lane. The
+    highest value that fits in a lane is `top`."""
     stream = row.stream
     ranks = range(stream.schedule.num_ranks)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)

@@ -226,7 +226,7 @@ class Channel:
         self._under_way.append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
-        """Return the oldest message, as a new leaf that will have a gradient."""
+        """Return the oldest message, as a new leaf tensor that requires a gradient."""
         if not self._under_way:
             raise WrongAnswer("a stage waits forever: it receives a message that was never sent")
         return self._under_way.popleft().requires_grad_()
@@ -239,7 +239,7 @@ def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
-    """Return the gradient of the mean loss over all samples for each parameter."""
+    """For each parameter, return the gradient of the mean loss over all samples."""
     inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss = cross_entropy(model(inputs), targets)
     return list(torch.autograd.grad(loss, list(model.parameters())))

@@ -101,7 +101,8 @@ class Plan(NamedTuple):
 
     @property
     def noam(self) -> int:
-        """Number of microbatches that PipeDream keeps in flight on an input worker."""
+        """Number of microbatches that PipeDream keeps in flight on each worker of the input
+        stage."""
         return math.ceil(Fraction(self.num_workers, self.replicas[0]))
 
 
@@ -289,9 +290,9 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
 
     `reach` is the largest value of replicas * in_flight over all stages. No operation waits for an
     operation whose microbatch is `reach` or more away. Suppose that all operations of `reach`
-    consecutive microbatches start a fixed time after the operations c microbatches earlier. Then so
-    do all later operations, and the period is that time / c. The last `reach` microbatches do not
-    count, because the end of the run affects them.
+    consecutive microbatches start a fixed time after the operations c microbatches earlier. Then
+    the same holds for all later operations, and the period is that time / c. The last `reach`
+    microbatches do not count, because the end of the run affects them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, for each kind and stage
     for op, (start, _) in sorted(timeline.times.items()):

@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 class MeasuredRun:
     """Measured run for a case. It is the repeat with the median makespan, or the faster of the two
-    middle repeats if their number is even."""
+    middle repeats if the number of repeats is even."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()

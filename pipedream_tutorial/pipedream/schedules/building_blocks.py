@@ -63,16 +63,16 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 
 def _word(own: list[list[int]]) -> list[str]:
-    """Return a rank's operations, including W, in slot order. Operations of the rank's second
-    stage, on the way up the V, have lowercase letters."""
+    """Return a rank's operations, including W, in slot order. `own` has the rank's slots by kind.
+    Operations of the rank's second stage, on the way up the V, have lowercase letters."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Yield (slot, kind of its I) for each W. Each W uses the first free slot after its I. The W
-    operations that follow I_UP come first."""
+    """Yield (slot, kind of its I) for each W of a rank. `own` has the rank's slots by kind. Each W
+    uses the first free slot after its I. The W operations that follow I_UP come first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0

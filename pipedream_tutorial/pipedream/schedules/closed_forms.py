@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
     @property
     def total(self) -> Fraction:
-        """T: the time that a rank spends on one microbatch."""
+        """Time T that a rank spends on one microbatch."""
         return self.f + self.backward
 
 
@@ -47,8 +47,8 @@ def interleaved_activations(c: Case, r: int) -> Fraction:
 
 
 def zb_h2_step(c: Case) -> Fraction:
-    """Return the time that two neighboring ranks wait for each other. The time is 0 if I <= 2
-    min(F, W) - F."""
+    """Return how long two neighboring ranks wait for each other under ZB-H2. The time is 0 if I <=
+    2 min(F, W) - F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 

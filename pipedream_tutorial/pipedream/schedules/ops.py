@@ -90,7 +90,8 @@ class Schedule:
 
     @cached_property
     def known(self) -> dict[tuple[str, int], set[int]]:
-        """(kind, stage) -> microbatches for which the stage runs this kind of operation."""
+        """Map from (kind, stage) to the microbatches for which the stage runs this kind of
+        operation."""
         microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
             microbatches[kind, stage].add(i)
@@ -138,8 +139,9 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """Repeat a batch. Microbatches of batch k are numbered from k * m. There is no barrier between
-    batches: a rank starts its next batch as soon as its order allows."""
+    """Return a schedule that repeats a batch. Microbatches of batch k are numbered from k * m.
+    There is no barrier between batches. A rank starts its next batch as soon as its order
+    allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:

@@ -1,10 +1,10 @@
-"""Define the table of all schedules, and a function from (ranks p, microbatches m) to an order per
-rank for each. This module does not import torch.
+"""Define the table of all schedules. For each, a function of p ranks and m microbatches returns an
+order per rank. This module does not import torch.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
-the papers. For schedules that torch.distributed.pipelining also has, both orders are equal
-(tests/test_torch.py).
+the papers. For schedules that torch.distributed.pipelining also has, our orders equal torch's
+orders (tests/test_torch.py).
 """
 
 from collections import Counter
@@ -45,8 +45,8 @@ def zb_v_fixed(p: int, m: int) -> Orders:
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
-    """Return orders for a V-shaped schedule in which a rank runs the forward pass of one microbatch
-    together with the backward pass of another."""
+    """Return the orders of DualPipeV. In this V-shaped schedule, a rank runs the forward pass of
+    one microbatch together with the backward pass of another."""
     if m < 2 * p:
         raise UserError(
             f"dualpipe-v needs at least 2 microbatches per rank, not {m} for {p} ranks",

@@ -162,8 +162,8 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 def measure(name: str, config: Config) -> Row:
     """Return the row for a schedule, for a CSV, or for the best order that "search" finds within
-    CONFIG's memory. A CSV defines the numbers of ranks and microbatches. Raises UserError for sizes
-    that a schedule does not allow, and for orders in a CSV that are incomplete or would
+    CONFIG's memory limit. A CSV defines the numbers of ranks and microbatches. Raises UserError for
+    sizes that a schedule does not allow, and for orders in a CSV that are incomplete or would
     deadlock."""
     p, m = config["num_stages"], config["num_microbatches"]
     durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}

@@ -133,10 +133,10 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 def lower_bound(problem: Problem) -> int:
     """Return a lower bound on the makespans of all orders, in ticks. Rank r gets its first
-    microbatch at `head` and its first gradient a round trip later. Before this gradient, the rank
-    runs at most min(m, memory) forwards, and all its other work follows. In addition, each F waits
-    for the W that is `memory` microbatches earlier, which forms a chain of round trips. When rank r
-    has finished, the ranks before it still run the last I."""
+    microbatch after `head` ticks, and its first gradient a round trip later. Before this gradient,
+    the rank runs at most min(m, memory) forwards, and all its other work follows. In addition, each
+    F waits for the W that is `memory` microbatches earlier, which forms a chain of round trips.
+    When rank r has finished, the ranks before it still run the last I."""
     m = problem.num_microbatches
     c = problem.communication
     times = problem.durations
@@ -217,8 +217,8 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
 def improve(
     problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
 ) -> Words:
-    """Move single letters, and return the best words found. Stop early if the makespan and the span
-    reach `goal`."""
+    """Improve words by moving single letters, and return the best words found. Stop early if the
+    makespan and the span reach `goal`."""
     chance = random.Random(seed)
     now = best = words
     shortest = score(problem, words)
