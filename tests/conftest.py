@@ -120,14 +120,15 @@ def settings(values: dict[str, object]) -> list[str]:
 def script(
     values: dict[str, object], *arguments: object, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script in a warm process without torch. `values` override CONFIG."""
+    """Run the script in a warm process that has not imported torch. `values` override CONFIG."""
     return light_pool().script([*settings(values), *arguments], limit_s=60, **options)
 
 
 def train(
     values: dict[str, object], *arguments: object, num_processes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script in warm processes, as a launcher would start it. `values` override SMALL."""
+    """Run the script in warm processes, as a launcher would start it. `values` override the CONFIG
+    of a very small run."""
     pool = hub_pool() if HIDDEN_HUB in options.get("unset", ()) else heavy_pool()
     return pool.script(
         [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options

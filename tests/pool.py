@@ -84,8 +84,8 @@ class Pool:
         given = pickle.dumps(arguments)
         codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if -signal.SIGSEGV in codes:
-            # This crash inside gloo happened in one of two runs of all tests. None of our code is
-            # native.
+            # This crash occurred inside gloo in one of two runs of all tests. Our code is not the
+            # cause, because it has no native parts.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
             codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if any(codes):
@@ -105,8 +105,8 @@ class Pool:
         script: Path = SCRIPT,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python real_model_example.py ARGUMENTS` in one process, or in each process that a
-        launcher would start."""
+        """Run `python SCRIPT ARGUMENTS` in one process, or in several, as a launcher would.
+        Return the first nonzero exit code and the output of all processes."""
         job = {
             "argv": [str(script), *map(str, arguments)],
             "cwd": str(cwd),

@@ -54,8 +54,8 @@ paper letter market winter summer bridge engine forest signal
 
 @functools.cache
 def small_text() -> Path:
-    """Return a 300 kB text file that is the same on every machine. Tokenizing the embedded corpus
-    would take longer than most of the tests' runs."""
+    """Return the path of a 300 kB text file with the same content on every machine. Tokenizing the
+    embedded corpus would take longer than most of the tests' runs."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -69,8 +69,8 @@ def small_text() -> Path:
 
 @functools.cache
 def small_records() -> Path:
-    """Return a file with 400 questions and answers that is the same on every machine. Most records
-    have only a few words."""
+    """Return the path of a file with the same 400 questions and answers on every machine. Most
+    records have only a few words."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -108,7 +108,7 @@ def named_strategy(name: str) -> Strategy:
 
 
 def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
-    """Return the topology of process `rank` for a plan on CPUs."""
+    """Return the topology that rank number `rank` has in a plan for CPUs."""
     return Topology(
         world_size=plan.num_processes, rank=rank, local_rank=rank, device_type="cpu", **plan.mesh
     )
@@ -190,8 +190,8 @@ def made_record(*, finished: bool = True, **changes: Any) -> Record:
 
 
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
-    """Return the JSON values of a run's record, for a finished run or for one that has just
-    started. `a__b=1` sets values["a"]["b"]."""
+    """Return the JSON values of the record of a finished run, or of a run that has just started.
+    `a__b=1` sets values["a"]["b"]."""
     return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
 
 
@@ -203,12 +203,14 @@ def started(run_dir: Path) -> RunRecord:
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
-    """Return a strategy's DeepSpeed JSON with `changes`. A dotted key sets a nested value."""
+    """Return a strategy's DeepSpeed JSON after applying `changes`. A dotted key sets a nested
+    value."""
     return changed(named_strategy(name).document, changes, ".")
 
 
 def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -> dict[str, Any]:
-    """Return a copy of `document` with `changes`. `dot` separates the parts of a key's path."""
+    """Return a copy of `document` after applying `changes`. `dot` separates the parts of a key's
+    path."""
     values = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *parents, last = path.split(dot)
@@ -230,7 +232,7 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
 
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
-    """Return the fingerprint of a folder's weights, as LoRA training computes it."""
+    """Return the fingerprint that LoRA training computes for a folder's weights."""
 
     from distributed_training.models.decoder import Fingerprint
 

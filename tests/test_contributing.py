@@ -26,8 +26,8 @@ EXAMPLES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder with the files for all examples. It contains only the examples'
-    strategies."""
+    """Return a folder with the files of all examples. The only strategies in the folder are from
+    the examples."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

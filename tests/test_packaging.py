@@ -40,8 +40,8 @@ def listed(file: str) -> list[Requirement]:
 
 
 def imported(*patterns: str) -> set[str]:
-    """Return the packages that the files import, except the standard library and the checkout's own
-    modules. A module that is not installed counts as a package with the same name."""
+    """Return the packages that matching files import, except the standard library and the modules
+    in the checkout. A module that is not installed counts as a package with the same name."""
     found = set()
     for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):

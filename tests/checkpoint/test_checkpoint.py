@@ -310,7 +310,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
     """Runs of the same strategy take precedence, so that two strategies under comparison do not
-    continue each other's runs. Without such a run, the newest free run is used."""
+    continue each other's runs. Without such a run, the newest run that is not in use is
+    resumed."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})
@@ -385,8 +386,8 @@ def test_a_run_that_could_not_be_written_further_is_refused(name, tmp_path):
 
 
 def test_files_are_known_by_their_contents(tmp_path):
-    """Files may be moved if their contents stay the same. The saved run has the data fingerprint
-    "tokens" and a weights folder."""
+    """A run can be resumed after its input files have been moved, but not after their contents have
+    changed."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
     saved = plan_of(tmp_path / "a", work=work)
     saved.sources = {"weights": "8-1234", "model": "9-5678"}

@@ -22,8 +22,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Save four checkpoints, with a failure during the third, and check faulty disks. Return each
-    rank's observations."""
+    """Save four checkpoints, with a failure during the third, and check faulty disks. For each
+    rank, return {case: the steps of its checkpoints, or the error message}."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(
@@ -83,7 +83,7 @@ def on_two_nodes(folder):
 
 
 def find_on(given, output_dir, own_disks=True):
-    """Return the checkpoint that a single process on the first node finds."""
+    """Return the checkpoint that a single process on the first node finds, or None."""
     plan = plan_of(None)
     plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir

@@ -101,7 +101,7 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
 
 
 def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
-    """Training must not change if a sample is generated first and the best weights are kept."""
+    """Generating a sample first and keeping the best weights do not change training."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
@@ -215,7 +215,7 @@ def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
-    """The merged weights must equal those that PEFT's merge gives."""
+    """The merged weights equal the weights that PEFT's merge gives."""
     peft = pytest.importorskip("peft")
     import transformers
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A template, and the text around an answer when a model generates the answer."""
+    """A template, and the text that a model generates before and after an answer's content."""
 
     template: str
     before: str  # text that the model writes before an answer's content
@@ -17,7 +17,7 @@ class Shape(NamedTuple):
     system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether whitespace is stripped from contents
     apart: bool = False  # whether an answer is rendered differently once later turns follow
-    next_turn: str = ""  # special token of the next turn, which is all that ends an answer
+    next_turn: str = ""  # token that begins the next turn; nothing else ends an answer
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):

@@ -24,7 +24,7 @@ def pieces_of(source, *, by_line=False):
 
 
 def texts_of(source, *, by_line=False):
-    """Return a source's documents, after joining the pieces of each document."""
+    """Read a source and return its documents. The pieces of each document are joined."""
     texts, pieces = [], []
     for piece in pieces_of(source, by_line=by_line):
         assert piece.spans is None

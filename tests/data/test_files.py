@@ -134,7 +134,7 @@ INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]
 
 
 def damage(content, draw):
-    """Flip a bit, remove bytes, or insert invalid bytes."""
+    """Return `content` after flipping a bit, removing bytes, or inserting invalid bytes."""
     data = bytearray(content)
     position = draw.randrange(len(data))
     flipped = bytes([data[position] ^ 1 << draw.randrange(8)])

@@ -1,6 +1,7 @@
-"""Compare slow and fast tokenizers without tokenizer.json with `AutoTokenizer` on the same folder.
-The tokenizers use a real tokenizer.model, a vocab.txt or bytes. The cases cover every file that can
-add tokens."""
+"""Compare our tokenizer with `AutoTokenizer` on folders that have no tokenizer.json.
+
+The folders have slow and fast tokenizers, which use a real tokenizer.model, a vocab.txt or bytes.
+The cases cover every file that can add tokens."""
 
 import importlib
 import io

@@ -23,7 +23,8 @@ CONTENTS = [
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Return a byte-level BPE tokenizer without merges. Each token is a byte or a special token."""
+    """Return a transformers tokenizer: a byte-level BPE without merges. Each token is a byte or a
+    special token."""
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()

@@ -302,7 +302,8 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
 
 
 def test_a_token_for_half_a_character_has_a_size():
-    """Canine has a token for each code point, including surrogates, which UTF-8 cannot encode."""
+    """A surrogate has a size of 3 bytes, although UTF-8 cannot encode surrogates. The Canine
+    tokenizer has a token for each code point, including surrogates."""
     canine = SimpleNamespace(
         get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2}, encode=lambda text, **_: [0],
         decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),

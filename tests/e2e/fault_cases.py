@@ -24,8 +24,10 @@ from tests.support import named_strategy
 
 
 def with_bad_gradient(job: dict[str, Any]) -> None:
-    """Set the gradient of `name` (native engines) or the loss (DeepSpeed) to NaN on rank 1 in each
-    of `steps`. Under DDP, set the gradient to NaN on all ranks, because DDP averages gradients."""
+    """In each step in job["steps"], set a gradient or the loss to NaN on rank 1. Native engines
+    get a NaN gradient of the parameter job["name"], and DeepSpeed gets a NaN loss.
+
+    Under DDP, set the gradient to NaN on all ranks, because DDP averages gradients."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
     def bad(everywhere: bool = False) -> bool:
@@ -51,7 +53,7 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
 
 
 def without_step(job: dict[str, Any]) -> None:
-    """Skip the batch of step `step`."""
+    """Skip the batch of step job["step"]."""
     right = Trainer.__post_init__
 
     def init(self: Trainer) -> None:
@@ -100,8 +102,8 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
 
 
 def without_its_folder(job: dict[str, Any]) -> None:
-    """Remove the run's folder in step 5. If `how` is "emptied", leave an empty folder behind, as
-    happens if a file is written during the removal."""
+    """Remove the run's folder in step 5. If job["how"] is "emptied", leave an empty folder behind,
+    as happens if a file is written during the removal."""
     right = Trainer._update
 
     def update(self: Trainer) -> None:
@@ -116,7 +118,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 
 def with_full_disk(job: dict[str, Any]) -> None:
-    """Leave no space for the second checkpoint: fill the disk, or limit the process's file size."""
+    """Fill the disk or limit the size of files, so that the second checkpoint cannot be written."""
     right, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:

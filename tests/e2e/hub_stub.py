@@ -1,6 +1,6 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
-The stub answers requests from huggingface_hub and datasets that list a data set, download a file,
+The stub answers requests from huggingface_hub and datasets that list a dataset, download a file,
 or upload a model with the token TOKEN. `behavior` selects a fault: the stub "refuses" every file
 with status 404, "cuts off" a file's body halfway, or is "mute" and never answers."""
 
@@ -84,8 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer requests for information about a data set's files, and the upload requests
-        repos/create, validate-yaml, preupload (no file here is large) and commit."""
+        """Answer requests for information about a dataset's files, and the requests of an upload:
+        repos/create, validate-yaml, preupload and commit. The stub treats every file as small."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
             self._asked = body
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json({"id": name, "sha": COMMIT, "siblings": siblings})
 
     def _send_about_dataset(self, path: str) -> None:
-        """Send the description of a data set in the format of the Hub's API."""
+        """Send the description of a dataset in the format of the Hub's API."""
         name, _, rest = path.partition("?")[0].partition("/tree/")
         name, _, inside = name.partition("/paths-info/")
         prefix = f"{name.partition('/revision/')[0]}/resolve/main/"
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: int, body: bytes, headers: Mapping[str, str] = {}, cut: int | None = None
     ) -> None:
-        """Send the first `cut` bytes of `body`."""
+        """Send a response. If `cut` is given, send only the first `cut` bytes of `body`."""
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

@@ -84,9 +84,11 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 
 
 def on_each_node(job: dict[str, Any]) -> None:
-    """Run the script on each node as `launcher` would start it, except on the `missing` node. If
-    the job has `ends_at`, the process on the first node receives SIGTERM in that step. `interface`
-    sets GLOO_SOCKET_IFNAME on the second node."""
+    """Run the script on each node as the launcher job["launcher"] would start it.
+
+    The job may have these optional keys: `missing` is the index of a node that does not start,
+    `ends_at` is the step in which the process on the first node receives SIGTERM, and `interface`
+    is the value of GLOO_SOCKET_IFNAME on the second node."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):

@@ -26,7 +26,7 @@ _LINK = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine in a cluster. `own` is a folder whose files differ between nodes."""
+    """One machine in a cluster. `own` is a folder that the nodes do not share."""
 
     name: str
     pid: int  # id of the process that keeps the node's namespaces alive
@@ -58,8 +58,8 @@ def _run(*command: object) -> None:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
-    """Start nodes that are connected to one switch and are named node0, node1, and so on. The nodes
-    share `folder`, except for own/."""
+    """Start `count` nodes that are connected to one switch and are named node0, node1, and so on.
+    The nodes share `folder`, except for its subfolder own/."""
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:

@@ -29,8 +29,8 @@ sys.exit(real_model_example.main())
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts a run with `launcher`. "spawn" uses --num_gpus 2. "as on GPUs"
-    also does, but each rank is a new Python process, as in runs on GPUs."""
+    """Return the command that starts a run with `launcher`. Both "spawn" and "as on GPUs" use
+    --num_gpus 2. With "as on GPUs", each rank is a new Python process, as in runs on GPUs."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],
@@ -52,8 +52,8 @@ def clone(folder: Path) -> Path:
 
 
 def printed(document: str, start: str) -> list[str]:
-    """Return the arguments of the only command in a document that begins with `start`. The command
-    may be in a code block or in a sentence."""
+    """Find the only command in a document that begins with `start`, and return the command's words.
+    The command may be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
     found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
     assert len(found) == 1, f"{document}: {sorted(found)}"
@@ -115,8 +115,8 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """Run a command in the background and write its output to `log`. Kill its remaining processes
-    at the end."""
+    """Run a command in the background and write its output to `log`. When the `with` block ends,
+    kill the command's remaining processes."""
     with open(log, "w") as out:
         process = subprocess.Popen(
             [str(part) for part in command],

@@ -56,7 +56,7 @@ def test_command_line_is_refused_in_one_line(case, tmp_path):
 
 
 def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
-    """Only rank 0 may report the mistake, and all ranks must end."""
+    """Only rank 0 reports the mistake, and all ranks end."""
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
     assert result.returncode != 0

@@ -184,8 +184,8 @@ def small_disk(tmp_path):
     ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
 )
 def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
-    """The run saves a checkpoint after step 3, but the disk is too full for another after step
-    6."""
+    """The run saves a checkpoint after step 3. After step 6, the disk is too full for another
+    checkpoint."""
     folder = request.getfixturevalue(disk)
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
     said = run_case("fault_cases:with_full_disk", values, how=how, disk=str(folder))

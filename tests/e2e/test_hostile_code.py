@@ -44,8 +44,8 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(run_dir, tmp_path_factory):
-    """Return untrusted folders and files by name. "mark" is the file that their code would create
-    if it ran."""
+    """Return untrusted folders and files by name. The entry "mark" is the path of a
+    file that their code would create if it ran."""
     root = tmp_path_factory.mktemp("hostile")
     mark = root / "code-ran"
     evil = root / "evil"

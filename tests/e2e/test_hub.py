@@ -94,7 +94,7 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
 
 
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
-    """A small tokenizer replaces GPT-2's tokenizer here."""
+    """The stub serves a small tokenizer in place of GPT-2's tokenizer."""
     tiny = find_model("gpt2-tiny")
     tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
     names = ("vocab.json", "merges.txt")
@@ -111,7 +111,8 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
 
 
 def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # noqa: F811
-    """transformers uses additional_chat_templates/tool_use.jinja for records with tools."""
+    """The template in additional_chat_templates/tool_use.jinja renders records with tools, as in
+    transformers."""
     content = {file.name: file.read_bytes() for file in folder.iterdir()}
     content |= {"model.safetensors": b"", "onnx/tokenizer.json": b"", "config.json": b"{}"}
     turns = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ' ' }}{% endfor %}"

@@ -114,7 +114,7 @@ def dry_run(command: str, tmp_path: Path) -> str:
     if count:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        asked = re.search(r"--num_gpus (\d+)", command)  # else few, because RAM is limited
+        asked = re.search(r"--num_gpus (\d+)", command)  # use few by default to save RAM
         gpus = int(asked[1]) if asked else 2 if "infinity" in command else 4
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))

@@ -122,7 +122,8 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
 def test_stopped_run_goes_on_as_if_it_had_not_been(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """After the dp run is resumed, it is also killed without time to save, and resumed again."""
+    """A run that is stopped by a signal and resumed ends like the uninterrupted run. The dp run is
+    also killed without time to save, and is resumed twice."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)

@@ -51,8 +51,8 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
 
 
 def test_generate_stops_where_transformers_stops(folder, tmp_path):
-    """Llama 3's generation_config.json lists end tokens that neither its tokenizer nor its template
-    mentions."""
+    """`generate` also stops at end tokens that only generation_config.json lists. Llama 3 has such
+    tokens."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 400}
     torch.manual_seed(0)

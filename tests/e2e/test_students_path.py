@@ -28,7 +28,7 @@ LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Tr
 
 
 class Terminal:
-    """A command that runs in an 80-column terminal. `text` is its output so far."""
+    """A command that runs in an 80-column terminal. `text` is the command's output so far."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         keyboard, screen = pty.openpty()

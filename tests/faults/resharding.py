@@ -6,7 +6,7 @@ python -m tests.faults.resharding --pairs 20 --seed 7
 python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The script's models are wider than those in the tests, so that infinity keeps Adam moments in files.
+The models are wider than the models in the tests, so that infinity keeps Adam moments in files.
 `--work` is gpt2, llama, or lora (adapters on a Llama model with frozen weights).
 """
 
@@ -60,8 +60,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
     "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
 }
-# These layouts are only paired with each other, because local_steps is part of their work but not
-# of other strategies' work.
+# These layouts are only paired with each other. A run can only be resumed with the same settings of
+# its algorithm, and other strategies have no local_steps.
 LOCAL = {
     f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
     for count in (1, 2, 4)
@@ -102,7 +102,8 @@ def reshard(
 def _save(
     layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
 ) -> dict[str, str]:
-    """Train under each layout for half of the steps, then save. Return each layout's run folder."""
+    """Train under each layout for half of the steps, then save. Return the run folder for each
+    layout."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {

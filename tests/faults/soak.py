@@ -3,7 +3,7 @@
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
     python -m tests.faults.soak --seed 1 --repeat zero2:3   # repeats one mission
 
-A mission is one run on two or four CPU processes that is started with --num_gpus, as a user would.
+A mission is one run on two or four CPU processes. It is started with --num_gpus, as users do.
 Up to three random faults strike at random steps, and after each fault the run is restarted with
 `resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
 number of useful steps divided by the number of executed steps."""
@@ -164,7 +164,8 @@ class Mission:
         return row["status"]
 
     def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
-        """Start the run once, and wait until all its processes have ended."""
+        """Start the run with the given fault, and wait until all its processes have ended. Return a
+        row that describes this start."""
         own = self.folder / f"start-{len(self.faults)}"
         (own / "processes").mkdir(parents=True)
         begin = saved_steps(self.runs)
@@ -314,8 +315,8 @@ class Soak:
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the ready strategy with the fewest missions, and the number of its next mission.
-        Return None if no strategy is ready, in which case the thread must wait."""
+        """Choose the strategy with the fewest missions among the strategies that can run now.
+        Return the strategy and its next mission number, or None if no strategy can run now."""
         with self.lock:
             ready = [
                 name for name in self.strategies
@@ -345,7 +346,7 @@ class Soak:
                 done()
 
     def one(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
-        """Run one mission."""
+        """Run mission `number` of a strategy, and return its row for the record."""
         cores = sorted(os.sched_getaffinity(0))
         per_job = len(os.sched_getaffinity(0)) // self.jobs
         own = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
@@ -445,7 +446,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def living(processes: Path) -> Iterator[int]:
-    """Yield the IDs of a start's processes that are still running."""
+    """Yield the process IDs that name files in `processes` and belong to running processes."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()

@@ -103,8 +103,8 @@ def strike_at(owner: Any, name: str) -> None:
 
 
 def strike_in_save(checkpoint: Any, own: bool) -> None:
-    """Cause the fault while a checkpoint is being written. "no quota" affects all ranks, because
-    they share one quota."""
+    """Cause the fault while a checkpoint is being written. `own` is true on the rank that the fault
+    affects. "no quota" affects all ranks, because they share one quota."""
     if KIND == "no quota":
         struck()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -99,7 +99,8 @@ KINDS: dict[str, tuple[str, dict]] = {
 
 
 def make_folder(kind: str, folder: Path) -> Path:
-    """Save a model of the given kind with random parameters, including norms and biases."""
+    """Save a model of the given kind to `folder`, and return `folder`. All parameters are random,
+    including norms and biases."""
     name, values = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**values)

@@ -45,8 +45,8 @@ IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 
 
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
-    """Build a transformers model with random parameters, including norms and biases, and save it to
-    `folder`."""
+    """Build a transformers model with random parameters, including norms and biases. Save the model
+    to `folder`, and return it."""
     class_name, options = OPTIONS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options})

@@ -98,15 +98,15 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
 def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
-    """Models whose blocks do not pass on the document mask are not packed. Nemotron's blocks drop
-    the mask, and the other models use custom attention code."""
+    """Samples are not packed for models whose blocks do not pass the document mask to attention.
+    Nemotron's blocks drop the mask, and the other models use custom attention code."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
-    """Models with windows or caps must stay correct in cases where other models would use the
-    document kernel, which supports neither."""
+    """Models with sliding windows or logit caps give correct results if only the ends of documents
+    are known. In this case, other models use the document kernel, which supports neither."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))
@@ -121,8 +121,8 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """The loss in chunks equals the loss of all tokens at once. The three kinds of model apply a
-    cap, a bias and a factor to their logits, respectively."""
+    """Gradients of the chunked loss equal gradients of the loss over all tokens at once. The three
+    models apply a cap, a bias and a factor to their logits, respectively."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -137,8 +137,8 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
-    """A bf16 model must also initialize modules that read copies of their parameters rounded to
-    bf16."""
+    """A model that computes in bf16 also initializes modules that read copies of their parameters
+    in bf16."""
     spec, _ = build(make_folder("gemma2", tmp_path))
     model = spec.outline()
     model.compute_dtype = torch.bfloat16

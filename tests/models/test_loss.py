@@ -79,8 +79,8 @@ def test_where_chunks_are_refused(tmp_path):
 
 
 def test_chunks_are_predicted_to_take_less(tmp_path):
-    """In 16 bits, the logits of 64 x 1,024 tokens need 6.1 GiB, and the logits of a chunk need 0.8
-    GiB."""
+    """In bf16, the logits of 64 x 1,024 tokens need 6.1 GiB, and the logits of a chunk need
+    0.8 GiB."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
     values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
     plans = [plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=n) for n in (0, 8192)]

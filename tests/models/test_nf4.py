@@ -61,7 +61,8 @@ def quantized_model():
 
 
 def test_a_model_beside_codes_is_the_model_with_their_values():
-    """Compare outputs, gradients, and the weights that `generate` and `export --merge` use."""
+    """A model with NF4 codes has the outputs and gradients of a model with the dequantized values.
+    Also compare the weights that `generate` and `export --merge` use."""
     model = quantized_model()
     rounded = build_model()
     source = nf4.rounded_source(lambda name, box: values[name][box], rounded.size, torch.float32)
@@ -84,8 +85,8 @@ def test_a_model_beside_codes_is_the_model_with_their_values():
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 def test_the_backward_pass_keeps_codes_not_matrices(backend):
-    """Test compiled code as well, because torch.compile may save tensors that both passes
-    compute."""
+    """Test compiled code as well, because torch.compile may save dequantized matrices for the
+    backward pass."""
     linear = quantized_model().blocks["0"].mlp_in
     function = linear if backend is None else torch.compile(linear, backend=backend, dynamic=False)
     x = draw(3, linear.in_features).requires_grad_()

@@ -32,8 +32,8 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def over_seeds():
-    """Return a comparison of three layouts with two seeds each. In the first, both runs finished;
-    in the second, one run finished; in the third, none did."""
+    """Return a comparison of three layouts with two seeds each. The layouts have two, one and zero
+    finished runs, respectively."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
         Layout(name="zero2", records=runs, num_runs=2),
@@ -44,7 +44,7 @@ def over_seeds():
 
 
 def rows_of(comparison, title="Results"):
-    """Return a table as {name: {heading: cell}}."""
+    """Return the table with the given title as {row name: {heading: cell}}."""
     (table,) = (table for table in comparison.tables() if table.title == title)
     rows = zip(*table.columns.values(), strict=True)
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}

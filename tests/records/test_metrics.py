@@ -103,7 +103,8 @@ FINAL = {
 
 
 def track(log_to, folder, step=0):
-    """Log the rows of a short run, continued after `step`, with this tracker."""
+    """Log the rows of a short run with the tracker `log_to`. A positive `step` means that the run
+    is resumed after this step."""
     tracker = build_tracker(log_to, folder, ABOUT, step)
     tracker.log_step(ROW)
     tracker.log_evaluation(EVALUATION, PEAKS)

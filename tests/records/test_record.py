@@ -90,8 +90,8 @@ def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
 
 
 def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, caplog):
-    """A resumed run drops the rows that it repeats, and lines that a power cut or a kill has
-    damaged."""
+    """A resumed run drops the rows of the steps that it repeats. It also drops lines that a power
+    cut or a kill has damaged."""
     truncate_metrics(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
     append_metrics(tmp_path, [{"step": 1, "loss": 2.5}])

@@ -156,7 +156,7 @@ def test_launchers_that_tell_half_are_refused(told, words, environment, capsys):
     environment(**told)
     with refused(words):
         current_process()
-    if "WORLD_SIZE" not in told:  # there may be no other process that says it
+    if "WORLD_SIZE" not in told:  # perhaps no other process can report the error
         assert exit_code(lambda: current_process() and 0) == 2
         assert words in capsys.readouterr().err
 

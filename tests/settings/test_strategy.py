@@ -60,8 +60,8 @@ def test_the_number_of_stages_may_be_set_beside_a_json_of_ones_own(tmp_path):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Return a function that writes strategy folders, given the content of config.json for each
-    folder name."""
+    """Return a function that writes strategy folders. Its keyword arguments map each folder name to
+    the content of config.json."""
     monkeypatch.setattr("distributed_training.settings.strategies.STRATEGIES_DIR", tmp_path)
 
     def write(**documents):

@@ -73,8 +73,8 @@ KILLED = {1: -signal.SIGKILL}
 
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Return a function that calls spawn() with fake ranks. These update the record's modification
-    time if `recorded` is true, and end with the given exit codes."""
+    """Return a function that calls spawn() with fake ranks, which end with the given exit codes. If
+    `recorded` is true, the ranks also update the record's modification time."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):

@@ -32,8 +32,8 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture(params=["new", "forked"])
 def ranks(request, tmp_path, monkeypatch):
-    """Return a function that runs two ranks with the code `text` and returns how they ended.
-    Finally, check that no ranks are left behind."""
+    """Return a function that runs the code `text` on two ranks and returns how the ranks ended.
+    After the test, check that no ranks are left behind."""
 
     def call(text):
         script = tmp_path / "script.py"

@@ -51,7 +51,7 @@ def claim_as(run_dir, **changes):
 
 
 def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
-    """A rank must keep the claim on the run folder after its launcher has been killed."""
+    """A rank keeps the claim on the run folder after the rank's launcher has been killed."""
     run_dir = tmp_path / "a"
     run_dir.mkdir()
     launcher = subprocess.Popen(

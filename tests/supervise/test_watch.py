@@ -27,7 +27,7 @@ def watch():
         ("torch/_ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed/comm/torch", True),
         ("deepspeed/runtime/swap_tensor/async_swapper", False),
-        # DeepSpeed's nvtx wrapper is ignored, and its caller decides.
+        # The frame of DeepSpeed's nvtx wrapper is ignored; the caller's frame decides.
         ("deepspeed/runtime/zero/partition_parameters > deepspeed/utils/nvtx", True),
         ("deepspeed/ops/adam/cpu_adam > deepspeed/utils/nvtx", False),
         ("user/script", False),
