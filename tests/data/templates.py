@@ -21,7 +21,8 @@ class Shape(NamedTuple):
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
-    """Return a template that renders the turns of all roles in the same form."""
+    """Return a template that renders each turn as `begin`, the turn's content and `end`. ROLE in
+    `begin` stands for the turn's role."""
     role = "{{ " + name + " }}"
     content = "{{ message.content" + trim + " }}"
     turn = begin.replace("ROLE", role) + content + end
@@ -33,7 +34,7 @@ def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
 
 
 def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
-    """Return a template with one form for questions and another for answers."""
+    """Return a template that renders questions as `user` and answers as `answer`."""
     return (
         first + "{% for message in messages %}{% if message.role == 'user' %}" + user
         + "{% elif message.role == 'assistant' %}" + answer

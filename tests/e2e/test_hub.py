@@ -32,8 +32,8 @@ def parquet(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="module")
 def wikitext():
-    """Return the files of a small WikiText-2 with headings, paragraphs and blank rows, keyed by
-    their path on the Hub."""
+    """Return {path on the Hub: content} for a small imitation of WikiText-2 that has headings,
+    paragraphs and blank rows."""
     lines = [f" {line} \n" for line in small_text().read_text().splitlines()]
     texts = ["", " = An article = \n", "", " = = Use = = \n", "", *lines]
     rows = [{"text": text} for text in texts]
@@ -44,8 +44,8 @@ def wikitext():
 
 @pytest.fixture(scope="module")
 def own_dataset():
-    """Return the files of me/chats, which has a validation split, and of me/cards, which has two
-    configs, by their path on the Hub."""
+    """Return {path on the Hub: content} for two datasets: me/chats has a validation split, and
+    me/cards has two configs."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     chats = [{"number": n, "messages": messages} for n in range(120)]

@@ -1,5 +1,5 @@
-"""Compare speed and memory with values computed by hand. Compare trackers with TensorBoard files
-and with recorded calls to the other packages."""
+"""Compare speed and memory with values computed by hand. Also test what the trackers write to
+TensorBoard files, and how they call wandb, mlflow and trackio."""
 
 import math
 import sys
