@@ -86,7 +86,8 @@ def continuation(
 
 
 def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Start `write` in a background thread and return a future for the call."""
+    """Call `write` with `arguments` in a background thread and return a future for its
+    completion."""
     pool = ThreadPoolExecutor(1)
     written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
@@ -167,8 +168,8 @@ def writing(folder: Path) -> Iterator[Path]:
 def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
-    """Write generation_config.json with our end tokens, so that other programs stop generation at
-    the same tokens. The sampling settings of the model in `base` are kept."""
+    """Write generation_config.json with the end tokens from `find_ends`, so that other programs
+    stop generation at the same tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
     document["eos_token_id"] = find_ends(tokenizer, chat, base)
     # If this key were kept, transformers could regenerate the file from config.json, without our
@@ -179,8 +180,8 @@ def write_generation_config(
 
 
 def find_ends(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
-    """Return the ids of the tokens that stop generation: our end tokens, then the end tokens in the
-    generation config of the model in `base`."""
+    """Return the ids of the tokens that stop generation: the tokenizer's end tokens, then the end
+    tokens in the generation config of the model in `base`."""
     ends = None if base is None else read_generation_config(base).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))

@@ -122,9 +122,9 @@ def file_of(rank: int) -> str:
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
     """Return the names of the files that `rank` needs to load a checkpoint. Usually, these are all
-    of the checkpoint's files. If some files are absent, the nodes have no shared disk and the
-    layout is unchanged, only the files written on the rank's node are needed. Raises ElsewhereError
-    if a needed file is on another host."""
+    of the checkpoint's files. Only the files written on the rank's node are needed if some files
+    are absent, the nodes have no shared disk, and the layout is unchanged. Raises ElsewhereError if
+    a needed file is on another host."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -164,7 +164,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint that the `resume` setting requests, or None if a new run should start.
-    Add a note if the state must be resharded."""
+    Append a note to `notes` if the state must be resharded."""
     resumed = find_resume(plan, notes)
     if resumed is None:
         return None
@@ -189,12 +189,13 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     """Return the checkpoint to resume from and its metadata, or None if a new run should start.
 
     If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
-    same work. A run with the same strategy is preferred to a newer run with another strategy. Log a
-    warning for each damaged checkpoint. Add a note if there is no usable checkpoint.
+    same `Plan.work`. A run with the same strategy is preferred to a newer run with another
+    strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there is no
+    usable checkpoint.
 
     Raises UserError if the run is in use or has files on other nodes. Also raises UserError if a
-    named checkpoint is missing or damaged, has no record of its run, or is from a run with
-    different work."""
+    named checkpoint is missing or damaged, has no record of its run, or is from a run with a
+    different `Plan.work`."""
     resume = plan.config.resume
     if resume is None:
         return None

@@ -207,8 +207,8 @@ def load_checkpoint(
 ) -> int:
     """Restore the engine from a checkpoint and return the checkpoint's step. If the layout is
     unchanged, also restore the random number generators; otherwise seed them. Raises UserError if
-    the checkpoint cannot be loaded, or if it was trained on different tokens or base weights. All
-    ranks must call this function."""
+    the checkpoint cannot be loaded, or if its run used different tokens or base weights. All ranks
+    must call this function."""
     meta = resume.read_meta(folder)
     before = meta.data_fingerprint
     if before != data.fingerprint and not is_earlier_fingerprint(before, plan.config, data):

@@ -242,7 +242,7 @@ def read_prose() -> list[str]:
     """Return the prose of the pydoc topics, one paragraph per line, without code, grammar, tables
     or titles.
 
-    Some topics repeat paragraphs of other topics, so each paragraph is used only once. Otherwise
+    Some topics repeat paragraphs of other topics, so each paragraph is used only once. Otherwise,
     the training text would also contain validation text."""
     from pydoc_data.topics import topics
 

@@ -34,8 +34,8 @@ def fetch_wikitext() -> dict[str, Path]:
 
 
 def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
-    """Return the Arrow files of each split of a dataset on the Hub. `dataset` has the form name or
-    name:config.
+    """Return the Arrow files of each split of a dataset on the Hub. `dataset` is `name` or
+    `name:config`.
 
     If `download` is False, only check that the dataset is available, and return {}. Raises
     UserError if the dataset is neither on the Hub nor in the cache of the datasets library."""

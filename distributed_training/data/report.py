@@ -84,8 +84,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def headline(counts: dict[str, Any]) -> list[str]:
-    """Return the most important statistics as two lines of text, or as one line for running
-    text."""
+    """Return the most important statistics as lines of text: two lines for records, or one line for
+    running text."""
     if counts["form"] == RUNNING:
         documents = _number(counts["records"], "document")
         return [
@@ -102,8 +102,8 @@ def headline(counts: dict[str, Any]) -> list[str]:
 
 
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
-    """Return lines about records that are left out, samples that are cut, and files that are not
-    read, and one line per note."""
+    """Return one line per note, preceded by lines about records that are left out, samples that are
+    truncated, and files that are not read."""
     lines = []
     for reason, count in counts["left_out"].items():
         verb = "is" if count == 1 else "are"

@@ -54,8 +54,8 @@ class Samples:
         return self._select(slice(first, last))
 
     def packed(self) -> "Samples":
-        """Return samples with the parts packed into blocks. Each part stays whole and does not
-        attend to other parts of its block."""
+        """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
+        do not attend to other parts of their block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
         most = int(np.diff(firsts).max()) + 1
         return replace(self._select(order), firsts=firsts, max_documents=most)
@@ -72,7 +72,7 @@ class Samples:
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (indices of the parts of the samples in `indices`, row of each part). The row is
-        the position of the part's sample in `indices`. EMPTY has no parts."""
+        the position of the part's sample in `indices`. The index EMPTY contributes no parts."""
         rows = np.flatnonzero(indices != EMPTY)
         real = indices[rows]
         if self.firsts is None:
@@ -168,7 +168,7 @@ def cut_samples(
 ) -> Data:
     """Cut the tokens in a cache folder into the samples that a run uses.
 
-    `can_pack` tells whether the model and the engine can keep packed records apart. Raises
+    `can_pack` is True if the model and the engine can keep packed records separate. Raises
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are
     fewer samples than `num_samples`, or none for training or validation."""
     form, splits = load_tokens(folder)
@@ -350,7 +350,7 @@ class Sampler:
         return StepBatch(micro_batches, num_targets, num_tokens)
 
     def is_full(self, step: int) -> bool:
-        """Return whether the batch of `step` is full, which means that no sample is EMPTY."""
+        """Return whether the batch of `step` is full, that is, contains no EMPTY index."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
     def most_documents(self, samples: Samples, num_steps: int) -> int:

@@ -303,9 +303,9 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int:
-        """Id of the token that replaces unknown characters. The id is -1 if there is no such token,
-        or if it is the end-of-text token. The latter holds for byte-level BPE, which can encode all
-        characters."""
+        """Id of the token that replaces unknown characters, or -1 if there is no such token. The id
+        is also -1 if the end-of-text token serves as the unknown token, as in byte-level BPE, which
+        can encode all characters."""
         token = None if self.is_gpt2 else self._loaded.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
@@ -333,9 +333,11 @@ class Tokenizer:
         """True if data/pieces.py may cut documents. Concatenating the ids of the pieces then gives
         the ids of the whole document.
 
-        Documents may be cut only under three conditions. The tokenizer uses byte-level BPE, words
-        end before a space and before a line feed that follows a letter, and no added token contains
-        or strips spaces."""
+        Documents may be cut only if all of these conditions hold:
+
+        - the tokenizer uses byte-level BPE;
+        - words end before a space, and before a line feed that follows a letter or digit;
+        - no added token contains a space or line feed, or strips white space."""
         if self.is_gpt2:
             return True
         if self._library is None:
@@ -545,7 +547,8 @@ class Tokenizer:
         return self.facts.has_template
 
     def talks(self, form: str | None) -> bool:
-        """Return whether text of this form is treated as conversations."""
+        """Return whether training text of the form `form` (data/pieces.py) is treated as
+        conversations."""
         return form == pieces.MESSAGES or (form == pieces.PROMPT and self.facts.has_template)
 
     @cached_property
@@ -582,7 +585,8 @@ class Tokenizer:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Return the ids of `text`, a prompt that generation will continue."""
+        """Return the ids of the prompt `text`, preceded by the ids that the tokenizer adds at the
+        beginning of every string. Generation continues after these ids."""
         before = self.ends[0].tolist()
         return [*before, *self.encode_batch([text])[0].tolist()]
 
@@ -639,7 +643,8 @@ def _growth(part: dict[str, Any]) -> int:
 
 
 def is_chat(folder: Path) -> bool:
-    """Return whether the model in `folder` was trained on conversations in our chat template."""
+    """Return whether `folder` contains this package's chat template. Exports of models that were
+    trained on conversations include this template."""
     file = folder / CHAT_TEMPLATE.name
     return file.is_file() and file.read_bytes().endswith(CHAT_TEMPLATE.read_bytes())
 

@@ -47,9 +47,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Run the forward and backward passes of *all* micro-batches and one optimizer update.
-        Return the results. Gradients are computed for the loss (sum of token losses in the global
-        batch) / `batch.num_targets`."""
+        """Run the forward and backward passes of all micro-batches, then one optimizer update. The
+        loss whose gradients are computed is the sum of the token losses in the global batch,
+        divided by `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
@@ -90,8 +90,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Restore the `state_parts` and `counters` from a checkpoint, which may come from any
-        engine and layout."""
+        """Restore the state described by `state_parts` and `counters` from a checkpoint. Any engine
+        and layout may have written the checkpoint."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return fp32 tensors that only this rank has. They are needed to resume exactly under the
@@ -132,8 +132,8 @@ class Engine(abc.ABC):
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Disable gradients, dropout and compilation. Compiled code would be recompiled for new
-    shapes."""
+    """Put `module` in evaluation mode, and disable gradients and torch.compile within the `with`
+    block. Compiled code would be recompiled for new shapes."""
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield

@@ -28,8 +28,8 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """Optimizer step that is at first launched op by op and later, if `captures` is True, captured
-    and replayed.
+    """Optimizer step that is at first launched op by op. If `captures` is True, it is later
+    captured as a CUDA graph and replayed.
 
     `step` takes tensors on the device and returns tensors. Everything else that `step` reads or
     writes, such as parameters, optimizer state and learning rate, must keep its memory address.

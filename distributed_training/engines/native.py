@@ -1,4 +1,5 @@
-"""Train a model with PyTorch's own parallelism along any axes of the mesh."""
+"""Train a model with PyTorch's own parallelism (DDP, FSDP, tensor and pipeline parallelism) along
+any axes of the device mesh."""
 
 import contextlib
 import time
@@ -39,7 +40,8 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 class NativeEngine(base.Engine):
-    """Engine that applies the mechanisms in parallel/ in a fixed order and runs AdamW."""
+    """Engine that parallelizes a model with the modules in parallel/, applied in a fixed order, and
+    trains it with AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
@@ -107,7 +109,8 @@ class NativeEngine(base.Engine):
         self._good_steps = torch.zeros((), device=topology.device)
 
     def _parallelize(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
-        """Apply tp, LoRA, checkpointing, compile and the data-parallel axes, in this order."""
+        """Apply tp, LoRA, activation checkpointing, torch.compile and the data-parallel axes, in
+        this order."""
         topology = self.topology
         config = self.config
         tp_partial_names: set[str] = set()
@@ -150,8 +153,8 @@ class NativeEngine(base.Engine):
         return module
 
     def build_ddp(self, part: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
-        """Wrap `part` in DDP and fix the order of its buckets. Afterwards, a communication hook may
-        be added."""
+        """Wrap `part` in DDP and fix the order of its buckets. A communication hook may be added
+        afterwards."""
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )

@@ -1,4 +1,4 @@
-"""Build AdamW with Adam moments in fp32 or in fewer bits.
+"""Build AdamW with Adam moments in fp32 or in lower precision.
 
 The second moment is a mean over about 1,000 steps, so it shrinks by at most about a thousandth per
 step. Half the distance between neighboring bf16 values is two to four thousandths of their
@@ -37,7 +37,8 @@ def build_optimizer(
 
 
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
-    """Return `part` with access to one of AdamW's moments, in fp32, instead of the weight."""
+    """Return a copy of `part` that reads and writes the Adam moment `moment`, converted to and from
+    fp32, instead of the weight."""
     inside = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:

@@ -75,9 +75,9 @@ class Traced:
     backward_compiled: Line
 
     def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
-        """Return the number of bytes per token in samples of `length` tokens. `quantity` is
-        "kept", "forward" or "backward"; `mode` is "eager", "compiled" or, for
-        "kept", "selective"."""
+        """Return the number of bytes per token in samples of `length` tokens. `quantity` is "kept",
+        "forward" or "backward". `mode` is "eager" or "compiled", or "selective" for the quantity
+        "kept"."""
         base, slope = getattr(self, f"{quantity}_{mode}")
         return base + slope * length
 
@@ -127,14 +127,14 @@ class ModelSize:
 
     @property
     def values_in(self) -> int:
-        """Return the total number of outputs per token of the block matrices that tp shards by
-        rows."""
+        """Return the number of output values per token, summed over the matrices in a block that tp
+        shards by rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def values_out(self) -> int:
-        """Return the total number of inputs per token of the block matrices that tp shards by
-        columns."""
+        """Return the number of input values per token, summed over the matrices in a block that tp
+        shards by columns."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
@@ -233,7 +233,7 @@ class ModelSpec:
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def outline(self, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
-        """Build the model without weights, on the device "meta"."""
+        """Build the model without weights, on the meta device."""
         import torch
 
         with torch.device("meta"):
@@ -426,8 +426,8 @@ def write_tensors(
 ) -> None:
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
-    `outline` has the names, shapes and dtypes of the tensors in the same order, and may be on
-    "meta". The function that safetensors provides would need all tensors at once."""
+    `outline` has the names, shapes and dtypes of the tensors in the same order, and may be on the
+    meta device. The `save_file` function of safetensors would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}
@@ -452,7 +452,8 @@ def write_tensors(
 
 
 def find_model(name: str) -> ModelSpec:
-    """Return the model that CONFIG's `model` names. Raises UserError if there is no such model."""
+    """Return the model that `name`, the value of `model` in CONFIG, selects. Raises UserError if
+    there is no such model."""
     names = []
     family_of_type: dict[str, str] = {}
     for family in FAMILIES:

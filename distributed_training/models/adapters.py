@@ -67,7 +67,7 @@ def read_adapters(folder: Path) -> AdapterConfig:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder contains adapters."""
+    """Return whether a folder contains LoRA adapters in PEFT's format."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -86,7 +86,7 @@ def base_name(folder: Path) -> str:
 
 def base_folder(folder: Path) -> Path:
     """Return `folder` or, if it contains adapters, the folder of their base weights. Raises
-    UserError if the base is not available."""
+    UserError if the base weights are not available."""
     if not is_adapter(folder):
         return folder
     name = base_name(folder)

@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         # Maximum number of documents in a training micro-batch; None if unknown
         self.max_documents: int | None = None
-        # Function that initializes parameters on the device "meta" (see fill_parameters)
+        # Function that initializes parameters on the meta device (see fill_parameters)
         self.fill: Callable[..., None] | None = None
         # Earlier adapters of all blocks, to continue training (peft.py); {} for new adapters
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
@@ -212,7 +212,8 @@ class Decoder(nn.Module):
     def run(
         self, x: torch.Tensor, positions: Positions, documents: Documents | None, past: Past | None
     ) -> torch.Tensor:
-        """Run this stage's embedding and blocks. See `hidden`."""
+        """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
+        states [B, T, D]."""
         options: dict[str, Any] = {} if past is None else {"past": past}
         if documents is not None:
             options["documents"] = documents
@@ -296,11 +297,11 @@ class Decoder(nn.Module):
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
-        Matrices are normally distributed with a standard deviation of 0.02, or less if their
-        results are added to the residuals (Radford et al. 2019). Biases are 0, norms are 1, and
-        vocabulary padding is 0. With `hashed`, `hashed_normal` draws matrices on `device`, and each
-        rank computes only its shard. Otherwise, torch's generator draws whole matrices on the
-        CPU."""
+        Values of matrices are normally distributed with a standard deviation of 0.02. The standard
+        deviation is smaller for matrices whose results are added to the residuals (Radford et al.
+        2019). Biases are 0, norms are 1, and vocabulary padding is 0. With `hashed`,
+        `hashed_normal` draws matrices on `device`, and each rank computes only its shard.
+        Otherwise, torch's generator draws whole matrices on the CPU."""
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         indices = {name: index for index, name in enumerate(shapes)}
         roles = self.find_roles()
@@ -428,8 +429,8 @@ Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
-    """Build a family's model in fp32 on torch's default device, with random weights. On the device
-    "meta", the parameters have no values."""
+    """Build a family's model in fp32 on torch's default device, with random weights. If the default
+    device is the meta device, the parameters have no values."""
     device = torch.get_default_device()
     with torch.device("meta"):
         model = family(size, dropout)
@@ -440,8 +441,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Move parameters on "meta" and all buffers to `device`, in place. Tensors that were on "meta"
-    have undefined values afterwards."""
+    """Move all buffers and the parameters on the meta device to `device`, in place. Tensors that
+    were on the meta device have undefined values afterwards."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -465,7 +466,7 @@ def fill_parameters(
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
 ) -> None:
-    """Fill this rank's shards of the parameters on "meta" with initial values, in place.
+    """Fill this rank's shards of the parameters on the meta device with initial values, in place.
 
     The shards are on `device`, with values rounded to `round_to`. Two threads fill them, so up to
     two additional shards are in RAM at a time."""

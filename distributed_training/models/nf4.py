@@ -131,8 +131,8 @@ def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> N
 
 
 def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
-    """Return a source of the values that training in the compute dtype `dtype` uses for an NF4
-    base."""
+    """Return a source of the weights that training uses if the base model is quantized to NF4 and
+    the compute dtype is `dtype`."""
 
     def read(name: str, box: Box) -> torch.Tensor:
         values = source(name, ())

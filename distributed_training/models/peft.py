@@ -43,7 +43,8 @@ class Initial(NamedTuple):
 
 
 class _Adapter(NamedTuple):
-    """A and B in fp32 for some rows of one of our matrices."""
+    """LoRA matrices A and B, in fp32, for a subset of the rows of one matrix in this package's
+    model."""
 
     name: str
     rows: torch.Tensor
@@ -53,8 +54,8 @@ class _Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Trained adapters of a model. One of our matrices may combine several Hugging Face matrices,
-    each with its own adapter."""
+    """Trained adapters of a model. A matrix in this package may combine several Hugging Face
+    matrices, each with its own adapter."""
 
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
@@ -88,7 +89,8 @@ class Adapters:
         return rounded_source(base, size, dtype)
 
     def merged(self, base: Source, size: ModelSize) -> Source:
-        """Return a source of the `base` weights plus the adapters, added in fp32."""
+        """Return a source of the `base` weights with the adapters merged in. The sum is computed in
+        fp32."""
         weights = self.trained_base(base, size)
 
         def read(name: str, box: Box) -> torch.Tensor:
@@ -156,7 +158,8 @@ def of_state(
     fingerprint: int,
     whose: object,
 ) -> Adapters:
-    """Return the adapters of a run from its `state`, which uses our names."""
+    """Return the adapters of a run. `state` maps this package's parameter names to the run's
+    tensors."""
     return Adapters(
         by_matrix=_match(to_peft(state, spec), spec, whose), rank=config.lora_rank,
         scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
@@ -173,8 +176,9 @@ def save_adapters(
     base: str,
     fingerprint: int,
 ) -> None:
-    """Write the adapters in `state`, which uses our names, to a folder that PEFT can load. `base`
-    is the folder of the base weights or their name on the Hub."""
+    """Write the adapters in `state` to a folder that PEFT can load. `state` maps this package's
+    parameter names to tensors. `base` is the folder of the base weights or their name on the
+    Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
@@ -200,10 +204,11 @@ def base_rounding(config: RunConfig) -> str | None:
 
 
 def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Remove unneeded zeros from adapters under PEFT's names. Return the adapters and their rank.
+    """Remove unneeded zeros from adapters with PEFT's names. Return (adapters, their rank).
 
-    Adapters whose B is 0 are removed. From the others, columns of B that are 0 are removed until
-    the rank is the largest number of nonzero columns in any B."""
+    Adapters whose B is zero are removed. The remaining adapters lose zero columns of B and the
+    corresponding rows of A, until the rank equals the largest number of nonzero columns in any
+    B."""
     nonzero = {}  # name of B -> (columns, nonzero ones first; number of nonzero columns)
     for name, b in tensors.items():
         if ".lora_B." in name:
@@ -223,7 +228,7 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
 
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Convert adapters under our names to adapters under PEFT's names. If one of our matrices
+    """Convert adapters from this package's parameter names to PEFT's. If one matrix in this package
     combines several Hugging Face matrices, each of these gets a copy of A and its own rows of B."""
     tensors = {}
     for name, a in state.items():
@@ -242,9 +247,9 @@ def read_initial(spec: ModelSpec, folder: Path) -> Initial:
 
 
 def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the LoRA keys of CONFIG with the values of the adapters in `folder`, from which
-    training continues, and a note for the user. Raises UserError if CONFIG sets a different rank,
-    alpha or targets, or if the adapters do not fit `model`."""
+    """Return (LoRA keys of CONFIG with their values, note for the user) for a run that continues
+    training the adapters in `folder`. Raises UserError if CONFIG sets a different rank, alpha or
+    targets, or if the adapters do not fit `model`."""
     adapters = read_adapters(folder)
     initial = read_initial(model, folder)
     targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
@@ -294,14 +299,14 @@ def check_base(fingerprint: int, base: str | None, whose: object) -> None:
 
 
 def is_rounded(folder: Path) -> bool:
-    """Return whether the adapters in `folder` were trained on a quantized base."""
+    """Return whether the adapters in `folder` were trained on a quantized base model."""
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         return "base_rounding" in (opened.metadata() or {})
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """For each Hugging Face matrix in the blocks, yield (our name, number of columns, Hugging Face
-    name, indices of the matrix's rows in our matrix)."""
+    """For each Hugging Face matrix in the blocks, yield (name of the matrix in this package that
+    contains it, number of columns, Hugging Face name, indices of its rows in that matrix)."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
@@ -313,8 +318,8 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
 def _match(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
 ) -> dict[str, list[_Adapter]]:
-    """Group adapters, given under PEFT's names, by the name of our matrix. Raises UserError if A
-    and B of a pair do not fit."""
+    """Group adapters, given with PEFT's names, by the matrix in this package that they adapt.
+    Raises UserError if A or B of an adapter is missing or does not fit the matrix."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
     for name, columns, hf_name, rows in _matrices(spec):
         a, b = (tensors.get(name) for name in _names(hf_name))
@@ -330,7 +335,8 @@ def _names(matrix: str) -> tuple[str, str]:
 
 
 def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
-    """Raise UserError for a tensor that is not an adapter of a matrix in the blocks."""
+    """Raise UserError if one of `names`, the tensor names in an adapter file, does not belong to an
+    adapter of a matrix in the blocks."""
     allowed = {name for _, _, hf_name, _ in _matrices(spec) for name in _names(hf_name)}
     if unexpected := next((name for name in names if name not in allowed), None):
         what = f"{shown(unexpected)} is not an adapter of a matrix in {spec.label}'s blocks"
@@ -362,8 +368,8 @@ def _read_tensors(
     config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of adapters, and the metadata of their file, which may contain the
-    fingerprint of the base. Raises UserError for a file that is missing, damaged or inconsistent
-    with the config."""
+    fingerprint of the base weights. Raises UserError if the file is missing, damaged or
+    inconsistent with the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()

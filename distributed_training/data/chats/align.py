@@ -47,14 +47,17 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    If `marked` is None, one sample contains all answers that the template renders in the whole
-    conversation as it would for generation. Every other answer gets a separate sample. If the
-    template marks the text to train on, `marked` contains the marked spans. The result is then one
-    sample with these spans, or no sample if none remain. `skip` contains the indices of messages
-    that are not in the loss. The pattern `marks` matches special tokens. If a template puts no
-    special token after an answer, as in GLM-4, the special token that begins the next turn is in
-    the loss and is added after a last answer, because the model must generate it to stop. Raises
-    AlignmentError if an answer cannot be found."""
+    If `marked` is None, the first sample contains every answer that the template renders in the
+    whole conversation exactly as during generation. Every other answer gets a separate sample. If
+    the template marks the text to train on, `marked` contains the marked spans. The result is then
+    one sample with these spans, or no sample if none remain. `skip` contains the indices of
+    messages that are not in the loss. The pattern `marks` matches special tokens.
+
+    Some templates, such as GLM-4's, put no special token after an answer. The special token that
+    begins the next turn is then in the loss, because the model must generate it to stop. This token
+    is also added after the last answer.
+
+    Raises AlignmentError if an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:

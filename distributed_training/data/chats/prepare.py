@@ -41,7 +41,8 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of records of a split that are read and left out, and counts for notes."""
+    """Counts for one split: records read, records left out by reason, and records or messages by
+    note."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
@@ -83,8 +84,8 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
     """Check and count the records in a source without rendering conversations.
 
     Yield (location in the dataset, conversation) for each conversation and a list of pieces for any
-    other record. Records with nothing to train on are left out. Raises UserError if a record has a
-    different shape."""
+    other record. Records with nothing to train on are left out. Raises UserError if a record does
+    not have the shape of the source's first record."""
     shape = source.shape
     assert shape is not None
     talks = tokenizer.talks(source.form)

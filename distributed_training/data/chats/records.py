@@ -139,8 +139,8 @@ class Shape:
         """Return the conversation in a record that has messages or a question and its answer.
 
         Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
-        removed, because Arrow tables add such members. Raises UserError if the record has a
-        different shape."""
+        removed, because Arrow tables add such members. Raises UserError if the record does not have
+        this shape."""
         keys = self._checked(record, where)
         if drop_nulls:
             keys = _without_nulls(keys)

@@ -140,9 +140,9 @@ def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
     """Return the function that answers requests in the child process. That function returns a list
-    of samples for a conversation, or a list with one string for a question. If the template fails,
-    the function returns the reason as a string. A template that takes too long terminates the
-    process."""
+    of samples or, for a question, a list that contains only the rendered text. If the template
+    fails, the function returns the reason as a string. A template that takes too long terminates
+    the process."""
     import warnings
 
     warnings.simplefilter("ignore")

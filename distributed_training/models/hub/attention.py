@@ -58,8 +58,8 @@ def attention(
 
 
 def receives_documents(inner: Any) -> bool:
-    """Return whether the blocks of a model on "meta" pass documents on to `attention`. Afterwards,
-    the model's parameters no longer require gradients."""
+    """Return whether the blocks of `inner`, a model on the meta device, pass `documents` on to
+    `attention`. Afterwards, the model's parameters no longer require gradients."""
     if inner.config._attn_implementation != NAME:
         return False
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")

@@ -40,7 +40,7 @@ def make_config(document: dict[str, Any], dropout: float = 0.0, max_layers: int 
 
 
 def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Build the transformers model with parameters on the device "meta" and buffers on the CPU. The
+    """Build the transformers model with parameters on the meta device and buffers on the CPU. The
     model calls this package's attention if its class accepts a replacement."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, logging
 

@@ -58,9 +58,9 @@ def trace(document: dict[str, Any]) -> Traced:
 
 
 def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace a parameter on "meta" with zeros on the CPU. Matrices repeat a single number, so they
-    need no memory. Vectors are contiguous, because linear layers run different operations for
-    non-contiguous biases."""
+    """Replace a parameter on the meta device with zeros on the CPU. Matrices repeat a single
+    number, so they need no memory. Vectors are contiguous, because linear layers run different
+    operations for non-contiguous biases."""
     if not tensor.is_meta:
         return tensor
     shape = tensor.shape if tensor.dim() < 2 else (1,)
@@ -73,7 +73,7 @@ class _TracedError(Exception):
 
 def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     """Return the forward and backward graphs of the first block for a sample of `length` tokens.
-    They are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
+    The graphs are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
     _, inner, (block, *_) = model.find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     cut = aot.min_cut_rematerialization_partition if fused else aot.default_partition
@@ -127,8 +127,8 @@ def _kept_bytes(forward: Any) -> int:
 
 
 def _matrix_costs(forward: Any) -> tuple[int, int]:
-    """Return the number of bytes that a block keeps if it keeps only the results of matrix
-    multiplications and attention, and the FLOPs of attention."""
+    """Return (number of bytes that a block keeps if it keeps only the results of matrix
+    multiplications and attention, FLOPs of attention)."""
     results = [forward.graph.find_nodes(op="placeholder")[0].meta["val"]]
     flops = 0
     for node in forward.graph.nodes:

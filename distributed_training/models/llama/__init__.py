@@ -183,8 +183,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with random weights that `seed`
-    determines."""
+    """Build the model in fp32 on torch's default device, with random weights determined by
+    `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.llama.model import Llama
 
