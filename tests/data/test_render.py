@@ -51,7 +51,8 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
 
 
 def test_dates_and_bytes_of_tables_are_rendered_as_transformers_does():
-    """WildChat's messages have timestamps, which JSON cannot represent."""
+    """Values that JSON cannot represent, such as the timestamps of WildChat's messages, are
+    rendered as in transformers."""
     template = "{% for m in messages %}{{ m.role ~ m.time ~ m.content }}{% endfor %}"
     messages = [
         {**SAID[0], "time": datetime.datetime(2024, 5, 1, 12, tzinfo=datetime.UTC)},

@@ -38,7 +38,8 @@ def padded_samples(num_samples, seq_len=6):
 
 
 def test_the_order_is_the_one_of_earlier_releases():
-    """With a different order, runs from earlier releases could not be repeated or resumed."""
+    """The order of samples is the same as in earlier releases. Otherwise, their runs could not be
+    repeated or resumed."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],

@@ -1,5 +1,5 @@
-"""Run every command on untrusted folders whose files name code, and check that none of this code
-runs."""
+"""Run every command on untrusted folders whose files refer to code, and check that none of this
+code runs."""
 
 import json
 import shutil

@@ -37,8 +37,8 @@ def test_exit_code(verdicts, code):
 
 
 def test_every_layout_is_held_against_one_process(tmp_path):
-    """The strategy "forgetful", which this test adds, does not sum the gradients of norms over
-    tp."""
+    """`parity` compares every layout with one process. It fails the strategy "forgetful", which
+    this test adds and which does not sum the gradients of norms over tp."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()

@@ -105,8 +105,9 @@ def test_initial_weights_are_gpt2s_and_of_the_seed_alone():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
-    """Count the elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike
-    "full", "selective" does not repeat matrix multiplications."""
+    """Activation checkpointing changes no result and saves fewer values. The test counts the
+    elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike "full",
+    "selective" does not repeat matrix multiplications."""
     results, kept, flops = {}, {}, {}
     for mode in ("none", "full", "selective"):
         model, sizes = random_model(dropout), []

@@ -93,7 +93,8 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(runs):
-    """As with `| head -1`, close the pipe before all output has been written."""
+    """`report` prints no traceback if its reader closes the pipe before all output has been
+    written, as `| head -1` does."""
     with subprocess.Popen(
         [sys.executable, ROOT / "real_model_example.py", "report", runs / "latest"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
