@@ -94,7 +94,7 @@ def published_operations(file: str) -> str:
 def published_samples(name: str) -> str:
     """Return a list of the records in results/records/<name>/*.json. Each entry has the perplexity
     at the first and the best evaluation, the duration in minutes, and the text that the model
-    generated before and after training, without line breaks and repeated spaces."""
+    generated before and after training, without line breaks or repeated spaces."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
