@@ -300,7 +300,7 @@ def choices() -> str:
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
     text = (
         f"In {len(sets) - len(other_sets)} of {len(sets)} sets of runs with "
-        "equal model, batch and precision, the planner's first choice was the fastest. "
+        "the same model, batch and precision, the planner's first choice was the fastest. "
         f"Its median slowdown, relative to the fastest, is {statistics.median(losses):.1%}. "
         f"The rank correlation, averaged over sets of at least four runs, is {ranked:.2f}."
     )
