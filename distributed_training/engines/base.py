@@ -48,8 +48,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Run the forward and backward passes of all micro-batches, then one optimizer update. The
-        loss whose gradients are computed is the sum of the token losses in the global batch,
-        divided by `batch.num_targets`."""
+        gradients are computed for the sum of the token losses in the global batch, divided by
+        `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
@@ -79,8 +79,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
-        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes are those of the model,
-        without vocabulary padding. This method is not collective."""
+        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes match the model without
+        vocabulary padding. This method is not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:

@@ -70,8 +70,8 @@ class NativeEngine(base.Engine):
         self.tp_partial_params: list[nn.Parameter] = []
         modules = [self._parallelize(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model if there is no pipeline
-        # Trained parameters of each stage. They are collected now because FSDP's modules have
-        # gathered and rounded copies instead after an evaluation.
+        # Trained parameters of each stage. They are collected now, because FSDP's modules contain
+        # gathered and rounded copies instead of them after an evaluation.
         self.params_by_stage = [
             (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
             for part in stages.values()
@@ -165,10 +165,11 @@ class NativeEngine(base.Engine):
         """Run a forward and backward pass that fixes the order of DDP's buckets, and discard its
         gradients.
 
-        DDP fills its buckets in the order in which gradients arrive in the first pass, and
-        compression stores errors per bucket. During the next pass, torch may keep the first buckets
-        until its watchdog releases the buffers of NCCL operations. Optimizer state does not exist
-        yet, so peak memory does not exceed that of later steps."""
+        DDP assigns gradients to buckets in the order in which they arrive in the first pass. This
+        pass runs before training, because gradient compression stores errors per bucket. During the
+        next pass, torch may keep the initial buckets in memory until its watchdog releases the
+        buffers of NCCL operations. Optimizer state does not exist yet, so peak memory does not
+        exceed that of later steps."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
@@ -198,8 +199,9 @@ class NativeEngine(base.Engine):
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on tensors from `Samples.batch`, stacked over m micro-batches to
-        [m, B, ...]. Return this rank's summed loss and the norms from `global_norm`."""
+        """Run one optimizer step on tensors [m, B, ...], which stack the arrays from
+        `Samples.batch` for m micro-batches. Return this rank's summed loss and the norms from
+        `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:

@@ -43,8 +43,8 @@ def from_rank_0(value: Any) -> Any:
 
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
-    """Return a function like `gather` that exchanges values through a store. Ranks may call the
-    function later than a process group's timeout allows, for example after tokenization. The
+    """Return a function like `gather` that exchanges values through a store. The function can wait
+    longer than a process group's timeout, for example for a rank that is still tokenizing. The
     function raises RunError if another rank has not called it after PATIENCE_S seconds."""
     numbers = itertools.count()
 

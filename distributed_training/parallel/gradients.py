@@ -52,7 +52,7 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
 def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (2-norm of all gradients of the model, 2-norms of this rank's shard of each gradient).
+    """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
 
     Each rank sums the squares of its shards, divided by the number of ranks in its stage that have
@@ -82,5 +82,5 @@ def _num_shards(gradient: Any) -> int:
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's bf16_compress_hook. On CPUs, DDP rejects a hook with that name."""
+    """Call torch's bf16_compress_hook. On CPUs, DDP would reject that hook because of its name."""
     return bf16_compress_hook(state, bucket)

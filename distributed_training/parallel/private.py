@@ -98,8 +98,8 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
     if there is no shard. The position is (index of the flat tensor, offset in that tensor, first
     element of the flattened parameter, number of elements).
 
-    DeepSpeed's public accessors are not used. In ZeRO stages 1 and 2, they find Adam moments only
-    in the first flat tensor."""
+    DeepSpeed's public accessors are not used, because they find Adam moments only in the first flat
+    tensor in ZeRO stages 1 and 2."""
     if hasattr(parameter, "ds_id"):  # ZeRO stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count
@@ -118,8 +118,8 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return one group's flat "weight" and its Adam state, by name. If the group is on disk, return
-    copies, without "step"."""
+    """Return the flat "weight" of one group and its Adam state, keyed by name. If the group is on
+    disk, the result contains copies and has no "step"."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -229,8 +229,8 @@ def forget_pipeline_grid() -> None:
 
 def leave_out_extensions() -> None:
     """Disable DeepSpeed's shared-memory all-reduce between CPUs, the only extension that DeepSpeed
-    builds by default. Only DeepSpeed's inference uses this extension, which takes 40 s to compile
-    and 66 MiB of /dev/shm per process."""
+    builds by default. Only DeepSpeed's inference uses this extension. It takes 40 s to compile and
+    needs 66 MiB of /dev/shm per process."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__ = {}  # Otherwise, DeepSpeed runs compilers to fill this dict.

@@ -1,5 +1,5 @@
-"""Wrap the private interfaces of torch.distributed.pipelining. Importing torch's package takes
-0.4 s, so only pipeline.py imports this module."""
+"""Wrap the private interfaces of torch.distributed.pipelining. Importing that package takes 0.4 s,
+so only pipeline.py imports this module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,11 +42,12 @@ class TwoWayStage(PipelineStage):
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Schedule that follows the planned orders of forward passes and halves of backward passes.
+    """Schedule that runs forward passes and the two halves of each backward pass in the planned
+    order.
 
-    If the plan stores orders for given durations, messages are sorted by their expected times.
-    torch's own order of messages assumes equal durations. A receive that is posted too early would
-    block operations that are ready."""
+    If the plan contains orders from a schedule search, messages are sorted by their expected times.
+    torch's own order of messages assumes that all operations take equally long. A receive that is
+    posted too early would block operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
@@ -76,8 +77,8 @@ _MESSAGES = {
 def _in_order_of_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
-    """Return the actions with messages sorted by the time at which each is produced. A message
-    comes directly before the operation that this process runs at that time."""
+    """Return the actions, with the messages sorted by the time at which they are produced. Each
+    message directly precedes the operation that this process runs at that time."""
     messages = []
     for action in actions:
         if action.computation_type in _MESSAGES:

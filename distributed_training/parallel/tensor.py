@@ -75,12 +75,12 @@ class _Layer(parallel.ParallelStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
-    A sharded layer (a matrix by columns, or an embedding by rows) computes one term of a sum. Each
-    process adds the bias after the sum, so the matrix multiplication and the sum can be fused.
-    Without this class, DTensor would sum the gradients of replicated parameters one at a time, per
-    micro-batch and in bf16. torch's RowwiseParallel can return a tensor that is still being
-    communicated. A compiled block cannot use such a tensor: the gradient of its input would be
-    incomplete."""
+    A sharded layer (a matrix sharded by columns, or an embedding sharded by rows) computes one term
+    of a sum. Each process adds the bias after the sum, so the matrix multiplication and the sum can
+    be fused. Without this class, DTensor would sum the gradients of replicated parameters one at a
+    time, per micro-batch and in bf16. torch's RowwiseParallel can return a tensor that is still
+    being communicated. A compiled block cannot use such a tensor, because the gradient of the
+    block's input would be incomplete."""
 
     input_layout: Placement = field(default_factory=Replicate)
     output_layout: Placement = field(default_factory=Replicate)
@@ -111,8 +111,8 @@ class _Layer(parallel.ParallelStyle):
 
 
 def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
-    """Return this rank's share of the positions x, whose (samples, tokens) are split into
-    `parts`."""
+    """Return this rank's share of the token positions `x`. Samples are split into `parts[0]` parts,
+    and tokens are split into `parts[1]` parts."""
     for dim, count in enumerate(parts):
         if count > 1 and x.dim() == 2:
             x = x.chunk(count, dim)[rank]
@@ -152,8 +152,8 @@ def _split_loss(
     vocab_size: int,
     chunked: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """Return the loss of `decoder.summed_cross_entropy`, with output rows that are sharded over
-    the processes. Compute the loss in chunks if `chunked` is set."""
+    """Return the loss of `decoder.summed_cross_entropy` if the rows of the output layer's `weight`
+    are sharded over the processes. Compute the loss in chunks if `chunked` is set."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -202,9 +202,9 @@ split_cross_entropy = _SplitCrossEntropy.apply
 
 
 def with_own_masks(function: Any, rank: int, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Call `function` with x and with dropout masks that differ by `rank`, because ranks have
-    different heads or columns. Recomputation restores the shared generator and thereby draws the
-    same seed."""
+    """Call `function` with x and with dropout masks that differ by `rank`, because each rank has
+    different heads or columns. Recomputation restores the shared generator and therefore draws the
+    same seed again."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

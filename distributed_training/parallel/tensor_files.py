@@ -1,8 +1,9 @@
-"""Store sharded tensors: each process writes its parts to a file, and any layout can read them.
+"""Store sharded tensors. Each process writes its parts to a file, and a run with any layout can
+read the files.
 
-Files have the safetensors format, so reading them executes no code. A part is a box of its
-tensor or, under ZeRO, a range of the flattened tensor. The file's header stores the position of
-each part."""
+Files have the safetensors format, so reading them executes no code. A part is a box of its tensor
+or, under ZeRO, a range of the flattened tensor. The file's header stores the position of each
+part."""
 
 import itertools
 import json
@@ -27,7 +28,8 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
-COPY = "copy of "  # prefix of parts that another node's files have without the prefix
+# Name prefix of a part that the files of another node contain under its name without the prefix
+COPY = "copy of "
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -54,7 +56,8 @@ def part_of(
     *,
     writes: bool = True,
 ) -> Part:
-    """Return `tensor`, without padding, as a part of a tensor of `shape` that begins at `start`."""
+    """Return `tensor`, without padding, as a Part. The part begins at `start` in a tensor of
+    `shape`."""
     limits = shape if len(start) == len(shape) else (math.prod(shape),)
     size = tuple(
         max(0, min(length, limit - first))
@@ -68,7 +71,7 @@ def part_of(
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this process's shard of a parameter, which shares its memory, and the shard's first
+    """Return this process's shard of a parameter, without copying it, and the shard's first
     index."""
     is_split = isinstance(parameter, DTensor)
     start = first_index(parameter) if is_split else (0,) * parameter.dim()
@@ -136,12 +139,12 @@ def _finite(part: Part) -> torch.Tensor:
 
 
 class HostMemory:
-    """Host memory for copies of parts, so that training can continue during a save. Allocating and
-    page-locking memory takes seconds, so a thread does this, and the memory is reused."""
+    """Host memory for copies of parts. Training can continue while the copies are saved.
+    Page-locking the memory takes seconds, so a thread does this. All saves use the same memory."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
-        """If `gpu` is given and the driver allows it, page-lock the memory so that copies run at
-        the full speed of the link."""
+        """Allocate `num_bytes` bytes. If `gpu` is given and the driver allows it, a thread
+        page-locks the memory, so that copies run at the full speed of the link to the GPU."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
         self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)

@@ -3,9 +3,10 @@
 
 The first part computes the gradients that the previous stage waits for. The second part computes
 the gradients of the blocks' matrices. Autograd cannot stop in the middle of a compiled block, so
-the matrices are hidden from it. Instead, each matrix multiplication x W^T gets a tap: an extra
-input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x from
-the saved x and dY. Together, the two parts compute the same gradients as a whole backward pass."""
+the matrices are hidden from autograd. Instead, each matrix multiplication x W^T gets a tap: an
+extra input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x
+from the saved x and dY. Together, the two parts compute the same gradients as a whole backward
+pass."""
 
 import functools
 from collections.abc import Callable
@@ -26,8 +27,8 @@ class WeightGradients:
     gradients."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
-        """Add taps to the stage's blocks. `tp_parts` (see Plan) contains the numbers of parts into
-        which sequence parallelism splits a block's input, but not the inputs of its Linears."""
+        """Add taps to the stage's blocks. Sequence parallelism splits the input of a block into
+        `tp_parts` (see Plan), but it does not split the inputs of the block's Linears."""
         self.tp_parts = tp_parts
         self.pending: Products = []
         dtype = stage.compute_dtype or torch.float32

@@ -41,8 +41,8 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile and load the DeepSpeed extensions that the plan's strategy needs, in one process per
-    machine, and print how long this takes. All ranks must call this function."""
+    """Compile and load the DeepSpeed extensions of the plan's strategy in one process per machine.
+    Print how long each extension takes. All ranks must call this function."""
     # Import the engine on all ranks at the same time instead of one after another.
     plan.strategy.load_engine()
     names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
@@ -78,14 +78,14 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
 def build_model(
     plan: Plan, topology: Topology, drawn: Decoder | None
 ) -> tuple[Decoder, Fingerprint]:
-    """Return the model and a fingerprint of its frozen weights. Without LoRA, the fingerprint has
-    no samples.
+    """Return the model and a fingerprint of its frozen weights. Without LoRA, no weights are frozen
+    and the fingerprint is empty.
 
-    For PyTorch's parallelism, the model is on the device "meta", and `model.fill` loads the weights
+    For PyTorch's parallelism, the model is on the meta device, and `model.fill` loads the weights
     of this rank's shards once the shards are known. DeepSpeed receives the whole model on the CPU.
-    An NF4 base model is complete on this rank's device. All weights are rounded to the compute
-    dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the matrices of
-    blocks), and trained weights in fp32."""
+    With an NF4 base, this rank's device holds the whole base model. All weights are rounded to the
+    compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
+    matrices of blocks), and trained weights in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     model = plan.model.outline(dropout=config.dropout, seed=config.seed)

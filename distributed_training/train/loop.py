@@ -385,8 +385,8 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _receive(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal. If another signal arrives after PATIENCE_S, leave it to the
-        handler that was set before training.
+        """Remember the first signal. If another signal arrives more than PATIENCE_S seconds later,
+        leave it to the handler that was set before training.
 
         Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore, only a later signal
         means that the user does not want to wait."""

@@ -37,7 +37,7 @@ class NonFiniteError(RunError):
 
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
-    """Return whether any of this rank's gradients are non-finite.
+    """Return whether a step has non-finite gradients, according to this rank's result.
 
     An overflow in fp16 is not a fault, because the engine then skips the update and lowers the loss
     scale. For non-finite gradients, an engine may report a norm of -1."""
@@ -58,8 +58,9 @@ class Faults:
 
     def describe(self, step: int, result: StepResult) -> str | None:
         """Name the ranks with a non-finite loss, and the first non-finite gradient in model order.
-        Return None if on_nonfinite=skip skipped the update and too few steps in a row were skipped
-        to stop the run. All ranks must call this method."""
+        Return None if on_nonfinite=skip has skipped the step and the run can continue. The run
+        stops if more than SKIPS_IN_A_ROW steps in a row are skipped. All ranks must call this
+        method."""
         skips = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))

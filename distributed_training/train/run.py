@@ -122,8 +122,8 @@ def push(run_dir: Path, name: str) -> int:
 
 
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """Return the values that a record has before the first step. records/record.py documents these
-    values."""
+    """Return the entries that a record has before the first step. `Record` documents most of
+    them."""
     config = plan.config
     strategy = plan.strategy
     pp = plan.mesh["pp"]
