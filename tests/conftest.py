@@ -1,4 +1,5 @@
-"""Shared helpers: run the script as a user would or in warm processes, and hide the Hub."""
+"""Shared helpers and fixtures. The helpers run the script as a user would, or in warm processes
+that have already imported its modules. The fixtures also hide the Hub."""
 
 import functools
 import gc
@@ -106,8 +107,8 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a pool for runs that access a Hub. The pool does not import transformers, because
-    transformers imports the Hub client, which reads the environment at import time."""
+    """Return a pool for runs that access a stub of the Hub. The pool does not import transformers,
+    because transformers imports the Hub client, which reads the environment at import time."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 

@@ -165,7 +165,8 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
 
 
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
-    """After a change of layout, random numbers depend on the step, not on the saved generator."""
+    """If the layout changes, the random number generators are seeded from the step instead of being
+    restored."""
     drawn, other = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)

@@ -22,8 +22,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """Save four checkpoints, with a failure during the third, and check faulty disks. For each
-    rank, return {case: the steps of its checkpoints, or the error message}."""
+    """Save four checkpoints, with a failure during the third. Then check missing and damaged files.
+    For each rank, return {case: the steps of the rank's checkpoints, or the error message}."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(

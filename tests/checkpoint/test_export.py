@@ -101,7 +101,8 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
 
 
 def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
-    """Generating a sample first and keeping the best weights do not change training."""
+    """Generating a sample before training and keeping the best weights do not change the training
+    itself."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
@@ -242,8 +243,8 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
 
 
 def test_a_finished_run_is_trained_further(run_dir, tmp_path):
-    """With adapters and a constant learning rate, the extended run equals a run that was longer
-    from the start."""
+    """With adapters and a constant learning rate, an extended run gives the same losses as a run
+    that had the larger max_steps from the start."""
     base = run_dir / "hf"
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
     values |= {"lr_schedule": "constant", "warmup_steps": 0}

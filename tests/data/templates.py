@@ -34,7 +34,8 @@ def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
 
 
 def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
-    """Return a template that renders questions as `user` and answers as `answer`."""
+    """Return a template that renders a user message with the template code `user`, and an assistant
+    message with `answer`."""
     return (
         first + "{% for message in messages %}{% if message.role == 'user' %}" + user
         + "{% elif message.role == 'assistant' %}" + answer

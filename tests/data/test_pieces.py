@@ -56,7 +56,8 @@ def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pie
 
 
 def split_by(pattern):
-    """Return pre-tokenizers as in tokenizer.json files: split by a pattern, then map to bytes."""
+    """Return the pre-tokenizers that many tokenizer.json files use: split the text by `pattern`,
+    then map it to bytes."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
 

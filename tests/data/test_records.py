@@ -222,8 +222,8 @@ def test_a_record_of_another_form_is_refused(record, words):
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
 def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
-    """A template that quotes the arguments of tool calls twice causes a note. In OpenAI's format,
-    arguments are a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
+    """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
+    the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
 
     def align(batch):
         for _, conversation in batch:
@@ -246,8 +246,8 @@ def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_values_that_a_template_does_not_write_are_notes(suffix, tmp_path):
-    """A template that omits calls, tools or documents causes a note, and so does a column that is
-    not read. transformers drops such values silently (Megatron-Bridge#4072)."""
+    """A note is printed if a template omits calls, tools or documents, or if a column is not read.
+    transformers drops such values silently (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
 
     def align(batch):

@@ -87,9 +87,9 @@ QUESTIONS = [
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """Compare with a simple implementation, in which IDs outside the loss are not targets and the
-    last samples are used for validation. Documents are split into several pieces and tokenized in
-    several batches."""
+    """Compare the samples with the samples of a simple implementation, in which IDs outside the
+    loss are not targets and the last samples are used for validation. Documents are split into
+    several pieces and tokenized in several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)

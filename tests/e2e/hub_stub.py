@@ -84,8 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer requests for information about a dataset's files, and the requests of an upload:
-        repos/create, validate-yaml, preupload and commit. The stub treats every file as small."""
+        """Answer requests for information about a dataset's files, and the requests that an upload
+        sends: repos/create, validate-yaml, preupload and commit. The stub treats every file as
+        small."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
             self._asked = body

@@ -17,7 +17,7 @@ from tests.pool import run_script
 
 
 def enter(node: Node) -> None:
-    """Move this process onto a node. The process must have only one thread."""
+    """Move this process into the node's namespaces. The process must have only one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = [os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "mnt")]
     for space in spaces:
@@ -27,7 +27,7 @@ def enter(node: Node) -> None:
 
 def with_torchrun(job: dict[str, Any]) -> None:
     """Run torchrun's agent on the node whose index is this process's rank. The agent starts
-    `_unplugged`, and continues alone if the other agent does not come back."""
+    `_unplugged`. If the other agent does not come back, this agent continues alone."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -70,8 +70,8 @@ def _unplugged() -> None:
 
 
 def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
-    """Return the variables that a launcher sets for the process with this rank, if there is one
-    process per node."""
+    """Return the environment variables that `launcher` sets for the process with this rank. There
+    is one process per node."""
     of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
         "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},

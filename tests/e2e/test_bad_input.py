@@ -1,5 +1,5 @@
-"""Test that every mistake gives exit code 2, creates no files, and prints one line that says what
-is wrong, why, and what to type instead."""
+"""Test that the script responds to every user mistake with exit code 2 and one line that says what
+is wrong, why, and what to type instead. It must create no files."""
 
 import re
 import sys
@@ -56,7 +56,7 @@ def test_command_line_is_refused_in_one_line(case, tmp_path):
 
 
 def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
-    """Only rank 0 reports the mistake, and all ranks end."""
+    """Only rank 0 reports the mistake, and all ranks exit."""
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
     assert result.returncode != 0

@@ -18,8 +18,8 @@ HELD_OUT = 12
 
 
 def write_example(folder: Path, name: str) -> dict:
-    """Write the guide's file with repeated records. Return CONFIG values with which a run memorizes
-    the records."""
+    """Write the guide's example file `name`, with its records repeated. Return CONFIG values with
+    which a run memorizes the records."""
     lines = EXAMPLES[name].splitlines(keepends=True)
     rows = lines[name.endswith(".csv") :]
     head = lines[: -len(rows)]

@@ -38,7 +38,8 @@ def test_exit_code(verdicts, code):
 
 def test_every_layout_is_held_against_one_process(tmp_path):
     """`parity` compares every layout with one process. It fails the strategy "forgetful", which
-    this test adds and which does not sum the gradients of norms over tp."""
+    this test adds. This strategy does not sum the gradients of the norm layers over the tp
+    ranks."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()
@@ -48,7 +49,7 @@ def test_every_layout_is_held_against_one_process(tmp_path):
 
     values = {**SMALL, "max_steps": 4, "num_samples": 64, "pipeline_schedule": "interleaved"}
     values["dataset"] = str(small_records())  # packed
-    del values["model"]  # the schedule that "auto" chooses for these four stages
+    del values["model"]  # "auto" chooses a model with four layers for the four stages
     keys = [f"{key}={value}" for key, value in values.items()]
     words = ["--num_gpus", "2", "--strategies", "fsdp,tp,pp,3d,forgetful", "--set", *keys]
     script = repository / "real_model_example.py"

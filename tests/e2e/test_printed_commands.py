@@ -1,6 +1,6 @@
-"""Test the commands in the documents, and every run.sh, with dry runs. Each command runs in warm
-processes, with --dry-run added if necessary. A dry run must be fast, not import torch, and start
-and create nothing. test_launchers.py trains with a run.sh."""
+"""Test the commands in the documents and every run.sh with dry runs. Each command runs in warm
+processes, with --dry-run added if necessary. A dry run must be fast. It must not import torch,
+start processes or create files. test_launchers.py trains with a run.sh."""
 
 import functools
 import json
@@ -25,8 +25,8 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Commands with these words are skipped: the reader's files, runs and folders, and a deliberate
-# mistake.
+# Commands with these words are skipped. The words stand for the reader's files, runs and folders,
+# or are a deliberate mistake.
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
@@ -87,8 +87,8 @@ COMMANDS = sorted(
 
 @functools.cache
 def as_required() -> bool:
-    """Return whether the Python that runs the tests meets requirements.txt, so that run.sh would
-    use it."""
+    """Return whether the Python that runs the tests meets requirements.txt. If it does not, run.sh
+    uses a different Python."""
     check = [sys.executable, ROOT / "strategies/check_requirements.py", ROOT / "requirements.txt"]
     return run_command(check).returncode == 0
 

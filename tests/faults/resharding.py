@@ -1,9 +1,9 @@
 """Save runs under one layout and resume them under another.
 
-python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
+python -m tests.faults.resharding --jobs 16          all pairs; writes results/resharding.json
 python -m tests.faults.resharding --ring             each layout saved once and resumed once
 python -m tests.faults.resharding --pairs 20 --seed 7
-python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
+python -m tests.faults.resharding --only infinity    pairs in which either layout is infinity
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
 The models are wider than the models in the tests, so that infinity keeps Adam moments in files.

@@ -3,8 +3,8 @@
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
     python -m tests.faults.soak --seed 1 --repeat zero2:3   # repeats one mission
 
-A mission is one run on two or four CPU processes. It is started with --num_gpus, as users do.
-Up to three random faults strike at random steps, and after each fault the run is restarted with
+A mission is one run on two or four CPU processes, started with --num_gpus as a user would. Up
+to three random faults strike at random steps, and after each fault the run is restarted with
 `resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
 number of useful steps divided by the number of executed steps."""
 
@@ -239,7 +239,7 @@ class Mission:
 
     def _judge(self, row: dict[str, Any]) -> None:
         """Record a failure if the run did not end as required after this fault. Also set
-        `row["named"]`."""
+        `row["named"]` to whether the run's messages name the cause."""
         if not row["struck"] or self.time_left() <= 0:
             return
         expected = FAULTS[row["kind"]]

@@ -55,7 +55,7 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_layouts_on_several_gpus_equal_one(count, data):
-    """Every layout gives the results of an eager run on one GPU. Layouts use NCCL and, if they
+    """Every layout gives the same results as an eager run on one GPU. Layouts use NCCL and, if they
     support it, compiled code."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")

@@ -76,8 +76,8 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak
 
 
 def test_each_run_has_its_own_batch(tmp_path):
-    """Each run of a plan trains with its own batch. Under torchrun, a restarted run keeps its
-    folder, but different runs of a plan must not share a folder."""
+    """Each run in a plan trains with its own batch settings. Under torchrun, a restarted run reuses
+    its folder, but different runs in a plan must have different folders."""
     runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
     common = {**SMALL, "strategy": "dp", "generate": None}
     (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))

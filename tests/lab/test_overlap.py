@@ -1,5 +1,5 @@
-"""Test the shares of communication: compare random traces with counted ticks, and trace a
-two-process run."""
+"""Test the measured shares of communication time: compare random traces with counts of ticks, and
+trace a two-process run."""
 
 import gzip
 import json
@@ -30,7 +30,8 @@ def ticks(spans):
 
 
 def check(rank, computing, talking, step):
-    """Check a rank's seconds per step against sets of ticks. A tick is one microsecond."""
+    """Compare a rank's seconds per step with the sizes of sets of ticks. A tick is one
+    microsecond."""
     assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
         "step": step,
         "computing": len(computing),

@@ -24,8 +24,9 @@ def test_published_runs_on_gpus():
 
 
 def test_runs_that_others_published(tmp_path):
-    """Predict runs that others published, including GPT-2 models on A100s. The A100's rates were
-    set without any of our records. Runs that finished must be predicted to fit in memory."""
+    """Compare predictions with runs that others published, including GPT-2 models on A100s. The
+    A100's rates were set without using any of our records. Every published run must be predicted to
+    fit in memory."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
         time, _, fits = blind.errors(row, tmp_path)
