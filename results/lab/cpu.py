@@ -32,7 +32,7 @@ FOLDER_KEYS = ("output_dir", "offload_dir")
 
 
 def entry(record: Record, timed: bool) -> dict[str, Any]:
-    """Return the fields of a run's record that the document keeps."""
+    """Return the fields of a run's record that go into the output file."""
     config = {
         key: value for key, value in record.config_requested.items() if key not in FOLDER_KEYS
     }

@@ -1,6 +1,6 @@
 """Regenerate the generated parts of the documents, and the figures that the documents show.
 
-    python results/lab/documents.py                        rewrites all documents, as `make docs`
+    python results/lab/documents.py                        rewrites all documents, like `make docs`
     python results/lab/documents.py --check README.md      fails if the document is out of date
 
 The generated parts are cog blocks, which call results/lab/pages/ and the package.

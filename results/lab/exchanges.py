@@ -1,10 +1,10 @@
-"""Measure how much smaller or less frequent exchanges increase the loss.
+"""Measure how much the loss increases with smaller or less frequent exchanges.
 
     torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
 
 Each call trains every case of results/plans/cpu-exchanges.json with one seed and adds the results
-to FILE. The numbers of bytes come from formulas, which tests compare with counts. The file contains
-no times, and losses do not depend on the load on the machine.
+to FILE. The numbers of bytes come from formulas, which the tests compare with counted bytes. The
+file contains no times, and losses do not depend on the load on the machine.
 """
 
 import statistics

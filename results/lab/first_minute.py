@@ -57,8 +57,8 @@ def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float,
 
 
 def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
-    """Return the time of each mark and of the end, in seconds. The time is None for a mark that was
-    not printed."""
+    """Return the time of each entry in MARKS and of the end, in seconds. An entry's time is None if
+    no line matches its pattern."""
     seconds_of: dict[str, float | None] = {}
     for name, (which, pattern) in MARKS.items():
         times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]

@@ -5,8 +5,9 @@
 The plan has the same format as the plans of `compare`. All runs share the processes, because
 starting processes takes longer than the timed steps. Each run writes a record, as training does.
 
-The "bubble" entry of a record holds the idle share of the pipeline's ranks. A rank is idle while it
-computes nothing in the forward and backward phase (phase_s, the median of the timed steps).
+The "bubble" entry of a record holds the idle share of the pipeline's ranks. The forward and
+backward phase takes `phase_s` (median of the timed steps). A rank is idle while it computes nothing
+in this phase.
 
 - On GPUs, a rank counts as computing while kernels and copies run in one additional step under the
   profiler. The profiler slows down launching, but not the kernels. NCCL kernels do not count,
@@ -140,9 +141,9 @@ def stages_of(pipeline: Pipeline) -> list[Any]:
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
-    """Run one additional step, the last of the run, under the profiler. Return for how many seconds
-    this rank's GPU computes in the step's forward and backward phase, or None without a GPU or
-    without our pipeline. All ranks must call this function.
+    """Run one additional step, the last of the run, under the profiler. Return the number of
+    seconds that this rank's GPU computes in the step's forward and backward phase. Return None if
+    there is no GPU or the engine does not use our pipeline. All ranks must call this function.
 
     PyTorch reduces gradients at the end of the phase. This reduction is postponed, so the trace
     does not contain it."""
@@ -175,7 +176,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call a function. Return its result and for how many seconds the GPU computed."""
+    """Call a function. Return its result and the number of seconds that the GPU computed."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -187,9 +188,9 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def busy_seconds(trace: dict[str, Any]) -> float:
-    """Return for how many seconds kernels and copies run in a Chrome trace, whose times are in
-    microseconds. NCCL kernels do not count, and overlapping kernels count once. Raises ValueError
-    if the trace has no kernels."""
+    """Return the number of seconds during which kernels or copies run in a Chrome trace. The
+    trace's times are in microseconds. NCCL kernels do not count, and overlapping kernels count
+    once. Raises ValueError if the trace has no kernels."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]

@@ -4,8 +4,9 @@
 
 N is 1, or 2 with `--set strategy=fsdp` or `--set strategy=tp`. The default is Llama-3.2-1B with
 random weights in bf16 and 4 x 2048 tokens per GPU. The variant "liger" runs if liger_kernel is
-installed and the strategy is not tp. Every variant trains for the same steps, first operation by
-operation and then, except for "liger", as a CUDA graph. Columns show the highest value of any rank:
+installed and the strategy is not tp. Every variant trains for the same number of steps, first
+operation by operation and then, except for "liger", as a CUDA graph. The columns show the highest
+value of any rank:
 
 - `state` and `entry`: GiB allocated before a step and before the loss.
 - `in loss` and `after`: peak GiB in the loss's forward pass, and from there to the end of the step.

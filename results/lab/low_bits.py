@@ -1,4 +1,4 @@
-"""Measure the effect of fewer bits for AdamW's moments and LoRA's base on loss, memory and time.
+"""Measure how fewer bits for Adam moments and LoRA's base weights affect loss, memory and time.
 
     python results/lab/low_bits.py PART --out FOLDER [--tiny]
     torchrun --nproc_per_node=2 results/lab/low_bits.py PART --out FOLDER
@@ -84,7 +84,7 @@ PARTS = {
 
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
     """Train for `num_steps` steps. Return the loss of each step, the first and the median step
-    time, the loss on EVALUATED validation samples, and the peak memory."""
+    time, the loss on `EVALUATED` validation samples, and the peak memory."""
     losses = []
     seconds = []
     if torch.cuda.is_available():

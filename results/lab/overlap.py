@@ -1,4 +1,4 @@
-"""Measure the communication in a run's traced steps, and its exposed part.
+"""Measure the communication in a run's traced steps, and how much of it is exposed.
 
     python results/lab/overlap.py runs/latest      # a run with --profile STEPS
 
@@ -41,8 +41,8 @@ KINDS = {  # Patterns for the names of NCCL kernels and gloo operations, in lowe
 
 
 def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
-    """Return the time spans in which `inside` is true. `inside` receives the number of open spans
-    in each group."""
+    """Return the time spans in which `inside` returns True. `inside` receives the number of open
+    spans in each group."""
     edges = [
         (at, group, step)
         for group, spans in enumerate(groups)
@@ -83,8 +83,7 @@ def length(spans: Spans) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """Trace from one rank. Times are in microseconds since 1970 or since the start of the
-    traces."""
+    """Trace of one rank. Times are in microseconds, since 1970 if the trace has a base time."""
 
     rank: int
     steps: int
@@ -153,7 +152,7 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of an NCCL kernel or gloo event, a key of KINDS."""
+    """Return the key of KINDS that matches the name of an NCCL kernel or gloo event."""
     plain = name.lower().replace("_", "").replace("coalesced", "")
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
 

@@ -4,11 +4,11 @@
 
 A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` reduces the model to N blocks, so
 that a case takes seconds. Each case trains for a few steps operation by operation or, with
-`cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the last step, and
-the program replays the recorded events up to the largest sum. The table shows the memory on rank 0
-at that moment, without the state from before the step. As in training, the host does not wait for
-the GPU between steps. Memory that the host has freed but that another stream still uses has
-separate rows.
+`cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the events of the
+last step, and the program replays them up to the moment when the most memory is allocated. The
+table shows the memory on rank 0 at that moment, without the state from before the step. As in
+training, the host does not wait for the GPU between steps. Memory that the host has freed but that
+another stream still uses has separate rows.
 """
 
 import collections
@@ -64,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number of allocations, allocating line) for the step's memory at the time of
-    the largest sum. Negative bytes stand for older memory that the step had freed by then."""
+    """Return (bytes, number of allocations, allocating line) for the step's memory at its peak.
+    Negative bytes stand for older memory that the step had freed by then."""
     live: dict[int, dict[str, Any]] = {}
     total = most = 0
     moment = -1

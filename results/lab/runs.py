@@ -1,7 +1,7 @@
 """Define shared code for programs that measure the runs in a plan and collect records in a folder.
 
-After the deadline, the programs start no more runs and list the remaining ones. `--first` continues
-with these runs."""
+After the deadline, the programs start no more runs and list the remaining ones. To continue, pass
+the index of the first remaining run to `--first`."""
 
 import argparse
 import os
@@ -67,8 +67,8 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
 
 
 def check_layouts(arguments: argparse.Namespace) -> None:
-    """Print the layout of each run in a plan. A record is planned for its own machine, and any
-    other plan for this machine."""
+    """Print the layout of each run in a plan. If the plan is a run's record, its layout is planned
+    for the record's machine, and otherwise for this machine."""
     plan = load_json(arguments.plan, "plan")
     for name, values in runs_of(plan, arguments).items():
         draft = draft_of(values, machine_of(plan))

@@ -5,8 +5,8 @@
 Two processes run in network namespaces on one machine. Rates are in Mbit/s in each direction. The
 cases are a subset of the cases in exchanges.py, which measures their losses. The network interface
 of the first process counts the bytes, including headers and acknowledgments. The published time is
-the time of the fastest round. On a busy machine, this time is meaningful only if the link takes
-most of it. The table omits all other times.
+the time of the fastest round. On a busy machine, this time is meaningful only if the link accounts
+for most of it. The table omits times that are not meaningful.
 """
 
 import os
@@ -37,8 +37,8 @@ SCRIPT = Path(__file__).with_name("slow_link.sh")
 
 
 def time_rounds(run: Run) -> dict[str, Any]:
-    """Return the seconds per step in each round, and the mean number of bytes per step that this
-    process's interface sent over all rounds. Both processes must call this function."""
+    """Return the seconds per step in each round, and the number of bytes that this process's
+    interface sent per step, averaged over all rounds. Both processes must call this function."""
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)

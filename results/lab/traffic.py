@@ -2,11 +2,11 @@
 
     python results/lab/traffic.py results/records/cpu-traffic/traffic.json
 
-The program trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
-results/plans/cpu-traffic.json. It ignores the first two steps, because DDP rearranges its
-buckets in the second. In the third step, it counts every dispatched torch.distributed operation.
-It ignores tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a count
-differs from its formula.
+The program trains a small GPT-2 in bf16 on CPU processes over gloo for every case in
+results/plans/cpu-traffic.json. It ignores the first two steps, because DDP rearranges its buckets
+in the second. In the third step, it counts every dispatched torch.distributed operation. It ignores
+tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a count differs
+from its formula.
 """
 
 import contextlib

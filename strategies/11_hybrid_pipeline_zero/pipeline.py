@@ -89,7 +89,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         return arguments, options
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return `scale` x the summed loss or, without targets, the logits [B, T, V]. DeepSpeed
+        """Return the summed loss times `scale` or, without targets, the logits [B, T, V]. DeepSpeed
         calls this method as its loss function."""
         weight = self.rows[0].weight
         if targets is None:

@@ -39,7 +39,7 @@ class LocalSGD(NativeEngine):
             self._begin_outer()
 
     def _begin_outer(self) -> None:
-        """Start the outer optimizer from the current weights, without momentum."""
+        """Start the outer optimizer from the current weights and a zero momentum buffer."""
         momentum = self.options.outer_momentum
         self.starts = [parameter.detach().clone() for parameter in self.parameters]
         self.outer = torch.optim.SGD(

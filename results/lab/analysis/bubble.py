@@ -36,8 +36,9 @@ def explain(
     """Split the idle share into four parts, as shares of the phase.
 
     - `formula`: the idle share that the schedule's formula gives.
-    - `unequal_operations`: additional idle time because some operations take longer than others,
-      from an exact simulation with each stage's median times, in which messages take no time.
+    - `unequal_operations`: additional idle time because some operations take longer than others.
+      This part comes from an exact simulation with each stage's median times and instantaneous
+      messages.
     - `messages`: additional idle time between operations, from messages and waiting.
     - `gaps`: idle time within operations.
 

@@ -87,7 +87,8 @@ def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
 
 
 def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
-    """Train the model with transformers' Trainer from the same random weights as ours."""
+    """Train the model with transformers' Trainer, from the same random weights as in
+    `train_ours`."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()

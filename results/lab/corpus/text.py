@@ -5,8 +5,8 @@
 The program writes a file of the given size: copies of the embedded corpus with shuffled lines and
 digits. A separate process prepares the file as a training run would: first without a cache, then
 with the cache, then by memory-mapping the cache as each process in a run does. Ten times per
-second, the program samples the proportional and the resident set sizes of the separate process and
-its children. It records the largest sums.
+second, the program adds up the proportional and the resident set sizes of the separate process and
+its children. It records the largest value of each sum.
 """
 
 import json
@@ -54,8 +54,8 @@ def write_text(file: Path, size: int) -> None:
 
 
 def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> None:
-    """Prepare the file and print the time and memory as JSON. If `known` names a cache folder, only
-    memory-map that folder, as each process in a run does."""
+    """Prepare the file and print the time and memory as JSON. If `known` names a folder in the
+    cache, only memory-map that folder's files, as each process in a run does."""
     config = build_config({"dataset": file})
     tokenizer = Tokenizer(Path(tokenizer_dir))
     cache = Path(cache_dir)
@@ -73,8 +73,8 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> N
 
 
 def watch(command: list[str]) -> dict[str, Any]:
-    """Run a command. Return the JSON that it printed, together with the peak memory, number of
-    processes and number of threads, summed over its processes."""
+    """Run a command. Return the JSON that it printed, with the peak numbers of its processes and
+    threads and the peak memory of all its processes together."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     peaks = dict[str, int]()
     while process.poll() is None:

@@ -185,9 +185,8 @@ def overlap(records: Path) -> Figure:
 
 
 def from_scratch(records: Path) -> Figure:
-    """Plot the losses of a run on Python's standard library and of two runs on English text. The
-    first of these two starts from the weights of the run on code, the second from random
-    weights."""
+    """Plot the losses of a run on Python's standard library and of two runs on English text. One
+    English run starts from the weights of the first run, and the other from random weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
         "code of Python's standard library, 9 MB": {"from random weights": first},

@@ -154,7 +154,7 @@ class CpuRow:
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
     """Return the runs that cpu.py recorded, with predictions from the current code. Time
-    predictions use the calibration that was made with the runs."""
+    predictions use the calibrations that cpu.py recorded with the runs."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
@@ -273,7 +273,7 @@ def setting_pages() -> set[str]:
 
 
 def memory_errors(rows: Iterable[Row]) -> list[float]:
-    """Return the memory errors of all runs whose peaks can be compared."""
+    """Return the memory errors of all runs whose peaks can be compared with predictions."""
     return [row.memory_error for row in rows if row.memory_compares]
 
 

@@ -3,9 +3,9 @@
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
-Orders must be equal, operation by operation. ZB-H1 and ZB-H2 are compared with the authors'
-automatic schedule with the same memory limit, and the longest spans must be equal. No other program
-here needs the clone.
+Orders must be equal, operation by operation. For ZB-H1 and ZB-H2, the authors' automatic schedule
+with the same memory limit must have the same longest span. A rank's span lasts from the start of
+its first operation to the end of its last. No other program here needs the clone.
 """
 
 import argparse

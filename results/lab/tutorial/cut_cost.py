@@ -3,7 +3,7 @@
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
 The model consists of GPT-2 blocks and runs on one thread. The pass is split in three ways: by our
-code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls of autograd. All three
+code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls to autograd.grad. All three
 alternate with the whole pass, so that other load affects all of them equally. Times are medians.
 """
 
@@ -78,7 +78,7 @@ def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
 
 
 def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
-    """Time two calls of autograd.grad on one graph."""
+    """Time two calls to autograd.grad on the same graph."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
 
@@ -101,7 +101,8 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Any]:
-    """Return way -> {"ms": [F, I, W] (F, B, 0 for the whole pass), "ratio": (I + W) / B}."""
+    """Map each name in WAYS to {"ms": [F, I, W], "ratio": (I + W) / B}. For the whole pass, "ms" is
+    [F, B, 0]."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)

@@ -70,7 +70,7 @@ class Picture(NamedTuple):
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
-    """Return the measures of a schedule on 4 ranks with F = I = W = 1."""
+    """Measure a schedule on 4 ranks with F = I = W = 1, and return its row."""
     settings = {"num_microbatches": m, "communication": communication, "num_batches": batches}
     return measure(name, CONFIG | settings)
 
@@ -262,8 +262,8 @@ PICTURES = {
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
-    """Return (microbatches held on the fullest rank, makespan) -> titles of the schedules at this
-    point."""
+    """Map each (microbatches held on the fullest rank, makespan) to the titles of the schedules at
+    this point."""
     names_at: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)

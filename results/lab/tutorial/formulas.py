@@ -1,10 +1,10 @@
-"""Compare each formula that the tutorial's pages print with the simulator, on random cases.
+"""Compare each formula on the tutorial's pages with the simulator, on random cases.
 
     python results/lab/tutorial/formulas.py
 
 The program reads the formulas from the tables of ADVANCED.md and COMPARISON.md and evaluates them
 unchanged. `checks` adds further formulas. The program compares COMPARISON.md's formulas with
-traffic.py, which tests compare with counts.
+traffic.py, whose results the tests compare with counted bytes.
 """
 
 import random
@@ -84,7 +84,7 @@ def idle(name: str, c: Case) -> Fraction:
 
 
 def earlier_ends(found: Timeline) -> list[Fraction]:
-    """Return for each rank the time from its end to the end of the run."""
+    """Return, for each rank, the time from the end of its last operation to the end of the run."""
     return [found.makespan - ends[-1] * found.tick for ends in found.ends]
 
 

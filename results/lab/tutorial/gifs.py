@@ -243,8 +243,8 @@ def weight_stashing() -> Animation:
 def versions_at(
     timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
 ) -> list[dict[int, list[int]]]:
-    """Map, for each stage, each version to the microbatches in flight whose forward pass used it.
-    The newest version is always included."""
+    """For each stage, map each weight version to the microbatches in flight whose forward pass used
+    it. The newest version is always included."""
     times = timeline.times
     frames = []
     for stage, one in sorted(use.items()):

@@ -1,4 +1,4 @@
-"""Generate the tutorial's TEST_RESULTS.md, the tables on its pages, and its pictures of records.
+"""Generate the tutorial's TEST_RESULTS.md, the tables on its pages, and its pictures.
 
     python results/lab/tutorial/pages.py --write
     python results/lab/tutorial/pages.py --check

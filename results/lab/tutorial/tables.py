@@ -41,8 +41,8 @@ def study_intro(study: Record) -> str:
 
 
 def final_loss_table(study: Record) -> str:
-    """Return a table of final losses, with one line per learning rate and depth of at least 4, and
-    one column per schedule."""
+    """Return a table of final losses, with one line for each learning rate at each depth of at
+    least 4, and one column per schedule."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]

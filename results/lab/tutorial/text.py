@@ -91,7 +91,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """Summarize all records: goals, weights, versions and clocks."""
+    """Describe how many records meet the goal, and whether weights, weight versions and clocks
+    agree."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]

@@ -298,7 +298,7 @@ GIB = 2**30
 
 
 def comparison_table(name: str, devices: int) -> str:
-    """Return COMPARISON.md's table for a model of MODELS: memory, traffic and idle time of every
+    """Return COMPARISON.md's table for a model in MODELS: memory, traffic and idle time of every
     layout.
 
     Impossible layouts are listed in a sentence below the table, with the reason."""

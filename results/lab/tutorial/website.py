@@ -93,7 +93,7 @@ def _with_anchor(heading: re.Match[str]) -> str:
 
 
 def add_fetching_cell(path: Path, repository: str) -> None:
-    """Insert a cell at the start of the notebook that fetches the tutorial."""
+    """Insert a new first cell into the notebook. This cell fetches the tutorial."""
     book = json.loads(path.read_text())
     cell: dict[str, Any] = {
         "cell_type": "code", "execution_count": None, "id": "fetch", "metadata": {},
