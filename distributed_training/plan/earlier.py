@@ -12,10 +12,10 @@ from distributed_training.settings.strategies import load_strategy
 
 
 def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan.json in `document`, which has no entry "model", in the current form.
+    """Convert the plan.json in `document`, which has no entry "model", to the current form.
 
-    Keys that no longer exist are left out, and later keys get their defaults. Raises UserError if a
-    key or the strategy no longer accepts the plan's value."""
+    Keys that no longer exist are dropped. Keys that were added later get their defaults. Raises
+    UserError if a value in the plan is no longer valid."""
     model = find_model(document["config"]["model"])
     before = document["requested"]
     options = before["engine_options"]

@@ -20,8 +20,8 @@ Order = tuple[Operation, ...]  # operations of one process
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
-    """Return the order of each pipeline rank, either the schedule's order or the order stored in
-    the plan."""
+    """Return each pipeline rank's order of operations. If the plan stores no orders, return the
+    orders that the schedule defines."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
     assert not plan.schedule.searched, "lay_out searches"
@@ -45,7 +45,7 @@ def read_order(text: str) -> Order:
 
 
 def _numbered(steps: Iterable[Step]) -> Order:
-    """Return the steps with micro-batch numbers, which are counted separately for each kind and
+    """Add micro-batch numbers to the steps. Numbers are counted separately for each kind and
     stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
@@ -85,8 +85,8 @@ def order_in_v(word: str, p: int, rank: int) -> Order:
 def time_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
 ) -> FoundOrders:
-    """Return the `zb-v` orders for `m` micro-batches. `seconds`: durations of F, I and W per
-    stage."""
+    """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains the durations of
+    F, I and W for each stage."""
     p = len(seconds) // 2
     words = build_words(p, m, *mid_durations(seconds), message_s)
     orders = [order_in_v(word, p, rank) for rank, word in enumerate(words)]

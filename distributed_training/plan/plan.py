@@ -73,7 +73,7 @@ class Draft:
 
     @property
     def work(self) -> dict[str, Any]:
-        """Return the values of keys that must agree for two runs to be comparable."""
+        """Return the keys on which two runs must agree to be comparable, with their values."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}
         return {**work, "global_batch_size": self.batch.global_batch_size}
@@ -89,10 +89,12 @@ class Draft:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """Return (number of parts of the samples, number of parts of the tokens). Between sharded
-        layers, sequence parallelism splits each micro-batch over tp: by sample if tp divides the
-        number of samples, otherwise by token. Samples are contiguous in memory, so whole samples
-        need no copy after they are gathered. Return (1, 1) without sequence parallelism."""
+        """Return the numbers of parts into which sequence parallelism divides a micro-batch between
+        sharded layers: (along samples, along tokens).
+
+        If tp divides the number of samples, the micro-batch is divided by sample, otherwise by
+        token. Samples are contiguous in memory, so whole samples need no copy after they are
+        gathered. Return (1, 1) without sequence parallelism."""
         if not self.config.sequence_parallel:
             return 1, 1
         tp = self.mesh["tp"]
@@ -105,8 +107,8 @@ class Draft:
 
     @property
     def spread(self) -> dict[str, Any]:
-        """Return the layout of the run. A run resumes bit for bit from a checkpoint with the same
-        layout."""
+        """Return the layout of the run. A run that resumes from a checkpoint with the same layout
+        continues bit for bit."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,

@@ -20,7 +20,8 @@ GIVEN_BY = {"F": -1, "f": 1, "i": -1, "I": 1}
 
 @dataclass(slots=True)
 class _Process:
-    """A process of the V, and the steps that it has run so far."""
+    """State of one process in ZB-V's pipeline: its clock, its memory and the steps that it has run
+    so far."""
 
     clock: int = 0
     idle: int = 0  # idle time since its first forward pass
@@ -34,13 +35,13 @@ class _Process:
 
 
 class _Filling:
-    """Order of p processes in a V, built step by step."""
+    """Builder for the ZB-V order of p processes, which adds one step at a time."""
 
     def __init__(self, p: int, lasts: dict[str, int], allowed: Sequence[int]) -> None:
-        """Start with no steps. `lasts`: durations of F, I, W and a message, for one stage.
-        `allowed`: for each process, the total idle time up to which it does not run a weight
-        gradient early. A process may always idle as long as the process that has idled most so
-        far."""
+        """Start with no steps. `lasts` contains the durations of F, I, W and a message, for one
+        stage. `allowed` contains, for each process, the total time that it may idle before it runs
+        a weight gradient early. Every process may idle as long as the process that has idled most
+        so far."""
         self.processes = [_Process() for _ in range(p)]
         self.lasts = lasts
         self.allowed = allowed
@@ -116,8 +117,8 @@ class _Filling:
                         self.run(later_rank, step, self.arrival(later_rank, step))
 
     def alternate(self, m: int, more: dict[str, bool]) -> None:
-        """Alternate input gradients and forward passes. `more`: step -> whether `one_more` is
-        set."""
+        """Alternate input gradients and forward passes. `more` contains, for each step, whether
+        `run_after_weights` is called with `one_more`."""
         p = len(self.processes)
         for _ in range(2 * m):
             down = [self._goes_down(rank, m) for rank in range(p)]
@@ -162,11 +163,12 @@ class _Filling:
 def build_words(
     p: int, m: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0
 ) -> tuple[str, ...]:
-    """Return the steps of each of `p` processes. Several orders are built, and the one whose
-    processes idle least is returned. Each order shows which processes may idle longer in the next
-    one.
+    """Return the steps of each of `p` processes as a string of letters.
 
-    Durations are those of one stage, in seconds, and are rounded to nanoseconds."""
+    Several orders are built. The returned order has the smallest maximum idle time of any process.
+    After each attempt, processes that idled less than this maximum may idle longer in the next
+    attempt. `f`, `i` and `w` are the durations in seconds of one stage's steps, and `message` is
+    the time to send a message. Durations are rounded to nanoseconds."""
     kinds = {"F": f, "I": i, "W": w, "message": message}
     lasts = {kind: round(1e9 * seconds) for kind, seconds in kinds.items()}
     best: list[list[str]] = []
@@ -189,8 +191,9 @@ def build_words(
 
 
 def mid_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the durations of F, I and W that the authors use for uneven stages. Each duration is
-    the median over processes of the mean of a process's two stages."""
+    """Return the durations of F, I and W that the authors use for uneven stages. First, the
+    durations of each process's two stages are averaged. Then, the median over all processes is
+    taken."""
     pairs = list(zip(stage_s, reversed(stage_s), strict=True))[: len(stage_s) // 2]
     stage_means = [
         [(a + b) / 2 for a, b in zip(first, second, strict=True)] for first, second in pairs

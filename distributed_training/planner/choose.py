@@ -59,11 +59,13 @@ def choose_model(
     strategy: Strategy | None,
     notes: list[str],
 ) -> tuple[Request, ModelSpec]:
-    """Return CONFIG, with a model chosen if `model` is "auto", and the model's specification. If
-    `weights` names a folder, the folder determines the model that is chosen. Otherwise, the machine
-    does. If the model is chosen for a CPU, also choose training settings for a local dataset. If
-    training continues adapters, the adapters determine the LoRA keys. `strategy` is None if the
-    planner still has to choose the strategy. Raises UserError for an unknown model."""
+    """Return CONFIG with a model in place of "auto", and the model's specification.
+
+    If `model` is "auto", the folder that `weights` names determines the model. If `weights` names
+    no folder, the machine determines the model. If the model is chosen for a CPU, also choose
+    training settings for a local dataset. If training continues adapters, the adapters determine
+    the LoRA keys. `strategy` is None if the planner still has to choose the strategy. Raises
+    UserError for an unknown model."""
     folder = Path(config.weights)
     names_folder = config.weights not in (AUTO, "pretrained", "random") and folder.is_dir()
     continues = names_folder and is_adapter(folder)

@@ -198,7 +198,7 @@ def _check_loss_chunks(candidate: Candidate) -> None:
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
-    """Return the keys that have no effect and are not part of the work. A comparison may omit these
-    keys."""
+    """Return the keys that have no effect and on which comparable runs need not agree. `compare`
+    may omit these keys."""
     idle = idle_settings(request, candidate)
     return {key for key, _ in idle if not KEYS[key].work}

@@ -35,7 +35,7 @@ MAX_SPARE_ROWS = 128  # maximum number of embedding rows beyond the tokenizer's 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Files that a run reads, and key values that depend on these files."""
+    """Files that a run reads, and values of CONFIG keys that depend on these files."""
 
     decided: dict[str, Any]  # key -> value
     tokenizer_dir: Path
@@ -46,7 +46,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Key values and counts that depend on the samples."""
+    """Values of CONFIG keys and counts that depend on the samples."""
 
     decided: dict[str, Any] = field(default_factory=dict)  # key -> value
     packing: Packing | None = None
@@ -232,10 +232,11 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
 def _choose_weights(
     config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
-    """Return the value of the key `weights` and the weights' folder, or None for random weights.
+    """Return the value of the key `weights`, and the weights' folder (None for random weights).
+
     Weights are random only in three cases: the key is "random", the model is not published, or its
-    weights cannot be used and the user did not name it. Raises UserError if required weights are
-    not available."""
+    weights cannot be used and the user did not name the model. Raises UserError if required weights
+    are not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id

@@ -203,7 +203,8 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
     """Raise UserError if DeepSpeed's own classes reject a filled-in JSON. The check takes seconds.
-    It is skipped if DeepSpeed is not installed or takes longer than ASK_LIMIT_S seconds."""
+    The JSON is accepted if DeepSpeed is not installed or if the check takes longer than ASK_LIMIT_S
+    seconds."""
     ask = [sys.executable, "-c", _ASK]
     text = json.dumps(document)
     try:
