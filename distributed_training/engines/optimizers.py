@@ -22,7 +22,7 @@ CHUNK = 2**24
 def build_optimizer(
     config: RunConfig, groups: list[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the AdamW variant that CONFIG selects. A CUDA graph can capture the optimizer's
+    """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
     step."""
     rate = float(config.learning_rate)
     compiled = bool(config.compile)

@@ -127,14 +127,14 @@ class ModelSize:
 
     @property
     def values_in(self) -> int:
-        """Return the number of output values per token, summed over the matrices in a block that tp
-        shards by rows."""
+        """Return the number of values per token in the outputs of a block's matrices. Only matrices
+        that tp shards by rows count."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def values_out(self) -> int:
-        """Return the number of input values per token, summed over the matrices in a block that tp
-        shards by columns."""
+        """Return the number of values per token in the inputs of a block's matrices. Only matrices
+        that tp shards by columns count."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
@@ -193,8 +193,8 @@ class ModelSize:
 
         The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. N is the
         number of parameters without an untied token embedding. L is the number of layers, D is the
-        combined width of all heads, and T is `seq_len`. Attention counts the full T x T square
-        (PaLM, appendix B)."""
+        combined width of all heads, and T is `seq_len`. The FLOPs of attention are counted for all
+        T x T pairs of tokens, as in PaLM (appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
@@ -240,9 +240,9 @@ class ModelSpec:
             return self.build(dropout=dropout, seed=seed)
 
     def weights_source(self, folder: Path) -> Source:
-        """Return a source of the Hugging Face weights in `folder`. Each parameter keeps its stored
-        dtype, or is fp32 if it combines several dtypes. Vocabulary padding is 0. Raises UserError
-        if the files do not fit this model."""
+        """Return a source that reads parameters from the Hugging Face weights in `folder`. Each
+        parameter keeps its stored dtype, or is fp32 if it combines several dtypes. Vocabulary
+        padding is 0. Raises UserError if the files do not fit this model."""
         import torch
 
         parameters = dict(self.outline().named_parameters())
@@ -374,7 +374,7 @@ class ModelSpec:
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Divide `rows`, which has one entry per row of our matrix, among the Hugging Face
-        matrices. Return the rows of each of these matrices by the matrix's name."""
+        matrices. Return the rows of each Hugging Face matrix, keyed by matrix name."""
         tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         row_shape = rows.shape[1:]
         return {

@@ -65,10 +65,10 @@ def describe_documents(
 
 
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
-    """Return the ends of the non-empty documents, [num_kept]. `ends` ascends, and an empty document
-    ends where the previous one does. If fewer than `num_kept` documents remain, the last end fills
-    the result. More than `num_kept` documents are an error, which a GPU reports as a failed
-    assertion."""
+    """Return the ends of the non-empty documents, [num_kept]. `ends` must be in ascending order. An
+    empty document has the same end as the document before it. If fewer than `num_kept` documents
+    remain, the last end is repeated. More than `num_kept` documents are an error, which a GPU
+    reports as a failed assertion."""
     is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
     index = is_new.cumsum(0) - 1
     return ends[-1].repeat(num_kept).scatter(0, index, ends)

@@ -32,10 +32,10 @@ class ChunkedCrossEntropy:
     at a time.
 
     The logits are not kept for the backward pass. The forward pass therefore also computes the
-    gradients of the hidden states [B, T, D] and of the output rows [P, D]. Each gradient has the
-    dtype of its tensor. The matrix multiplications accumulate the gradient of the output rows over
-    chunks. The caller must not be compiled, because torch.compile would move the gradients to the
-    backward pass."""
+    gradients of the hidden states [B, T, D] and of the output layer's weight [P, D]. Each gradient
+    has the dtype of its tensor. The matrix multiplications accumulate the gradient of the weight
+    over chunks. The caller must not be compiled, because torch.compile would move the gradients to
+    the backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
@@ -52,7 +52,8 @@ class ChunkedCrossEntropy:
         split: Split | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D].
+        """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D] and the output
+        layer's `weight` [P, D].
 
         With a `split`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
         sum the gradient of `x` over the group. `cap` limits the logits (`decoder.limit`)."""

@@ -285,7 +285,7 @@ class Decoder(nn.Module):
         return part
 
     def find_roles(self) -> dict[str, Role]:
-        """Return the role of each module of this model or stage in tensor parallelism, by module
+        """Return the tensor-parallel role of each module in this model or stage, keyed by module
         name."""
         return {
             name: role
@@ -337,8 +337,8 @@ class Decoder(nn.Module):
 def project_to_vocabulary(
     x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return logits [B, T, V] from hidden states [B, T, D] and output rows [P, D]. A nonzero `cap`
-    limits the logits to between -cap and cap."""
+    """Return logits [B, T, V] from hidden states [B, T, D] and the output layer's weight [P, D]. A
+    nonzero `cap` limits the logits to between -cap and cap."""
     return limit(F.linear(x, weight)[..., :vocab_size], cap)
 
 
@@ -350,8 +350,8 @@ def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], output rows [P, D] and
-    targets [B, T]."""
+    """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
+    weight [P, D] and targets [B, T]."""
     logits = limit(F.linear(x, weight).float().flatten(0, -2), cap)
     logits = mask_padding(logits, vocab_size)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -367,7 +367,7 @@ def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
-    """Return whether a parameter is the weight of a matrix in a block."""
+    """Return whether the parameter `name` is a matrix in a block."""
     return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
 
 

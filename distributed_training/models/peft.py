@@ -107,10 +107,11 @@ class Adapters:
         return read
 
     def initial(self, size: ModelSize) -> Initial:
-        """Return the adapters in a form from which training can continue. If one of our matrices
-        combines several Hugging Face matrices, A stacks the distinct A matrices of their adapters,
-        so the rank may be larger. A mask keeps each row of B at 0 in the columns of other
-        adapters."""
+        """Return the adapters in a form from which training can continue.
+
+        If one of our matrices combines several Hugging Face matrices, its A stacks the distinct A
+        matrices of their adapters. The rank can therefore be larger than the rank of the trained
+        adapters. A mask keeps each row of B at 0 in the columns of other adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -140,7 +141,7 @@ class Adapters:
 
 
 def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
-    """Return the adapters in `folder`. Raises UserError if they are not plain LoRA adapters of the
+    """Return the adapters in `folder`. Raises UserError if they are not plain LoRA adapters for the
     model."""
     config = read_adapters(folder)
     tensors, metadata = _read_tensors(config, spec, folder)
@@ -177,8 +178,7 @@ def save_adapters(
     fingerprint: int,
 ) -> None:
     """Write the adapters in `state` to a folder that PEFT can load. `state` maps this package's
-    parameter names to tensors. `base` is the folder of the base weights or their name on the
-    Hub."""
+    parameter names to tensors. `base` is the folder of the base model or its name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
@@ -206,9 +206,9 @@ def base_rounding(config: RunConfig) -> str | None:
 def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
     """Remove unneeded zeros from adapters with PEFT's names. Return (adapters, their rank).
 
-    Adapters whose B is zero are removed. The remaining adapters lose zero columns of B and the
-    corresponding rows of A, until the rank equals the largest number of nonzero columns in any
-    B."""
+    Adapters whose B is zero are removed. In the remaining adapters, zero columns of B are removed
+    together with the corresponding rows of A. The new rank is the largest number of nonzero columns
+    in any B."""
     nonzero = {}  # name of B -> (columns, nonzero ones first; number of nonzero columns)
     for name, b in tensors.items():
         if ".lora_B." in name:
@@ -242,7 +242,7 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 def read_initial(spec: ModelSpec, folder: Path) -> Initial:
     """Return the adapters in `folder` in a form from which training can continue. Raises UserError
-    if they are not plain LoRA adapters of the model."""
+    if they are not plain LoRA adapters for the model."""
     return read_folder(spec, folder).initial(spec.size)
 
 
@@ -287,8 +287,8 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
-    fingerprint of the weights on which adapters were trained. A `base` of None means unknown and is
-    accepted. `whose` names the adapters in the message."""
+    fingerprint of the weights on which adapters were trained. If `base` is None, the latter is
+    unknown, and any weights are accepted. `whose` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"
         raise UserError(
@@ -305,8 +305,8 @@ def is_rounded(folder: Path) -> bool:
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """For each Hugging Face matrix in the blocks, yield (name of the matrix in this package that
-    contains it, number of columns, Hugging Face name, indices of its rows in that matrix)."""
+    """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks. The
+    Hugging Face matrix is stored in the `rows` of the matrix `our_name` in this package."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):

@@ -187,8 +187,8 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run, based on its first record. The value of a row without
-    content is an empty string."""
+    """Return the header rows of a run. They use only entries that the record has before the first
+    step. The value of a row without content is an empty string."""
     config = r.config
     data = r.data
     length = config["max_length"]
@@ -275,7 +275,7 @@ def _state(r: Record) -> str:
 def describe_prediction(
     prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
-    """Describe the predicted memory and RAM per process, the time per step and in total, and the
+    """Describe the predicted memory and RAM per process, the time per step, the total time and the
     main bottleneck. Return "" if there is no prediction."""
     if prediction is None:
         return ""
@@ -314,8 +314,8 @@ def _precision(r: Record) -> str:
 
 
 def best_before(r: Record) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss if the run overfitted, that is, if its last loss
-    is more than 1% higher than the lowest. Otherwise, return None."""
+    """Return the evaluation with the lowest loss if the run overfitted. Otherwise, return None. A
+    run has overfitted if its last loss is more than 1% higher than its lowest loss."""
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return None

@@ -33,14 +33,15 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint in a run's folder, or `folder` itself if it is a checkpoint.
-    Return None if there is none. The checkpoint may be damaged."""
+    Return None if there is no checkpoint. The checkpoint may be damaged."""
     if checkpoints := list_checkpoints(folder):
         return checkpoints[-1]
     return folder if (folder / META_FILE).is_file() else None
 
 
 def named_checkpoint(resume: str) -> Path:
-    """Return the checkpoint that the key `resume` names. Raises UserError if there is none."""
+    """Return the newest checkpoint in the folder `resume`, or the folder itself if it is a
+    checkpoint. Raises UserError if there is no checkpoint."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
         fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or to None"

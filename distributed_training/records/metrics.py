@@ -33,7 +33,8 @@ class StepTimer:
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Begin the next step now. The time since the last mark is not attributed to any step."""
+        """Begin the next step now. The time since the last call of `mark` is not attributed to any
+        step."""
         self._marks.clear()
         self.mark()
 
@@ -191,8 +192,8 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 
 
 def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
-    """Return the tracker that CONFIG's `log_to` names. `about`: settings that become the config of
-    the tracker's run.
+    """Return the tracker that `log_to` names. `about` contains the settings that become the config
+    of the tracker's run.
 
     The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
     wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space).

@@ -129,8 +129,8 @@ class History(BaseModel):
 
 
 class Record(History):
-    """Fields of a run's record that this package reads. REAL_MODELS_GUIDE.md documents all
-    fields."""
+    """Fields of a run's record that this package reads. A record has more fields.
+    REAL_MODELS_GUIDE.md documents the main fields."""
 
     model_config = _OPEN
     schema_version: Literal[1, 2]
@@ -267,9 +267,9 @@ def mark_stopped(
     status of a record that rank 0 has not finished. Return whether this is the first reported
     cause.
 
-    The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. `consequence`:
-    whether the failure follows from another failure, such as a lost connection to a failed process.
-    A consequence is recorded only until a cause is reported."""
+    The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. `consequence`
+    tells whether the failure follows from another failure, such as a lost connection to a failed
+    process. A consequence is recorded only until a cause is reported."""
     fault = {
         "at": time.time() - ago_s, "consequence": consequence,
         "said": {"status": status, "error": error, "finished_at": timestamp()},
@@ -293,8 +293,8 @@ def mark_stopped(
 
 
 def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
-    """Return the faults in the file in the order in which they were reported, followed by the
-    elements of `known_faults` that are not in the file."""
+    """Return the faults in FAULTS_FILE in the order of their reports, followed by the elements of
+    `known_faults` that the file lacks."""
     faults = list[Any]()
     # The file may be missing or truncated by a full disk.
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,6 @@
-"""Define the columns of result tables, and build tables that compare runs with the same work."""
+"""Define the columns of result tables, and build tables that compare runs with the same work.
+`Record.work` describes the work of a run: the model, the data, the global batch and other
+settings."""
 
 import platform
 import statistics
@@ -26,7 +28,7 @@ class Number:
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Return the values of all runs that have one."""
+        """Return the values of the runs, without missing values."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
@@ -49,8 +51,8 @@ def finite(value: float | None) -> float:
 
 
 def _trained(name: str) -> Value:
-    """Return a function that reads an entry of the last evaluation. The function returns None if
-    there was no evaluation after training began."""
+    """Return a function that returns the value `name` of a run's last evaluation. The function
+    returns None if there was no evaluation after training began."""
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
@@ -166,7 +168,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings that all runs share, by heading."""
+        """Return the settings that all runs share, keyed by heading."""
         if not self.records:
             return {}
         settings = common_settings(self.records)
@@ -175,8 +177,8 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Return the settings that all runs share, the work and the differing settings, on one
-        line."""
+        """Describe the comparison on one line: the settings that all its runs share, the work, and
+        the settings that differ from other comparisons."""
         settings = self.settings
         device = settings.pop("device", "")
         differing_values = [f"{name} {settings.pop(name)}" for name in self.differs]
@@ -226,7 +228,8 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """Return the columns of SETTINGS in which all runs have the same value, with that value."""
+    """Return the settings in SETTINGS that are equal in all runs. Each setting's name is mapped to
+    its displayed value."""
     settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
     differ = differing(settings)
     return {name: text for name, text in settings[0].items() if name not in differ}
@@ -241,8 +244,8 @@ def status(r: Record) -> str:
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """Return one comparison per work, beginning with the work of the newest run. Each run has its
-    own row."""
+    """Group runs that did the same work into comparisons, beginning with the comparison of the
+    newest run. Each run has its own row."""
     records = sorted(records, key=lambda r: r.started_at)
     different_keys = differing([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}

@@ -143,7 +143,7 @@ def refuse_held(run_dir: Path) -> None:
 
 
 def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError if a live run in `output_dir` has the same identity."""
+    """Raise UserError if a live run in `output_dir` has the given `identity`."""
     for file in output_dir.glob(f"*/{OWNER_FILE}"):
         current = _read(file.parent)
         is_link = file.parent.is_symlink()  # `latest` links to one of the other folders
@@ -175,8 +175,8 @@ def _kernel() -> str:
 
 def _is_renewed(run_dir: Path) -> bool:
     """Return whether another machine renews its claim on the run directory. This function waits up
-    to RENEWED_S seconds. It returns False at once for a claim that an earlier call found not to be
-    renewed."""
+    to RENEWED_S seconds. It returns False at once if an earlier call found that the same claim was
+    not renewed."""
     current = _read(run_dir)
     if current is None or _silent.get(run_dir) == current:
         return False

@@ -54,8 +54,8 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
 
 
 def again(plan: Plan, **changes: Any) -> str:
-    """Return the command that started this run, without `resume` and with `changes` to its keys.
-    The command works in the current folder."""
+    """Return the command that started this run, without `resume` and with new values for the keys
+    in `changes`. You can run the command in the current folder."""
     arguments = shlex.split(plan.command)
     dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
     kept_arguments = ["python", _script(plan)]

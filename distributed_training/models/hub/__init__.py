@@ -76,7 +76,7 @@ class UnsupportedError(Exception):
 
 
 def _refuse_if(applies: object, reason: str) -> None:
-    """Raise UnsupportedError with the `reason` if it applies."""
+    """Raise UnsupportedError with `reason` if `applies` is true."""
     if applies:
         raise UnsupportedError(reason)
 
