@@ -247,12 +247,12 @@ def peak_activations(order: Order, v: int) -> Fraction:
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
-    """Return the most weight versions that a PipeDream stage keeps, and the most updates by which
-    its gradients are late.
+    """Return two maximums for a PipeDream stage: the number of weight versions that it keeps, and
+    the number of updates by which its gradients are late.
 
-    A forward pass uses the newest weights. Its backward pass uses the same version, then the stage
-    updates. Therefore a stage keeps a version while a microbatch that used it is in flight.
-    """
+    A forward pass uses the newest weights. Its backward pass uses the same version, and then the
+    stage updates its weights. Therefore a stage keeps a version while a microbatch that used it is
+    in flight."""
     updates, most, behind = 0, 1, 0
     used: dict[int, int] = {}  # microbatch in flight -> version
     for kind, _, i in order:
@@ -429,7 +429,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
     """Return each rank's order as built by ZB-V's authors (arXiv 2401.10241). The V is filled
-    several times, and the result is the filling with the shortest idle time of any rank. Each
+    several times. The result is the filling that minimizes the longest idle time of a rank. Each
     filling shows which ranks may idle longer in the next filling."""
     best: list[str] = []
     least: Fraction | float = math.inf

@@ -121,8 +121,8 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """Gradients of the chunked loss equal gradients of the loss over all tokens at once. The three
-    models apply a cap, a bias and a factor to their logits, respectively."""
+    """The gradients of the chunked loss equal the gradients of the loss over all tokens at once.
+    The three models apply a cap, a bias and a factor to their logits, respectively."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -137,8 +137,8 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
-    """A model that computes in bf16 also initializes modules that read copies of their parameters
-    in bf16."""
+    """If a model computes in bf16, its modules read bf16 copies of their parameters. Initialization
+    must still set the parameters themselves."""
     spec, _ = build(make_folder("gemma2", tmp_path))
     model = spec.outline()
     model.compute_dtype = torch.bfloat16

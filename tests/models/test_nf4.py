@@ -22,7 +22,7 @@ def draw(*shape, seed=0):
 
 
 def nearest(values):
-    """Quantize and dequantize values as the paper does, in blocks of 64."""
+    """Quantize and dequantize values in blocks of 64, as in the QLoRA paper."""
     blocks = values.float().view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (LEVELS[(blocks / scales).unsqueeze(-1).sub(LEVELS).abs().argmin(-1)] * scales).view(
@@ -61,8 +61,8 @@ def quantized_model():
 
 
 def test_a_model_beside_codes_is_the_model_with_their_values():
-    """A model with NF4 codes has the outputs and gradients of a model with the dequantized values.
-    Also compare the weights that `generate` and `export --merge` use."""
+    """A model with NF4 codes has the same outputs and gradients as a model with the dequantized
+    values. `generate` and `export --merge` must use exactly these values."""
     model = quantized_model()
     rounded = build_model()
     source = nf4.rounded_source(lambda name, box: values[name][box], rounded.size, torch.float32)

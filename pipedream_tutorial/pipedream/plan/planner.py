@@ -6,7 +6,7 @@ Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m wor
     T(i..j, m) = max(sum of T_l, sum of W_l) / m        T_l forward + backward seconds of layer l
     W_l        = sync_factor * (m - 1) / m * w_l / bandwidth           w_l weight bytes of layer l
     A(j, m)    = the smaller of T(0..j, m) and, over i < j and m' < m,
-                 max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
+                 max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i output bytes of layer i
 
 A(j, m) is the time in seconds per microbatch of the best pipeline of layers 0..j on m workers. All
 sums are exact fractions. Compute, weight synchronization and sending are assumed to overlap fully,
@@ -15,13 +15,13 @@ so the slowest of them determines the period. PipeDream's published optimizer ad
 
 sync_factor is 2 by default. In a ring all-reduce, each worker sends 2 (m - 1) / m of the weights'
 bytes and receives as many at the same time. PipeDream's factor of 4 adds up both directions of a
-sharded parameter server. Its 2 a_i adds the activation in one direction and the gradient in the
-other. These factors are right for links that carry one direction at a time. For full-duplex links,
-the times are up to twice too long.
+sharded parameter server. Its term 2 a_i adds the activation in one direction and the gradient in
+the other. These factors are right for links that carry one direction at a time. For full-duplex
+links, the times are too long by a factor of up to 2.
 
-There is no memory limit. A profile has only the size of a layer's output. A worker keeps everything
-that the layer's backward pass needs, which is many times larger. A limit based on the profile would
-accept plans that do not fit.
+The planner has no memory limit. A profile has only the size of a layer's output. A worker keeps
+everything that the layer's backward pass needs, which is many times larger. A limit based on the
+profile would accept plans that do not fit.
 """
 
 import math

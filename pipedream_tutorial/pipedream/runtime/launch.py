@@ -25,7 +25,7 @@ DIFFERENT = 3  # exit code if all processes succeed, but weights differ from one
 
 
 class StageLostError(RuntimeError):
-    """Error raised if another stage's process has ended or did not answer in time."""
+    """Error raised if another stage's process has ended or does not answer in time."""
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:

@@ -121,9 +121,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the communication time and the mean durations, converted to `num_stages` equal
-        stages of the same layers. If the run did not split its backward passes, each pass counts as
-        an input gradient."""
+        """Return the communication time and the mean durations, as if the same layers were divided
+        into `num_stages` equal stages. If the run did not split its backward passes, each pass
+        counts as an input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -154,8 +154,8 @@ def build_record(
 
     `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
     record, `calibration` has the means of `calibrated_on`, the run that gives the durations.
-    `found` has the letters F, I, W of a batch by rank, for an order from a search. `predicted` is
-    null if the durations do not apply to the schedule.
+    For an order from a search, `found` has the letters F, I and W of each rank in a batch.
+    `predicted` is null if the durations do not apply to the schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs(first.schedule.num_stages)

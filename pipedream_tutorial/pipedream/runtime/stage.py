@@ -4,7 +4,7 @@ The runtime does not depend on the schedule. For each operation, it waits for th
 neighbor, runs the operation on the StageTrainer and sends its result.
 
 NCCL matches messages only by their order, without tags, and may serialize the work of a group.
-Therefore each pair of ranks that exchange messages has one group per direction, also with gloo.
+Therefore each pair of ranks that exchange messages has one group per direction, even with gloo.
 Receives follow the order in which the other rank's schedule sends.
 """
 
@@ -149,7 +149,7 @@ class Clock:
 
     @contextmanager
     def span(self, thread: str, op: Op) -> Iterator[None]:
-        """Mark the start and the end of the block."""
+        """Mark the start and the end of the `with` block."""
         begun = self.mark()
         yield
         self.spans.append((thread, op, begun, self.mark()))
@@ -197,7 +197,7 @@ class Station:
         Every process creates all groups in the same order, and immediately exchanges each group's
         first message. NCCL sets up communicators on first use, and this order prevents deadlocks
         during setup. A receive that is posted ahead occupies multiprocessors on its GPU until its
-        message arrives. NCCL uses at most nccl_max_ctas multiprocessors for one receive. None sets
+        message arrives. NCCL uses at most nccl_max_ctas multiprocessors for one receive. None means
         no limit.
         """
         ways = set()

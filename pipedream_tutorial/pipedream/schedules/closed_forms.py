@@ -69,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """Return how long after rank 0 rank r starts, minus how long after rank 0 it ends, in units of
-    F. The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
+    """Return rank r's delay behind rank 0 at the start, minus its delay at the end, in units of F.
+    The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 

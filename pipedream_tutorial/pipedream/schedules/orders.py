@@ -1,5 +1,5 @@
-"""Define the table of all schedules. For each, a function of p ranks and m microbatches returns an
-order per rank. This module does not import torch.
+"""Define the table of all schedules. For each schedule, a function of p ranks and m microbatches
+returns an order per rank. This module does not import torch.
 
 pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
 and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
@@ -31,8 +31,9 @@ def eager_1f1b(p: int, m: int) -> Orders:
 
 
 def zb_v_fixed(p: int, m: int) -> Orders:
-    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for
-    2p - 1 or more microbatches. With fewer, the missing microbatches' operations are omitted."""
+    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
+    - 1 or more microbatches. With fewer microbatches, the operations of the missing ones are
+    omitted."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -100,7 +101,7 @@ def dualpipe(p: int, m: int) -> Orders:
 
     def unfolded(op: Op, r: int) -> Op:
         """Return DualPipe's operation on rank r for a DualPipeV operation. On rank r, the first
-        copy has position r of the model, and the second copy has the other position."""
+        copy has position r of the model, and the second copy has position p - 1 - r."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []

@@ -50,7 +50,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class WeightUse(NamedTuple):
-    """Weight versions of one stage, counted along its rank's order."""
+    """Weight versions of one stage, counted in the order of its rank's operations."""
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with

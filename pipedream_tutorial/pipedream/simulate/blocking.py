@@ -65,9 +65,9 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
-    """Run until all ranks have ended. Return the actions in the order in which they ended. With
-    `buffered`, sends are copied and never wait. Raises DeadlockError with the current action of
-    every rank in the cycle."""
+    """Run the programs until all ranks have ended. Return the actions in the order in which they
+    ended. With `buffered`, sends are copied and never wait. Raises DeadlockError with the current
+    action of every rank in the cycle."""
     left = [deque(program) for program in programs]
     # Actions of each rank's current step that have not ended
     posted: list[list[Action]] = [[] for _ in programs]

@@ -93,8 +93,8 @@ class Row:
 
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
-        """Peak activations over the stream by rank, in microbatches of a rank's share of the
-        layers."""
+        """Peak activations of each rank over the stream. The unit is the activations of one
+        microbatch on all of a rank's layers."""
         return peak_activations(self._fullest)
 
     @cached_property
@@ -112,13 +112,14 @@ class Row:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Most updates between a microbatch's weights and the microbatch's update, by stage."""
+        """Largest number of updates between the version that a microbatch uses and the microbatch's
+        own update, for each stage."""
         return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
-        """Parameters kept by rank, in units of a rank's share of the model. Two copies of the model
-        (Chimera, DualPipe) count as two."""
+        """Parameters that each rank keeps, in units of a rank's share of the model. Two copies of
+        the model (Chimera, DualPipe) count as two."""
         fullest = self._fullest
         held = (
             sum(self._use[stage].peak_versions for stage in stages) for stages in fullest.stages()
@@ -201,8 +202,8 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """Return the closed form and its sizes. Return None for a file, uneven stages, communication
-    time, overlap, R, or blocks without reordering, for which there is no closed form."""
+    """Return the schedule's closed form and its sizes. Return None if there is no closed form, as
+    for a CSV, uneven stages, communication time, overlap, R, or blocks without reordering."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

@@ -47,7 +47,8 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Return the peak activations of each rank, in microbatches on all of the rank's layers."""
+    """Return the peak activations of each rank. The unit is the activations of one microbatch on
+    all of the rank's layers."""
     changes = _changes(schedule)
     peaks = []
     for order in schedule.flat:
@@ -61,9 +62,9 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
-    """Return the held activations of each rank over time, in microbatches on all of the rank's
-    layers. Activations count from the start of a forward pass or R to the end of the pass that
-    frees them."""
+    """Return the activations that each rank holds over time. The unit is the activations of one
+    microbatch on all of the rank's layers. Activations count from the start of a forward pass or R
+    to the end of the pass that frees them."""
     changes = _changes(schedule)
     curves = []
     for order in schedule.flat:

@@ -230,7 +230,8 @@ def _advance(
 
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
-    """Return the length of a tick, and the rules of each rank."""
+    """Return the length of a tick. Also return, for each rank, the rules by which `_advance` runs
+    each kind of operation."""
     kinds = []
     for order in schedule.orders:
         # One item of each kind, including pairs

@@ -43,10 +43,10 @@ def trace_document(
     batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """Return a JSON-serializable trace with the given groups. `policy` and `batch_size` determine
-    weight versions. `batch_size` is the number of microbatches between two updates if the policy
-    updates once per batch. `unit_s` is the number of seconds per unit of the simulator. The
-    measured run starts at time 0."""
+    """Return a JSON-serializable trace of the prediction, the measurement, or both. `policy` and
+    `batch_size` determine weight versions. `batch_size` is the number of microbatches between two
+    updates if the policy updates once per batch. `unit_s` is the number of seconds per unit of the
+    simulator. The measured run starts at time 0."""
     groups = {}
     if predicted is not None:
         groups["predicted"] = _predicted_slices(predicted, Fraction(unit_s))

@@ -82,8 +82,8 @@ class StageTrainer:
     """Train one stage with plain SGD under a weight policy.
 
     Under every policy, the loss of a microbatch is divided by the number of microbatches in a
-    batch. Then m updates by one microbatch each change the weights about as much as one update by
-    the batch. All policies can therefore use the same learning rate.
+    batch. As a result, m updates with one microbatch each change the weights about as much as one
+    update with the batch. All policies can therefore use the same learning rate.
     """
 
     def __init__(
