@@ -1,6 +1,6 @@
-"""Solution: on every stage, a batch's forwards follow the last backward of the previous batch. In
-one long 1F1B, stage 0 runs the first forwards of a batch before the last gradients of the previous
-batch have arrived.
+"""Solution: on every stage, a batch's forwards follow the last backward of the previous batch. In a
+single long 1F1B schedule, stage 0 runs the first forwards of a batch before the last gradients of
+the previous batch have arrived.
 """
 
 from pipedream.schedules.ops import repeat

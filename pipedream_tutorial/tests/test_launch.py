@@ -212,8 +212,8 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
-    """With go_on, the run starts again without each schedule that fails. It exits with code 1 even
-    if the other schedules succeed."""
+    """With go_on, the run restarts without a schedule that has failed. It exits with code 1 even if
+    the other schedules succeed."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1

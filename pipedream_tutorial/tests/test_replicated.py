@@ -1,4 +1,4 @@
-"""Simulate plans, and test the orders of replicated stages and their period."""
+"""Simulate plans, and test the order and the period of replicated stages."""
 
 from fractions import Fraction
 

@@ -72,7 +72,8 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """Run the GPU benchmark on a CPU with a tiny GPT-2, repeats, a record and a trace."""
+    """Run the GPU benchmark on a CPU with a tiny GPT-2. Check the record and the trace that it
+    writes."""
     done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",

@@ -155,8 +155,8 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
-    """Each further batch costs its work and the idle time within rank 0's span. This idle time may
-    be less than X, the idle time within the makespan of one batch."""
+    """Each further batch adds its computing time and rank 0's idle time between its first and last
+    operation. This idle time may be less than the idle time within the makespan of one batch."""
     rng, form, less = random.Random(name), CLOSED_FORMS[name], 0
     for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
         s = build_schedule(name, p, m)

@@ -1,5 +1,5 @@
-"""Test both command lines. Compare pipedream_simple.py with the package, and the package's rows
-with its measures."""
+"""Test both command lines. Compare pipedream_simple.py with the package, and the rows of the
+package's table with separately computed values."""
 
 import random
 import re
@@ -82,8 +82,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_what_the_measures_say(name):
-    """The values of a row equal the values from a full simulation. The row itself computes the time
-    of consecutive batches without simulating all of them."""
+    """The values of a table row equal the values from a full simulation. With flushes, a row
+    derives the times of consecutive batches from a single batch."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)

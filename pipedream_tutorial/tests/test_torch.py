@@ -28,7 +28,7 @@ BOTH: list[tuple[str, str, int]] = [
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
     """Build torch's schedule from fake stages. Its constructor reads only numbers from them."""
-    from torch.distributed.pipelining import schedules as theirs  # takes seconds; only here
+    from torch.distributed.pipelining import schedules as theirs  # slow to import
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
     stages = [
@@ -45,8 +45,8 @@ def operations(order: Iterable[Any]) -> list[str]:
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """Number forward passes from 1, as torch 2.13 does in its listed order of 1F1B's last rank.
-    torch's 1F1B does not run from this list."""
+    """Number forward passes from 1, as torch 2.13 does in the order that it lists for the last rank
+    of 1F1B. torch does not use this list to run 1F1B."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 

@@ -1,5 +1,5 @@
 """Test that models are found by name, by the path to a Hugging Face folder, and by the path to a
-model family."""
+folder with a model family's code."""
 
 import json
 from collections import Counter

@@ -2,11 +2,12 @@
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
-    python -m tests.mutations --check                # lists those that no longer apply (seconds)
+    python -m tests.mutations --check                # lists mutations that no longer apply (fast)
 
-Each mutation is applied to a copy of the checkout. There, the narrowest tests that should catch it
-run until the first failure. The tests must pass without the mutation, because otherwise "caught"
-would mean nothing. The exit code is 1 if a mutation survives or no longer applies."""
+Each mutation is applied to a copy of the checkout. The narrowest tests that should catch the
+mutation then run on this copy until the first failure. The tests must pass without the mutation,
+because otherwise "caught" would mean nothing. The exit code is 1 if a mutation survives or no
+longer applies."""
 
 import argparse
 import contextlib

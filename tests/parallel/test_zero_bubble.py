@@ -38,7 +38,7 @@ def micro_batches(count):
 
 
 def in_two_parts(model, batches):
-    """Run the first part of every backward pass, and then every second part."""
+    """Run the first parts of all backward passes, and then all second parts."""
     weights, later = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()

@@ -105,8 +105,8 @@ def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train for the given `steps` (by default all) of a run of `num_steps`. `take` replaces the
-    batch of each step."""
+    """Train for the given `steps`, by default all, of a run with `num_steps` steps. `take` replaces
+    the batch of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))

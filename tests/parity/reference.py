@@ -1,5 +1,5 @@
-"""Train GPT-2 with only PyTorch and Hugging Face, as a reference for the suite's runs. This module
-does not import the suite, because other parity tests only compare the suite with itself. Tokens,
+"""Train GPT-2 with only PyTorch and Hugging Face, as a reference for the suite's runs. Other parity
+tests compare the suite only with itself. This module therefore does not import the suite. Tokens,
 targets, sample order, AdamW's parameter groups, learning rate, clipping and evaluation are
 implemented independently."""
 

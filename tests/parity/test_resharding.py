@@ -21,8 +21,8 @@ RECORDS = {**EIGHT, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
-    """For each pair of layouts, check that a run that is saved under the first and resumed under
-    the second matches an uninterrupted one-process run."""
+    """For each pair of layouts, check that a run that is saved under the first layout and resumed
+    under the second matches an uninterrupted one-process run."""
     for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair

@@ -1,5 +1,4 @@
-"""Test that a typed key without effect is rejected, and that a CONFIG key without effect gives a
-note."""
+"""Test that a key without effect is rejected on the command line and gives a note in CONFIG."""
 
 import pytest
 

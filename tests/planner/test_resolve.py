@@ -104,8 +104,8 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 
 
 def test_missing_weights_are_pointed_out(monkeypatch):
-    """If GPT-2's weights are missing, an explicit request for them is an error that says how to get
-    them. Otherwise, the run starts from random weights, with a note."""
+    """If GPT-2's weights are missing, an explicit request for them raises an error that explains
+    how to get them. Otherwise, the run starts from random weights, with a note."""
     monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
     monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
@@ -202,8 +202,8 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """If a switch is "auto" and cannot be used, it is turned off, with a note except for async_tp.
-    An explicit True or "whole" is rejected with the reason."""
+    """If a switch is "auto" and cannot be used, it is turned off. Except for async_tp, a note gives
+    the reason. An explicit True or "whole" is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

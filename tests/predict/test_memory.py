@@ -127,11 +127,11 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
 
 
 def test_recomputing_rounds_weights_again(tmp_path):
-    """The numbers count the tensors that a block saved when compiled with torch 2.13. With
-    selective checkpointing, these are the block's input, q k v, attention, the attention projection
-    and the MLP's hidden units. Rounded weights are only saved without checkpointing. The peak
-    occurs in the last block's backward pass, which has recomputed the whole block and holds the
-    gradient of the MLP's hidden units."""
+    """The expected numbers count the tensors that a block saved when compiled with torch 2.13. With
+    selective checkpointing, these tensors are the block's input, q k v, attention, the attention
+    projection and the MLP's hidden units. Rounded weights are saved only without checkpointing. The
+    peak occurs in the last block's backward pass, which has recomputed the whole block and holds
+    the gradient of the MLP's hidden units."""
     none, some, full = (
         peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
         for mode in ("none", "selective", "full")
@@ -222,6 +222,6 @@ def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
-    """strategies/10_3d_parallel/README.md states 12 N_r / S + 6 N_r bytes for bf16 during a
-    step."""
+    """Compare with the formula in strategies/10_3d_parallel/README.md, which is 12 N_r / S + 6 N_r
+    bytes for bf16 during a step."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*parts, 0, 0))

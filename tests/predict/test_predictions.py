@@ -85,8 +85,8 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_larger_takes_more(name, tmp_path):
-    """Longer samples must need more memory and at least as much time. Activation checkpointing must
-    reduce memory."""
+    """Longer samples must need more memory and take at least as much time as shorter samples.
+    Activation checkpointing must reduce memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
         plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)

@@ -1,4 +1,4 @@
-"""Test how runs are grouped by their work, and what comparison tables contain."""
+"""Test which runs are grouped as comparable, and what comparison tables contain."""
 
 import platform
 import statistics

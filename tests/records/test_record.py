@@ -122,8 +122,7 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
-    """The record must name the earliest cause, regardless of the order of writes and of updates by
-    rank 0."""
+    """The record must name the earliest cause, whichever rank writes last."""
 
     def state():
         found = load_record(tmp_path)
