@@ -38,8 +38,8 @@ class Schedule:
         return forward_ranks + second_ranks if self.stages_per_rank == 2 else forward_ranks
 
     def counts(self, p: int, num_sequences: int) -> list[int]:
-        """Return the numbers of micro-batches into which `num_sequences` sequences can be divided,
-        in ascending order."""
+        """Return all numbers of micro-batches that divide `num_sequences` evenly and that the
+        schedule accepts, in ascending order."""
         return [m for m in divisors(num_sequences) if self.takes(p, m)]
 
 

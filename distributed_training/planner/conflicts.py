@@ -97,8 +97,8 @@ def check_settings(
 ) -> None:
     """Raise UserError for settings that cannot be combined, and for a setting that is rejected
     because it has no effect with the layout or with the engine's other `options`. Add a note for
-    each other setting without an effect. `request` may still contain "auto" where the candidate's
-    CONFIG has a value."""
+    every other setting that has no effect. `request` may still contain "auto" for a key that the
+    candidate's CONFIG resolves."""
     _check_model(candidate)
     _check_strategy(candidate)
     _check_base(candidate)

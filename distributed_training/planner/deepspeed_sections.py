@@ -128,7 +128,7 @@ ASK_LIMIT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Remove sections that have no effect from `document`. Return the dotted names of the values
+    """Delete every section of `document` that has no effect. Return the dotted names of the values
     that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
     run as written."""
     for name, section in list(document.items()):

@@ -161,9 +161,9 @@ def _changes(config: RunConfig, wanted: Settings) -> Settings:
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the settings in RELAXED_SETTINGS that this layout needs: no setting, one setting or
-    all settings that differ from CONFIG. Return None if the layout is rejected even with all of
-    them."""
+    """Return the settings from RELAXED_SETTINGS that this layout needs. First try no settings, then
+    each setting alone, then all settings. Return None if the layout is rejected even with all
+    settings."""
     changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         tried = replace(candidate, config=candidate.config.model_copy(update=settings))
@@ -280,9 +280,10 @@ def cut_batch(candidate: Candidate) -> Batch:
     """Divide the batch of one step into micro-batches as CONFIG requests or, for "auto", by a rule.
 
     The rule chooses the smallest number of micro-batches that the schedule accepts and that meets
-    two conditions. Activations need no more memory than `batch_size` sequences under dp. With a
-    pipeline, there are at least 2 x pp micro-batches. If no number meets both conditions, the
-    memory condition takes precedence. Raises UserError if CONFIG requests an impossible number."""
+    two conditions. Activations need no more memory than the activations of `batch_size` sequences
+    under dp. With a pipeline, there are at least 2 x pp micro-batches. If no number meets both
+    conditions, the memory condition takes precedence. Raises UserError if CONFIG requests an
+    impossible number."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]

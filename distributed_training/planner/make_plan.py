@@ -81,9 +81,10 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
 
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
-    """Return CONFIG with the work, the strategy and the checkpoint interval of the run that
-    `resume` names. Keys that the user set are kept. If `resume` is None or "auto", return CONFIG
-    unchanged. Raises UserError if the run is missing."""
+    """Return CONFIG with values copied from the run that `resume` names. The values are the
+    strategy, the batch, the checkpoint interval and all keys on which comparable runs must agree.
+    Keys that the user set are kept. If `resume` is None or "auto", return CONFIG unchanged. Raises
+    UserError if the run is missing."""
     if config.resume in (None, AUTO):
         return config
     checkpoint = named_checkpoint(str(config.resume))

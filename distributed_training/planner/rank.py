@@ -49,9 +49,9 @@ def rank_layouts(
     """Return the predictions of all valid layouts, sorted from best to worst.
 
     `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
-    incompatible. Algorithms that compute different results are included only if `asked` names them.
-    On CPUs, strategies with CPU offload are included only if `asked` names them or CONFIG has a
-    DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
+    incompatible. Strategies whose algorithm gives different training results are included only if
+    `asked` names them. On CPUs, strategies with CPU offload are included only if `asked` names them
+    or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for all."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):
@@ -161,8 +161,8 @@ def layout_name(plan: Draft) -> str:
 
 def as_chosen(config: Request, name: str) -> Request:
     """Return CONFIG with the strategy `name` and its defaults. Keys that the user set are kept,
-    even if the strategy does not accept them. Raises UserError if "auto" never chooses the
-    strategy, because its engine adds options."""
+    even if the strategy does not accept them. Raises UserError if the strategy's engine adds
+    options, because "auto" never chooses such a strategy."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix=f"set strategy to {name}")
     defaults = {"engine_options": {}, **defaults_for(config, name)}
@@ -287,7 +287,8 @@ def choose_strategy(
 
 def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
     """Return the candidate with a chosen batch size. The batch size is the smallest power of two
-    that fits and reaches NEAR_BEST of the best predicted tokens/s, or 1 if none fits."""
+    that fits and reaches the fraction NEAR_BEST of the best predicted tokens/s, or 1 if none
+    fits."""
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):

@@ -26,10 +26,9 @@ HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation du
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
-    """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before 25
-    November 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less
-    than 2 p - 1, torch adds micro-batches. The operations of these micro-batches are omitted
-    here."""
+    """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before November
+    25, 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less than 2
+    p - 1, torch adds micro-batches. The operations of these micro-batches are omitted here."""
     number = max(2 * p - 1, m)
     orders = []
     for rank in range(p):

@@ -29,7 +29,7 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> dict[str, int]:
-        """Memory by component, in bytes, of the process that uses the most."""
+        """Memory by component, in bytes, of the process that uses the most memory."""
         return max(self.by_place, key=_total)
 
     @property
@@ -123,8 +123,8 @@ def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
 
 
 def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
-    """Return a process's memory by component, in bytes, at the point in a step where it uses the
-    most."""
+    """Return a process's memory by component, in bytes, at the point in a step where the process
+    uses the most memory."""
     kept = sum(mechanism.kept(at) for mechanism in mechanisms)
     backward = sum(mechanism.backward(at) for mechanism in mechanisms)
     held = partial(_held, at, mechanisms, _state_of(at, mechanisms))

@@ -52,7 +52,7 @@ class Rates:
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """Return the rates of a GPU in the table.
+    """Return the rates of a GPU, estimated from its datasheet values.
 
     Long matrix multiplications would exceed the power limit of most GPUs, so these GPUs lower their
     clock and voltage. The rate is then proportional to the square root of the power limit.
@@ -168,8 +168,9 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
 
 
 def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:
-    """Return the bandwidth and latency of the largest group. The bandwidth comes from the largest
-    message. The latency comes from the fastest message or, on a CPU, from the smallest message."""
+    """Return the bandwidth and latency measured in the largest group of processes. The bandwidth
+    comes from the largest message. The latency comes from the fastest message or, on a CPU, from
+    the smallest message."""
     members = max(entry["members"] for entry in collectives)
     entries = [entry for entry in collectives if entry["members"] == members]
     entries.sort(key=lambda entry: entry["bytes"])

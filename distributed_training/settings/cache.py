@@ -1,4 +1,4 @@
-"""Locate and protect this user's cache folders. This module imports nothing slow.
+"""Locate and protect this user's cache folders. This module imports only modules that load fast.
 
 Python, torch's compiler, Triton and PyTorch's extension loader run code that they find in these
 folders. Other users must therefore not be able to change the folders."""
@@ -30,8 +30,8 @@ def cache_folder() -> Path:
 def use_private_caches() -> None:
     """Make torch's compiler, Triton and PyTorch extensions use private folders in this process and
     its child processes. By default, torch's compiler uses a folder in /tmp, even if another user
-    created that folder. Raises UserError if a folder cannot be created, or if another user owns it
-    or may write to it."""
+    created that folder. Raises UserError if a folder cannot be created, if it belongs to neither
+    this user nor root, or if every user may write to it."""
     from importlib.metadata import version
 
     from distributed_training.settings.errors import UserError, print_error
@@ -100,8 +100,8 @@ def _named_folder() -> str:
 
 
 def _unsafe(folder: Path) -> str:
-    """Return the reason why `folder` is unsafe: it belongs to another user, or every user may write
-    to it. Return "" if the folder is safe or does not exist."""
+    """Return the reason why `folder` is unsafe: it belongs to neither this user nor root, or every
+    user may write to it. Return "" if the folder is safe or does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = folder.lstat()
         if status.st_uid not in (0, os.geteuid()):

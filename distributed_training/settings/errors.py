@@ -18,7 +18,7 @@ REFUSALS = (
 )  # fmt: skip
 # Phrases in the errors of Python, torch and the dynamic linker if the system denies memory
 _OUT_OF_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment")
-# The same for a new process or thread
+# Phrases in the errors if the system denies a new process or thread
 _OUT_OF_THREADS = ("can't start new thread", "Resource temporarily unavailable")
 
 
@@ -103,8 +103,9 @@ def print_error(text: str) -> None:
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """Call `act` and return the exit code. Print a UserError or a rejected file access without a
-    traceback. `trains`: whether `act` trains, which determines the message after Ctrl-C."""
+    """Call `act` and return the exit code. If `act` raises an error that the user can fix, such as
+    a UserError or a full disk, print the error without a traceback. `trains`: whether `act` trains
+    a model, which determines the message after Ctrl-C."""
     try:
         code = act()
         sys.stdout.flush()
@@ -162,7 +163,7 @@ def current_folder_is_gone() -> UserError | None:
 
 def refused_variable(error: Exception) -> UserError | None:
     """Return an error that names the torch or Hugging Face environment variable that a library
-    rejected. Return None if there is none.
+    rejected. Return None if no variable was rejected.
 
     The message of `error` contains the name of the variable, or its value in quotes or after a
     colon. A value elsewhere in the message, such as 9.0 or True, has another cause."""

@@ -141,8 +141,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
-    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError if the file
-    is not a regular file or is larger than `most_bytes`."""
+    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError for any
+    other file that is not a regular file, and for data larger than `most_bytes`."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -178,9 +178,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def load_json(
     path: Path, what: str, *, unique: bool = False, most_bytes: int = _SMALL_BYTES
 ) -> Any:
-    """Parse a JSON file. Raises UserError if the file cannot be read, is larger than `most_bytes`
-    or, with the line and column, if the JSON is invalid. `what` describes the file in the message.
-    If `unique` is True, a duplicate key is also an error."""
+    """Parse a JSON file. Raises UserError if the file cannot be read, if it is larger than
+    `most_bytes` or if the JSON is invalid. A syntax error is reported with its line. `what`
+    describes the file in the message. If `unique` is True, a duplicate key is also an error."""
     try:
         return parse_json(read_small(path, most_bytes).decode(), unique=unique)
     except FileNotFoundError:

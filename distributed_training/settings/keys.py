@@ -38,8 +38,9 @@ class Options(BaseModel):
     )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
-        """Return the number of steps between two exchanges of one fp32 value per model parameter.
-        Return None if gradients are exchanged in every step, during the backward pass."""
+        """If the engine exchanges parameters instead of gradients, return the number of steps
+        between two exchanges. Each exchange contains one fp32 value per model parameter. Return
+        None if gradients are exchanged in every step, during the backward pass."""
         return None
 
     def check(self, precision: str, hidden_size: int) -> None:
@@ -115,8 +116,8 @@ class Key(BaseModel):
         return " or ".join(descriptions)
 
     def parse(self, text: str) -> Any:
-        """Return the value that `text` from the command line represents. Return `text` itself if no
-        form matches."""
+        """Convert `text` from the command line to a choice, a Boolean, None or a number if the key
+        accepts such a value. Otherwise, return `text` itself."""
         word = text.strip().lower()
         kinds = {form.get("type", "") for form in self.forms}
         values: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
@@ -144,8 +145,8 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
 def by_key(
     pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
 ) -> dict[str, Any]:
-    """Return the values in the (name, value) `pairs` by the main name of each key. Raises UserError
-    for an unknown name, or for two names of the same key."""
+    """Map the main name of each key in the (name, value) `pairs` to its value. Raises UserError for
+    an unknown name, or for two names of the same key."""
     key_names = _all_names(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}

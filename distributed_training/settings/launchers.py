@@ -97,8 +97,8 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
 
 
 def find_source(environment: Mapping[str, str]) -> Source | None:
-    """Return the variables of the launcher that started this process. Return None if no launcher in
-    SOURCES did."""
+    """Return the environment variables of the launcher that started this process. Return None if
+    the launcher is not in SOURCES."""
     return next((source for source in SOURCES if source.applies(environment)), None)
 
 
@@ -131,9 +131,11 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints messages for the whole run. Rank 0 and a single process
-    do. A process with an invalid rank also does, because no other process would report the rank. So
-    does a process whose launcher set no number of processes, because there may be no rank 0."""
+    """Return whether this process prints messages for the whole run. Return True for:
+    - rank 0 or a single process
+    - a process with an invalid rank, because no other process would report the rank
+    - a process whose launcher did not set the number of processes, because there may be no rank 0
+    """
     source = find_source(environment)
     if source is None and find_uncounted(environment):
         return True

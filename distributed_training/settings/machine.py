@@ -1,13 +1,17 @@
 """Detect this machine's hardware without importing torch. Read the GPU data in gpus.json, from
 which rates are estimated.
 
-Sources: NVIDIA's datasheets; whitepapers for GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
-the A10G, an AWS variant of the A10, the values that CUDA reports. Rates are dense, without
-sparsity. Memory is as reported by nvidia-smi. Link bandwidths are in GB/s per direction: NVLink 5
-has 900, NVLink 4 has 450, NVLink 3 has 300, NVLink 2 has 150, and the NVLink of H800 and A800 has
-200. PCIe 5 x16 has about 63, PCIe 4 has 31.5, and PCIe 3 has 15.75. An entry whose name contains
-another entry's name comes before that entry. If a model has several forms, the form that its plain
-name denotes comes before the PCIe form."""
+The values come from NVIDIA's datasheets, with two exceptions:
+- RTX 3090, 4090 and 5090: the whitepapers for GA102, AD102 and GB202
+- A10G, an AWS variant of the A10: the values that CUDA reports
+
+Rates are for dense matrices, without sparsity. Memory sizes are as reported by nvidia-smi. Link
+bandwidths are in GB/s per direction:
+- NVLink: 900 for version 5, 450 for 4, 300 for 3, 150 for 2, and 200 for the H800 and A800
+- PCIe x16: about 63 for version 5, 31.5 for 4, and 15.75 for 3
+
+An entry whose name contains another entry's name comes before that entry. A plain name such as V100
+denotes the model's first entry that is not a PCIe or NVL form."""
 
 import json
 import os
@@ -70,9 +74,8 @@ def detect_machine() -> Machine:
 
 
 def has_bf16(info: Path) -> bool:
-    """Return whether the CPU has instructions for bf16 matrix multiplications: AVX-512 or AMX on
-    x86, or the Arm instructions. `info` is the path to Linux's /proc/cpuinfo. Return False if the
-    file does not exist."""
+    """Return whether the CPU has bf16 instructions: AVX-512 BF16 or AMX BF16 on x86, or BF16 on
+    Arm. `info` is the path to Linux's /proc/cpuinfo. Return False if the file does not exist."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (
         re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
@@ -202,7 +205,7 @@ def _read_fields(file: Path) -> dict[str, int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """GPU model: an entry of the table, or a JSON description passed to `--gpu`."""
+    """GPU model, described by an entry in gpus.json or by JSON passed to `--gpu`."""
 
     name: str = "own GPU"
     memory_gib: Positive
@@ -226,8 +229,8 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
-    """Return the entry for a device name from nvidia-smi or CUDA. Return None for a device that is
-    not in the table, for a partial GPU (MIG) and for a laptop GPU."""
+    """Return the entry in gpus.json for a device name from nvidia-smi or CUDA. Return None for a
+    device without an entry, for a partial GPU (MIG) and for a laptop GPU."""
     name_parts = (device_name or "").upper().replace("-", " ").split()
     if "MIG" in name_parts or "LAPTOP" in name_parts:
         return None

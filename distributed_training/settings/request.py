@@ -94,7 +94,7 @@ def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed_values(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values in `key=value` strings by the main names of the keys."""
+    """Map the main name of each key in the `key=value` strings to its value."""
     return by_name(dict(text.partition("=")[::2] for text in overrides))
 
 

@@ -6,7 +6,8 @@ Keys of config.json:
 - `deepspeed`: a DeepSpeed JSON or its path, relative to the checkout or the folder
 - `mesh`: the sizes of the axes
 - `defaults`: values of keys that are None or "auto" in CONFIG
-- `engine`: an engine's name or file. Default: "native" with a mesh, otherwise "deepspeed"
+- `engine`: an engine's name or file. Default: "native" if `mesh` is set, otherwise
+  "deepspeed"
 
 To add an algorithm, put a file such as "engine.py" into the folder. The file defines `TRAITS`,
 optionally `OPTIONS`, and the class that `TRAITS.build` names. The class may also be in another file
@@ -231,8 +232,8 @@ class Strategy:
 
 
 def list_strategies() -> dict[str, _Folder]:
-    """Return the parsed config.json of each folder in strategies/ by the strategy's name, ordered
-    by folder number."""
+    """Map the name of each strategy in strategies/ to its parsed config.json, in the order of the
+    folder numbers."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {folder.name: folder for folder in map(_read_folder, by_number)}
@@ -270,7 +271,7 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
-    JSON that is invalid or has another form."""
+    JSON that is invalid or does not have the form that the strategy requires."""
     folder = _find(config.strategy)
     setting = f"strategy={folder.name!r}"
     source = folder._path
@@ -330,7 +331,7 @@ def load_strategy(config: RunConfig) -> Strategy:
 
 
 def _read_json(config_file: Path, given: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
-    """Return (file, JSON, the part of the JSON that this package reads) of a strategy. `given` is
+    """Return (file, JSON, the part of the JSON that this package reads) for a strategy. `given` is
     the JSON itself or its path, relative to the folder of the strategy's `config_file` or to the
     checkout."""
     file = config_file

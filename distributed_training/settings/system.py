@@ -1,5 +1,5 @@
-"""Check before a command begins that the operating system and the environment variables of
-libraries allow the command to finish. This module imports nothing slow."""
+"""Check, before a command begins, that the operating system and the environment variables of
+libraries allow the command to finish. This module imports only modules that load fast."""
 
 import os
 import platform
@@ -19,8 +19,9 @@ _MIN_ADDRESS_BYTES = 1_300_000_000  # address space that a process with torch ne
 _NUMBER = (r"\s*\d{1,9}\s*", "a whole number")
 _SWITCH = (r"(?i)y|yes|1|t|true|n|no|0|f|false", "1 or 0")
 # Environment variable -> (accepted values, their description). torch reads the first four in a
-# thread of its own, which aborts the process or makes it wait forever. gloo's error does not name
-# the variable. huggingface_hub reads its two when a finished run writes the model card.
+# separate thread. There, an invalid value aborts the process or makes it wait forever. gloo's error
+# does not name the variable. huggingface_hub reads its two variables when a finished run writes the
+# model card.
 _VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": _NUMBER, "TORCH_NCCL_TRACE_BUFFER_SIZE": _NUMBER,
     "TORCH_FR_CPP_STACK": _SWITCH, "TORCH_NCCL_TRACE_CPP_STACK": _SWITCH,

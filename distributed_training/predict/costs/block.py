@@ -41,8 +41,8 @@ def last_product(at: Timing) -> Cost:
 
 
 def elementwise(at: Timing) -> tuple[Cost, Cost]:
-    """Return the (forward, backward) costs of a block's element-wise operations. Without a trace,
-    the backward pass is assumed to cost twice as much as the forward pass."""
+    """Return the (forward, backward) costs of a block's element-wise operations. If the model was
+    not traced, the backward pass is assumed to cost twice as much as the forward pass."""
     fitted = FITTED.elementwise
     eager = 1.0 if at.config.compile else fitted.eager
     starts = fitted.starts * eager * at.rates.kernel_s
@@ -102,11 +102,10 @@ def _has_kernel(at: Timing) -> bool:
 
 
 def kept(at: Place) -> float:
-    """Return the number of bytes that a block keeps for its backward pass. `values` is the number
-    of values in the compute dtype that models/ and torch.compile keep, per token and hidden
-    unit."""
+    """Return the number of bytes that a block keeps for its backward pass."""
     if at.size.traced is not None:
         return at.traced_bytes("kept", at.way)
+    # Values in the compute dtype that models/ and torch.compile keep, per token and hidden unit
     values = 2 * at.between + at.split_values / at.tp
     values += 2  # the inputs of both column-split layers, which tp does not split
     if at.config.dropout:  # two masks with one byte per value

@@ -34,7 +34,7 @@ def message_s(at: Timing) -> float:
 
 def state(at: Place) -> Parts:
     """Return the number of additional bytes per parameter that stages with fp32 weights keep
-    throughout a step for gathered or rounded parameters and for unsharded gradients."""
+    throughout a step. These bytes hold gathered or rounded parameters, and unsharded gradients."""
     if at.strategy.traits.rounds_weights:
         return {}
     copied = at.mesh["dp_replicate"] * at.shards > 1 or at.width < 4
@@ -43,7 +43,8 @@ def state(at: Place) -> Parts:
 
 def held(at: Place, moment: Moment, state: Parts) -> Parts:
     """Return the sizes in bytes of PyTorch's receive buffers, one per message of a step, and of the
-    embedding's gradient. Gathered parameters count as copies."""
+    embedding's gradient. Gathered parameters are moved from the component "parameters" to the
+    component "copies"."""
     parts = {}
     if not at.strategy.traits.rounds_weights:
         shard = (4 if at.trained else at.width) * at.parameters / at.shards
@@ -56,13 +57,13 @@ def held(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def pending_bytes(at: Place) -> float:
-    """Return the number of bytes per block and micro-batch that are kept from I to W, in addition
-    to the activations.
+    """Return the number of bytes per block and micro-batch that are kept from the backward pass for
+    inputs (I) to the backward pass for weights (W), in addition to the activations.
 
-    In compiled blocks, the inputs of all matrices and the gradients of their outputs are together
-    as large as the activations that they replace (parallel/zero_bubble.py). With sequence
-    parallelism, the gradients of both sums over tp are unsharded. In uncompiled blocks, the
-    gradients are kept in addition to the activations."""
+    In compiled blocks, the inputs of all matrices and the gradients of their outputs replace the
+    activations and have the same total size (parallel/zero_bubble.py). With sequence parallelism,
+    additional memory is needed, because the gradients of both sums over tp are unsharded. In
+    uncompiled blocks, the gradients are kept in addition to the activations."""
     if at.config.compile:
         return 2 * (1 - at.between) * at.hidden
     return at.tokens * at.width * sum(rows for rows, _ in at.size.block_matrices)

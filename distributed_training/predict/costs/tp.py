@@ -22,8 +22,8 @@ from distributed_training.predict.rates import FITTED
 def traffic(at: Place) -> Bytes:
     """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
     reduce-scatters in each direction. Without it, a block runs two all-reduces instead. The
-    embedding, output layer and loss add exchanges, and `at.terms` gradients are summed once per
-    step."""
+    embedding, output layer and loss add exchanges. The gradients of `at.terms` parameters are
+    summed over tp once per step."""
     count = at.micro_batches
     exchanged = count * 4 * at.num_blocks * at.hidden
     reduced = 4 * at.terms // at.shards

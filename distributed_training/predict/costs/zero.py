@@ -64,7 +64,8 @@ def widened(at: Place, moment: Moment, state: Parts) -> Parts:
 
 
 def exchange(at: Place) -> Bytes:
-    """Return the traffic of the ZeRO stage for the whole model, or for one pipeline stage."""
+    """Return the traffic that the ZeRO stage causes for the whole model or, in a pipeline, for the
+    layers of one pipeline stage."""
     learning = at.width * at.learning
     times = at.micro_batches if at.zero.stage > 1 else 1
     gathered = learning
