@@ -94,8 +94,8 @@ class Engine(abc.ABC):
         and layout may have written the checkpoint."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return fp32 tensors that only this rank has. They are needed to resume exactly under the
-        same layout."""
+        """Return fp32 tensors that only this rank has. They are needed for an exact resumption if
+        the layout has not changed."""
         return {}
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027

@@ -367,9 +367,9 @@ def _checked_pair(
 def _read_tensors(
     config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of adapters, and the metadata of their file, which may contain the
-    fingerprint of the base weights. Raises UserError if the file is missing, damaged or
-    inconsistent with the config."""
+    """Return the tensors of the adapters in `folder`, and the metadata of their file. The metadata
+    may contain the fingerprint of the base weights. Raises UserError if the file is missing,
+    damaged or inconsistent with the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()

@@ -29,7 +29,7 @@ def apply_checkpointing(
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
     outputs of attention and of matrix multiplications, because recomputing the other operations
     (norms, activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are
-    also cheap and are recomputed. Recomputation uses the same dropout masks."""
+    also cheap and are recomputed. Recomputation uses the same dropout masks as the forward pass."""
     if mode == "none":
         return
     checkpointed = functools.partial(checkpoint.checkpoint, use_reentrant=False)
@@ -150,8 +150,8 @@ def reset_shards(model: Decoder) -> None:
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:
-    """Let each FSDP block prefetch the next `ahead` blocks in the forward and backward passes, in
-    place. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
+    """Let each FSDP block prefetch the `ahead` blocks that run next in the forward and backward
+    passes. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
         for module in (model, *blocks):

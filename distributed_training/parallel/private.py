@@ -80,8 +80,8 @@ def gather_on_use(module: Any) -> None:
 
 
 class GivenPartition:
-    """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layers in `parts`.
-    List the mixin before PipelineModule in the bases."""
+    """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layer indices in
+    `parts`. List the mixin before PipelineModule in the bases."""
 
     parts: list[int]
 

@@ -165,7 +165,7 @@ def _split_loss(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of N targets, which is the same on every process.
+    """Summed cross entropy of N targets. The result is the same on every process.
 
     This process has the logits [N, P / R] for token ids starting at `first`. Two fp32 all-reduces
     over `group` compute the largest logit, the sum of exponentials and the target's logit for each

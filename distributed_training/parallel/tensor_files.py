@@ -1,9 +1,9 @@
 """Store sharded tensors. Each process writes its parts to a file, and a run with any layout can
 read the files.
 
-Files have the safetensors format, so reading them executes no code. A part is a box of its tensor
-or, under ZeRO, a range of the flattened tensor. The file's header stores the position of each
-part."""
+Files have the safetensors format, so reading them executes no code. A part is a box (one slice per
+dimension) of its tensor or, under ZeRO, a range of the flattened tensor. The file's header stores
+the position of each part."""
 
 import itertools
 import json
@@ -213,8 +213,8 @@ class _Stored:
             return opened.get_slice(self.name)[box or slice(None)]
 
     def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
-        """Copy the values that this part shares with `box` into `box`, a box or range that begins
-        at `start`. Return the number of copied values."""
+        """Copy the overlap of this part and `box` into `box`, which begins at index `start` of the
+        tensor or the flattened tensor. Return the number of copied values."""
         box_slices = []
         part_slices = []
         for a, n, b, m in zip(start, box.shape, self.start, self.size, strict=True):

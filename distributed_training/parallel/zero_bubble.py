@@ -110,8 +110,8 @@ class _Tapped(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Create taps of `shapes`, which need no memory. The backward pass passes their gradients to
-    `keep`."""
+    """Create taps of `shapes`, which use no memory. In the backward pass, `keep` receives the
+    gradients of the taps."""
 
     @staticmethod
     def forward(ctx, start, shapes, keep):  # type: ignore[no-untyped-def]
@@ -129,7 +129,7 @@ class _Taps(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_weight_gradients(products: Products) -> None:
-    """Add this process's shards of the weight gradients to .grad, in fp32 like FSDP."""
+    """Add this process's shards of the weight gradients to .grad, in fp32 as in FSDP."""
     for linear, x, dy in products:
         weight: Any = linear.weight
         if weight.grad is None:

@@ -1,4 +1,4 @@
-"""Build the commands that a run prints to continue the run, use its model or train longer."""
+"""Build the commands that a run prints. They continue the run, use its model or train longer."""
 
 import os
 import shlex

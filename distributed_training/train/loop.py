@@ -130,9 +130,9 @@ class Trainer:
         return stop if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
-        """Run one step. Then evaluate, end the epoch and save a checkpoint, if due. Return the
-        number of the signal that stops the run, or 0 if there is none. All ranks return the same
-        number. All ranks must call this method."""
+        """Run one step, and any evaluation, end of epoch or save that is due after the step. Return
+        the number of the signal that stops the run, or 0 if there is none. All ranks return the
+        same number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:
             self._flush()
@@ -326,8 +326,8 @@ class Trainer:
             )
 
     def _leave(self) -> None:
-        """Export the model while the last save is written, and generate a sample. All ranks must
-        call this method."""
+        """Export the model while the last checkpoint is being written, and generate a sample. All
+        ranks must call this method."""
         self.at("the export")
         config = self.plan.config
         last = self.plan.run_dir / records.LAST

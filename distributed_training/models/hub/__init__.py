@@ -1,6 +1,6 @@
-"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. Unlike with
-the other families, reading a model's size imports torch unless the size is cached. The first blocks
-are built on the meta device, and one of them is traced. The results become part of ModelSize and of
+"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. To measure
+the size of a model, the first blocks are built on the meta device, and one of them is traced. This
+measurement imports torch unless its result is cached. The result becomes part of ModelSize and of
 the plan."""
 
 from __future__ import annotations
