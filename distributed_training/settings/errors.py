@@ -135,8 +135,8 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
 
 
 def explain(error: Exception) -> UserError | None:
-    """Return an error that names the defect in the system or the environment that made a library
-    fail with `error`. Return None if there is no such defect."""
+    """If the system or the environment caused a library to fail with `error`, return an error that
+    names the cause. Otherwise, return None."""
     if gone := current_folder_is_gone():
         return gone
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
