@@ -44,8 +44,8 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **parameters):
-        """Send a DevTools command and return its result. Check messages that arrive before the
-        result for errors."""
+        """Send a DevTools command and return its result. Errors in earlier messages are added to
+        `errors`."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:

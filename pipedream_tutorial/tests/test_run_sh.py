@@ -1,4 +1,4 @@
-"""Test copies of run.sh that have almost no requirements, because tests have no network."""
+"""Test copies of run.sh that have almost no requirements, because tests have no network access."""
 
 import shutil
 import subprocess

@@ -30,7 +30,7 @@ Measured = tuple[str, dict[str, Any] | str]  # (name, record or the reason why t
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
     """Parse the command line of a program that measures a plan. Return the arguments, the plan, and
-    its runs by name. A run's record can also serve as a plan, which repeats the run."""
+    its runs by name. A run's record can also serve as a plan that repeats the run."""
     parser = checkout.Parser(description=about, check=check_layouts)
     plan_help = "a JSON file of results/plans/, or the record of a run"
     parser.add_argument("plan", type=Path, help=plan_help)

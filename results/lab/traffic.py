@@ -189,7 +189,7 @@ def work(out: Path) -> None:
 
 
 def table_row(case: dict[str, Any]) -> dict[str, float]:
-    """Return the row for the process that sends the most."""
+    """Return the row for the process that sends the most bytes."""
     rows = []
     for rank in case["ranks"]:
         row = {"over tp": 0.0, "over dp": 0.0, "over pp": 0.0}

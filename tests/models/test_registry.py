@@ -22,8 +22,8 @@ def planned(model, tmp_path, **others):
 
 
 def test_plans_of_folders(tmp_path):
-    """Plan with two model folders: one that has weights, and one that has no weights and whose
-    config describes an unknown size."""
+    """Plan with two model folders. One folder has weights. The other has no weights, and its config
+    describes an unknown size."""
     folder = tmp_path / "four"
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}

@@ -74,7 +74,8 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
-    """Return an AdamW optimizer that decays only matrices and embeddings, not biases and norms."""
+    """Return an AdamW optimizer that applies weight decay to matrices and embeddings, but not to
+    biases and norms."""
     decaying, free = [], []
     for name, parameter in model.named_parameters():
         (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)

@@ -40,7 +40,7 @@ def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str,
 
 
 def split(**axes: int) -> dict[str, Any]:
-    """Return CONFIG values for strategy "3d", which has all axes. Axes that are not given are 1."""
+    """Return CONFIG values for strategy "3d", which has all axes. Omitted axes have size 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
 
@@ -130,7 +130,8 @@ def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Check that two runs agree. Losses, gradient norms and the halfway evaluation must agree
-    within LOSS_TOLERANCE, final weights and the halfway logits within WEIGHT_TOLERANCE."""
+    within LOSS_TOLERANCE. Final weights and the halfway logits must agree within
+    WEIGHT_TOLERANCE."""
     for what in ("losses", "grad_norms", "evaluation"):
         assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])

@@ -152,8 +152,8 @@ def work(name, values):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return a function that returns the results of all selected cases with a number of processes.
-    Results are computed at the first call."""
+    """Return a function that returns the results of all selected cases for a given number of
+    processes. Results are computed on the first call."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -208,8 +208,8 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """A pipeline in bf16 gives the losses and gradient norms of one process. Both round weights
-    once per step and add the micro-batches' gradients in fp32."""
+    """A pipeline in bf16 gives the same losses and gradient norms as one process. Both runs round
+    weights once per step and add the micro-batches' gradients in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}
@@ -219,8 +219,9 @@ def test_stages_in_bf16_follow_one_process():
 
 
 def test_what_is_exported_after_an_evaluation_in_bf16():
-    """An evaluation must not change the exported state. FSDP's gathered bf16 copies of the weights
-    would differ from that state. cases.py compares the states."""
+    """An evaluation must not change the exported state. `_ask` in cases.py compares the fp32 state
+    before and after the evaluation. The states would differ if FSDP exported its gathered bf16
+    weights."""
     noted = {**DEEP, "precision": "bf16"}
     cases = {
         "fsdp": {**noted, "strategy": "fsdp", **cut(1)},

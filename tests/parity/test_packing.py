@@ -62,8 +62,8 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return a function that returns the results of all selected cases with a number of processes.
-    Results are computed at the first call."""
+    """Return a function that returns the results of all selected cases for a given number of
+    processes. Results are computed on the first call."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache

@@ -180,8 +180,8 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
 
 
 def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
-    """A child process imports DeepSpeed to check unusual values. Usual JSONs are checked without
-    DeepSpeed, because the import takes seconds."""
+    """A child process imports DeepSpeed to check unusual values. JSONs with only usual values are
+    checked without DeepSpeed, because the import takes seconds."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
     assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
     assert check_sections({"zero_optimization": {"stage": 0}, "fp16": {"loss_scale": 0}}, "") == []

@@ -29,9 +29,9 @@ def peak(tmp_path, num_processes=1, **config):
 
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
-    """At the loss, memory holds fp32 weights, Adam moments, rounded weights, the activations of 12
-    blocks, and logits. With a chunked loss, only one chunk's logits are held, together with the
-    gradients of the hidden states and of the output layer's rows."""
+    """When the loss is computed, memory holds fp32 weights, Adam moments, rounded weights, the
+    activations of 12 blocks, and logits. With a chunked loss, only one chunk's logits are held,
+    together with the gradients of the hidden states and of the output layer's rows."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
     parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest

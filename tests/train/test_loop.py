@@ -40,7 +40,7 @@ NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5 and 10; the last 
 
 
 class CountingEngine:
-    """An engine without a model that returns the given losses. Each step calls `at_step`."""
+    """Engine that has no model and returns the given losses. Each step calls `at_step`."""
 
     def __init__(self, losses=None, at_step=lambda step: None):
         self.losses = losses or [2.0] * NUM_STEPS

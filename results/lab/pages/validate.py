@@ -50,10 +50,10 @@ class Row:
         """Return whether the measured peak can be compared with the prediction.
 
         Memory that previous runs left in the process counts toward the peak. Old records do not say
-        how much of this memory was in use, so they are excluded unless it is less than a quarter of
-        the fullest rank's peak. Runs with an order from a search are excluded, because old records
-        do not contain the order. Old runs that computed the loss in chunks are excluded, because
-        their chunks took more memory."""
+        how much of this memory was in use, so they are excluded unless this memory is less than a
+        quarter of the fullest rank's peak. Runs with an order from a search are excluded, because
+        old records do not contain the order. Old runs that computed the loss in chunks are
+        excluded, because their chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False

@@ -47,7 +47,7 @@ def timed(*steps: Callable[[], Any]) -> Halves:
 
 
 def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
-    """Time the passes of the runtime's StageTrainer for the middle one of three stages."""
+    """Time the passes of the runtime's StageTrainer for the middle of three stages."""
     schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
         module, schedule, POLICIES["flush"], stage=1, batch_size=2, learning_rate=0.1
