@@ -189,7 +189,8 @@ def simulate(
 
 
 class Row(NamedTuple):
-    """One schedule: a single batch, and `num_batches` consecutive batches (the stream)."""
+    """Results for one schedule: a single batch, and `num_batches` consecutive batches (the
+    stream)."""
 
     orders: list[Order]  # drawn orders: a batch or, for PipeDream, the stream
     times: Times

@@ -2,10 +2,10 @@
 
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
-This script does nothing if the folder already has extensions for the installed versions. It removes
-the lock that a killed build leaves behind, because torch would wait for this lock forever. Only one
-instance may build in a folder at a time. tests/pool.py loads the extensions before it forks,
-because DeepSpeed's loader would start ninja and a compiler in each process."""
+This script does nothing if the folder already has extensions for the installed torch and DeepSpeed.
+It removes the lock that a killed build leaves behind, because torch would wait for this lock
+forever. Only one instance may build in a folder at a time. tests/pool.py loads the extensions
+before it forks, because DeepSpeed's loader would start ninja and a compiler in each process."""
 
 import fcntl
 import functools
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def load_built() -> None:
-    """Load the extensions into this process if they were built for the installed versions. Also
-    cache the CPU features, because DeepSpeed's CPU Adam would start a process to detect them each
-    time."""
+    """Load the extensions into this process if they were built for the installed torch and
+    DeepSpeed. Also cache the CPU features, because DeepSpeed's CPU Adam would start a process to
+    detect them each time."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

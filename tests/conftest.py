@@ -91,13 +91,14 @@ def run_command(
 
 @functools.cache
 def light_pool() -> Pool:
-    """Return a pool for rejected input and dry runs. Its processes have imported all planning
-    modules."""
+    """Return a process pool for tests with rejected input and for dry runs. Its processes have
+    imported all planning modules."""
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
 def new_heavy_pool() -> Pool:
-    """Return a pool for training on CPUs, whose processes have imported torch and DeepSpeed."""
+    """Return a process pool for training on CPUs. Its processes have imported torch and
+    DeepSpeed."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
 
@@ -107,8 +108,9 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a pool for runs that access a stub of the Hub. The pool does not import transformers,
-    because transformers imports the Hub client, which reads the environment at import time."""
+    """Return a process pool for runs that access a stub of the Hub. It does not import
+    transformers, because transformers imports the Hub client, which reads the environment at import
+    time."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 

@@ -310,9 +310,9 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
-    """Runs of the same strategy take precedence, so that two strategies under comparison do not
-    continue each other's runs. Without such a run, the newest run that is not in use is
-    resumed."""
+    """With resume=auto, runs of the same strategy take precedence, so that two strategies under
+    comparison do not resume each other's runs. Without such a run, the newest run that is not in
+    use is resumed."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})

@@ -170,8 +170,8 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """The run looks as if it had been killed after its last save. The export of its checkpoint must
-    equal hf/."""
+    """The test makes the run look as if it had been killed after its last save. The export of its
+    checkpoint must equal hf/."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")
@@ -216,7 +216,7 @@ def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
-    """The merged weights equal the weights that PEFT's merge gives."""
+    """The merged weights must equal the weights that PEFT's merge produces."""
     peft = pytest.importorskip("peft")
     import transformers
 

@@ -128,8 +128,8 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
 
 
 def test_sampled_pieces_are_refused(model, tmp_path):
-    """A tokenizer that samples is rejected, because transformers then gives different IDs on each
-    call."""
+    """A tokenizer with subword sampling is rejected, because transformers then gives different IDs
+    on each call."""
     (tmp_path / "spiece.model").write_bytes(model)
     sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
     settings = {"tokenizer_class": "GPTSw3Tokenizer", **NAMES}

@@ -94,8 +94,8 @@ def as_required() -> bool:
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """Return the command's output on a machine with H200s, or without GPUs if the command has a
-    launcher.
+    """Return the command's output, as on a machine with H200s or, if the command has a launcher, as
+    on a machine without GPUs.
 
     The script runs in warm processes, as the command's launcher would start it. The variables in
     front of the command are set, and the arguments that run.sh adds are included."""

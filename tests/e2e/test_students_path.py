@@ -1,6 +1,6 @@
-"""Run the guide's commands as a student would type them, with a text file of her own and in an
-80-column terminal. She trains, stops with Ctrl-C, continues, reads the report and generates text.
-No library may print a line."""
+"""Run the guide's commands as a student would type them in an 80-column terminal, with a text file
+as data. The commands train, stop with Ctrl-C, continue, print the report and generate text. No
+library may print a line."""
 
 import fcntl
 import json

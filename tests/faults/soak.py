@@ -446,7 +446,8 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def living(processes: Path) -> Iterator[int]:
-    """Yield the process IDs that name files in `processes` and belong to running processes."""
+    """Yield the IDs of the running processes that have a file in `processes`. The file's name is
+    the process ID."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()

@@ -55,7 +55,7 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
 
 
 def test_counted_bytes_are_the_formulas():
-    """The counted bytes of every rank equal those from the formula. With four local steps, local
+    """The counted bytes of every rank equal the result of the formula. With four local steps, local
     SGD sends a quarter of the bytes that dp sends per step."""
     found = run_cases(CASES, 4, what="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():

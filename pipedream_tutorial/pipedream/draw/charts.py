@@ -191,8 +191,8 @@ def _curve_style(place: int) -> dict[str, Any]:
 
 
 def memory_vs_bubble(work: Work) -> Figure:
-    """Plot the peak memory of the fullest rank (activations and weight versions) against the idle
-    share of consecutive batches."""
+    """Plot the peak memory (activations and weight versions) of the rank that needs the most,
+    against the idle share of consecutive batches."""
     weights = work.config["weight_size"]
     places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for row in work.found:

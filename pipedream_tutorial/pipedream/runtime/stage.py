@@ -235,10 +235,10 @@ class Station:
         return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
-        """Train from the initial weights under a schedule, with CONFIG's sleeps if `emulated`.
-        Return the report and the final weights by stage. The weights are on the CPU, so that the
-        GPU is empty for the next run. All ranks must call this method. Raises StageLostError if a
-        peer has ended."""
+        """Train from the initial weights under a schedule. If `emulated`, sleep as CONFIG
+        specifies. Return the report and the final weights by stage. The weights are on the CPU, so
+        that the GPU is empty for the next run. All ranks must call this method. Raises
+        StageLostError if a peer has ended."""
         trainers = self._trainers(case)
         gc.disable()  # garbage collection would stop a stage for milliseconds
         if self.on_gpu:

@@ -86,8 +86,8 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, in time order, if data and memory allow. Operations do
-    not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. In the pass
-    without slots for W, operations before this period do not move either."""
+    not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. If `slots`
+    has no slots for W, operations before this period do not move either."""
     lines = [_Line(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]

@@ -155,8 +155,8 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
-    """Return the same orders with R before every backward pass. `kept` is the share of the
-    activations that F keeps for R: the stage's input."""
+    """Return the same orders with R before every backward pass. F keeps only the stage's input for
+    R, and `kept` is the input's share of the activations."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]
