@@ -180,8 +180,8 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
 
 
 def _expected(name: str, value: Any) -> str:
-    """Describe the accepted values of a top-level key. Return "" if `value` is accepted. DeepSpeed
-    does not check the values of top-level keys."""
+    """If `value` is not valid for the top-level key `name`, describe the accepted values.
+    Otherwise, return "". DeepSpeed does not check the values of top-level keys."""
     if value is None:
         return ""
     if name in NUMBERS:

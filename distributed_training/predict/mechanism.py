@@ -139,8 +139,8 @@ class Timing(Place):
         return num_bytes / self.rates.memory_bytes * MEMORY
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Return the time in seconds for `times` collectives over an axis, which exchange
-        `tensor_bytes` in total."""
+        """Return the time in seconds for `times` collectives over an axis that together exchange
+        `tensor_bytes`."""
         members = self.mesh[axis]
         # tp is the fastest-varying axis. If a group spans nodes, each member has its own network
         # adapter, and NCCL's rings use all adapters of a node.

@@ -116,8 +116,9 @@ def find_uncounted(environment: Mapping[str, str]) -> str:
 
 
 def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the name of the variable that contains the number of nodes that start this command,
-    and the number. Return ("", 1) if no variable gives more than one node."""
+    """Find the environment variable that contains the number of nodes that start this command.
+    Return the variable's name and the number, or ("", 1) if no variable gives more than one
+    node."""
     for name in _NODES:
         value = environment.get(name, "")
         if value.startswith("["):

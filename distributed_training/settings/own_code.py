@@ -50,9 +50,9 @@ def refuse_unnamed(folder: Path, what: str) -> None:
 
 
 def refuse_unnamed_family(model: str) -> None:
-    """Raise UserError if `model`, a value of the merged CONFIG, is code that only a preset or a
-    list of runs names. Otherwise, child processes would run the code, because they receive the
-    model on their command line."""
+    """Raise UserError if `model`, a value of the merged CONFIG, is the path to code that was named
+    only by a preset or a list of runs. Without this check, child processes would run the code,
+    because they receive the model on their command line."""
     folder = _folder_of(model)
     if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
         refuse_unnamed(folder, f"the model family {folder}")

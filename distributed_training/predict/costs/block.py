@@ -134,7 +134,7 @@ def backward(at: Place) -> float:
 
 
 def gradients(at: Place, moment: Moment) -> float:
-    """Return the fraction of the gradients that exist at a moment.
+    """Return which fraction of the gradients exists at a moment.
 
     With several micro-batches, all gradients exist. With a single micro-batch, no gradients are
     counted during the passes, because activations are freed as gradients are added. At the first
