@@ -1,4 +1,5 @@
-"""Test two nodes without a shared disk: two processes, each with a separate run folder."""
+"""Test checkpoints of two nodes without a shared disk. Two processes with separate run folders
+stand for the nodes."""
 
 import shutil
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Run a soak with one fault. tests/faults/soak.py injects hundreds of faults."""
+"""Run a soak test with one fault. tests/faults/soak.py injects hundreds of faults."""
 
 from tests.faults.soak import soak
 

@@ -41,7 +41,8 @@ def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return the orders of V-Half, which holds half as many activations as 1F1B. Neighboring ranks
-    are two slots apart toward the last rank and one slot apart on the way back."""
+    run an operation two slots apart on the way to the last rank, and one slot apart on the way
+    back."""
     late = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)

@@ -89,8 +89,8 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 def dualpipe(p: int, m: int) -> Orders:
     """Return DualPipe's orders for two copies of the model in opposite directions, each with half
     of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two mirrored ranks form
-    a pair. For the first copy, one rank of the pair has the V's way down and the other rank its way
-    up. For the second copy, the roles are reversed."""
+    a pair. For the first copy, one rank of the pair runs the V's way down, and the other rank runs
+    its way up. For the second copy, the roles are reversed."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
