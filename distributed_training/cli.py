@@ -124,9 +124,9 @@ def all_keys() -> dict[str, Key]:
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line and allow the code of a model family that --model names to run.
-    `overrides` in the result contains the `key=value` strings in the order in which they were
-    given. Raises UserError for an unknown option."""
+    """Parse the command line. If --model is the path of a model family, allow the code in that
+    folder to run. `overrides` in the result contains the `key=value` strings in the order in which
+    they were given. Raises UserError for an unknown option."""
     # --batch-size=8 means --batch_size=8.
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]

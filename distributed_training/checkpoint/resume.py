@@ -229,8 +229,9 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 
 def _start_from(checkpoint: Path) -> str:
-    """Return the --weights option that starts a new run from the weights of a checkpoint's run. If
-    these weights have not been exported yet, the export command precedes the option."""
+    """Return the --weights option that starts a new run from the weights of the run that saved
+    `checkpoint`. If these weights have not been exported yet, the export command precedes the
+    option."""
     run_dir = relative_path(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
@@ -350,9 +351,9 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 
 def _same_contents(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys whose files have the same contents as in the run that saved the checkpoint,
-    even if the path or its spelling differs. The files may be text files, tokenizer files, weights
-    or a model."""
+    """Return the CONFIG keys whose files have the same contents as in the run that saved the
+    checkpoint, even if the paths differ. The files may be text files, tokenizer files, weights or a
+    model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

@@ -78,8 +78,8 @@ class Saver:
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """Start allocating memory for the first save. All ranks must call this method once the
-        whole state exists."""
+        """Start allocating memory for the first save. All ranks must call this method after the
+        first step, when the optimizer state exists."""
         if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
 
@@ -143,9 +143,10 @@ class Saver:
         return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in parts}
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
-        """Wait for the current save. Return the checkpoint's folder and the save's row in the
-        record's `saves`. If any rank fails, for example with OSError, the error is raised on all
-        ranks. Raises FloatingPointError, without saving, if the state is not finite."""
+        """Wait for the current save. Return the folder of the checkpoint and the statistics of the
+        save, which the run's record stores in `saves`. If any rank fails, for example with OSError,
+        the error is raised on all ranks. Raises FloatingPointError, without saving, if the state is
+        not finite."""
         assert self.ending is not None
         began = time.monotonic()
         try:

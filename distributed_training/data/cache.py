@@ -88,8 +88,8 @@ def tokenize(
 
 
 def token_cache() -> Path:
-    """Return this user's private folder for cached tokens. In a shared folder, other users could
-    replace the tokens. Raises UserError if the folder cannot be used."""
+    """Return this user's folder for cached tokens. The folder is private because other users could
+    replace the tokens in a shared folder. Raises UserError if the folder cannot be used."""
     folder, why = private_folder("tokens")
     if why:
         fix = f"set {CACHE} to a folder of your own"
@@ -98,8 +98,8 @@ def token_cache() -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a complete folder: `form`, `splits`, `counts` of each split (see
-    Counts), and `tokenizer` (see Facts)."""
+    """Return the metadata of a complete folder: the form of the text, the dtypes and counts of each
+    split, and facts about the tokenizer."""
     return json.loads((folder / _META).read_bytes())
 
 
@@ -142,9 +142,9 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     """Return (form of the text, splits) from a complete folder. Each split is a dictionary with
 
     - `ids`: the ids of all documents, concatenated, including special tokens;
-    - `starts`: the index of each document's first id, then the number of ids, int64 [num_documents
-      + 1];
-    - `loss_mask`: whether each id is in the loss. This key is absent if all ids are."""
+    - `starts`: the index of the first id of each document, followed by the total number of ids,
+      int64 [num_documents + 1];
+    - `loss_mask`: whether each id is in the loss. This key is absent if all ids are in the loss."""
     meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():

@@ -257,7 +257,7 @@ def read_prose() -> list[str]:
 
 
 def _shuffle(texts: dict[str, str]) -> list[str]:
-    """Return the texts sorted by a hash of their names, so that the held-out end is a
-    representative mixture."""
+    """Return the texts sorted by a hash of their names. The last texts are held out for validation,
+    and this order makes them a representative mixture."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [texts[name] for name in names]

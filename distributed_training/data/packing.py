@@ -17,10 +17,10 @@ def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
     Return (order, firsts): block b holds the records order[firsts[b] : firsts[b + 1]]. The result
     depends only on the arguments. Records of equal length keep their order.
 
-    Records of equal length are placed together. A block with space for two of these records
-    receives two in a row. After the first record, it is still the fullest block with enough space.
-    The number of iterations therefore grows with the number of distinct lengths rather than with
-    the number of records."""
+    Records of equal length are placed together. A block with space for two records of this length
+    receives both, because the block is still the fullest one with enough space after the first
+    record. The number of iterations therefore grows with the number of distinct lengths rather than
+    with the number of records."""
     by_length = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`

@@ -21,13 +21,15 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:
 
     - `form`: form of the text (data/pieces.py);
-    - `records`, `used`: number of records read and used;
+    - `records`, `used`: number of records read, and number of records used;
     - `left_out`: number of records left out, by reason;
-    - `samples`, `cut`: number of samples, and of samples that are cut at max_length;
+    - `samples`, `cut`: number of samples, and number of samples cut at max_length;
     - `ends_cut`: number of cut samples that lose the end of an answer;
-    - `longest_prompt`: number of tokens in the longest prompt that fills max_length, or 0;
-    - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and the total;
-    - `loss_share`: share of the tokens in samples that are in the loss;
+    - `longest_prompt`: number of tokens in the longest prompt that fills max_length, or 0 if there
+      is no such prompt;
+    - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
+      tokens;
+    - `loss_share`: number of tokens in the loss, divided by the number of tokens in all samples;
     - `notes`: number of occurrences of each note."""
     meta = read_meta(folder)
     counts = meta["counts"]["train"]

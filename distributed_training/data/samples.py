@@ -169,8 +169,8 @@ def cut_samples(
     """Cut the tokens in a cache folder into the samples that a run uses.
 
     `can_pack` is True if the model and the engine can keep packed records separate. Raises
-    UserError if `pack` is True but records cannot be packed. Also raises UserError if there are
-    fewer samples than `num_samples`, or none for training or validation."""
+    UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
+    training samples, no validation samples, or fewer training samples than `num_samples`."""
     form, splits = load_tokens(folder)
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
@@ -273,8 +273,8 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
 
 
 def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
-    """Return a split as samples of one part each. Parts without a target in the loss are left out,
-    for example if a prompt fills the whole sample."""
+    """Return a split as samples of one part each. Parts without a target in the loss are left out.
+    For example, a prompt may fill the whole part."""
     ids = split["ids"]
     starts, lengths = parts
     loss_mask = split.get("loss_mask")
@@ -328,8 +328,8 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps per epoch. Each sample is used once per epoch, so the last step may be
-        partly empty."""
+        """Number of steps per epoch. Each sample is used once per epoch, so the batch of the last
+        step may be incomplete."""
         return math.ceil(self.num_samples / self.global_batch_size)
 
     def step_indices(self, step: int) -> np.ndarray:

@@ -401,7 +401,7 @@ class Tokenizer:
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
         loss. Concatenating the ids of a document's pieces gives the ids of `tokenizer(document)`.
-        No special tokens are added to templated pieces."""
+        No special tokens are added to pieces that the tokenizer's own chat template rendered."""
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for special in (False, True):
             plain = list[int]()  # indices of pieces that are entirely in the loss
@@ -535,7 +535,8 @@ class Tokenizer:
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
         """Return the samples of each conversation in `batch`, which contains pairs (location in the
         dataset, conversation). Conversations are rendered with the tokenizer's own chat template
-        or, if there is none, with ours. Raises UserError if a conversation cannot be rendered."""
+        or, if there is none, with the built-in template. Raises UserError if a conversation cannot
+        be rendered."""
         if self.renderer is not None:
             return self.renderer.align(batch)
         eos = self.facts.special["eos_token"]
@@ -602,7 +603,8 @@ class Tokenizer:
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If
-        `chat` is set and the tokenizer has no chat template of its own, include ours."""
+        `chat` is set and the tokenizer has no chat template of its own, include the built-in
+        template."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_gpt2:
             shutil.copyfile(SETTINGS, folder / SETTINGS.name)

@@ -1,4 +1,4 @@
-"""Keep the bytecode that Python compiles. This module imports nothing slow."""
+"""Make Python save the bytecode that it compiles. This module imports no slow modules."""
 
 import importlib.util
 import os
@@ -14,13 +14,13 @@ MANY_CORES = 8
 
 
 def keep_bytecode() -> None:
-    """Let this process and its children keep compiled bytecode if Python would otherwise compile at
-    every start.
+    """Make this process and its children save compiled bytecode if Python would otherwise compile
+    its modules at every start.
 
     Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer
     than importing. Bytecode stays next to the sources if torch has bytecode there or Python can
-    write it there. Otherwise, the bytecode is written into our cache folder. In this case, local
-    rank 0 compiles most of torch in background processes if there are enough cores."""
+    write it there. Otherwise, the bytecode is written to this user's cache folder. In this case,
+    local rank 0 compiles most of torch in background processes if there are enough cores."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return

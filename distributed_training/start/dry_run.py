@@ -33,8 +33,8 @@ def print_plan(
     options: argparse.Namespace,
 ) -> int:
     """Print a plan and the command that starts it with these `arguments`. Return the exit code. The
-    plan is for the cluster given by --cluster, for the launcher that started this `process`, or for
-    this machine."""
+    plan is for the cluster given by --cluster or, without --cluster, for the processes that the
+    launcher started. Without a launcher, the plan is for this machine."""
     if process is not None and process.rank > 0:
         return 0
     if options.cluster is not None or options.gpu is not None:

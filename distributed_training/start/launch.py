@@ -1,6 +1,6 @@
-"""Start a run in one of two ways. Without a launcher, this command plans the run and starts the
-processes, which read plan.json. Under a launcher, rank 0 plans, and the other ranks receive the
-plan (rendezvous.py).
+"""Start a run in one of two ways. Without a launcher, this process plans the run and starts the
+other processes, which read plan.json. Under a launcher, rank 0 plans, and the other ranks receive
+the plan (rendezvous.py).
 
 Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is not
 imported before training begins."""

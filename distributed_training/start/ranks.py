@@ -155,8 +155,9 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """Return the launcher's exit code. After a signal, it is 128 + `signum`. Otherwise, it is
-        the code of the failed ranks if they agree, 1 if they do not, and 0 if no rank failed."""
+        """Return the launcher's exit code. After a signal, it is 128 + `signum`. Otherwise, it is 0
+        if no rank failed, the exit code of the failed ranks if they all exited with the same code,
+        and 1 in all other cases."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}

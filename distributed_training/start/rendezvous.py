@@ -250,9 +250,9 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
 
 def find_wrong_interface(present: Sequence[str]) -> str:
     """Describe an error in the interfaces that the environment names for gloo and NCCL. Return ""
-    if there is none. `present` lists the interfaces of this machine. gloo's variable lists exact
-    names. NCCL's variable lists name prefixes, exact names after "=", or excluded prefixes after
-    "^"."""
+    if there is none. `present` lists the interfaces of this machine. gloo's variable contains exact
+    names. NCCL's variable contains prefixes of names, exact names after "=", or excluded prefixes
+    after "^"."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         value = os.environ.get(variable, "")
         names = [name.lstrip("=").partition(":")[0] for name in value.lstrip("^").split(",")]
@@ -305,8 +305,8 @@ def current_agent() -> str | None:
 
 
 def standalone_note(process: Process) -> list[str]:
-    """Return a list with a note on how to start the same run safely if `torchrun --standalone`
-    started this process. Otherwise, return []."""
+    """If `torchrun --standalone` started this process, return a list with a note that suggests a
+    safer command for the same run. Otherwise, return []."""
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     with contextlib.suppress(psutil.Error):
         if agent and "--standalone" in agent.cmdline():

@@ -96,8 +96,8 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the plan to the run's folder and remove the file with the faults of an earlier
-    attempt."""
+    """Write the plan to the run's folder, and remove the file of failures that processes reported
+    in an earlier attempt."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 

@@ -248,7 +248,7 @@ def plan_runs(
 
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
-    """Return the keys that have no effect with these values and do not change the work. Return an
+    """Return the keys that have no effect with these values and are not in `Plan.work`. Return an
     empty set if CONFIG rejects the values, because the run reports the reason."""
     with contextlib.suppress(UserError):
         config = build(texts(values))

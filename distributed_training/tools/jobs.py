@@ -39,8 +39,8 @@ def options_of(
     elsewhere: bool = False,
 ) -> list[str]:
     """Return the options with which the script produces this plan: the preset, the typed keys, the
-    layout and every key that the planner set. With `elsewhere`, relative paths become absolute, for
-    a command that runs in another folder."""
+    layout and every key that the planner set. If `elsewhere` is set, relative paths become
+    absolute, because the command runs in another folder."""
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults

@@ -1,9 +1,9 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
-All sizes are those of whole tensors, as in predict/mechanism.py. The algorithm bandwidth is size /
-seconds. The bus bandwidth is sent bytes / seconds. Sent bytes are the bytes that each process sends
-in a ring. The fit, latency + sent bytes / bandwidth, minimizes relative errors, so small messages
-count as much as large messages."""
+Each size is the size of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is
+size / seconds. The bus bandwidth is sent bytes / seconds. Sent bytes are the bytes that each
+process sends in a ring. The fit, latency + sent bytes / bandwidth, minimizes relative errors, so
+small messages count as much as large messages."""
 
 import argparse
 import contextlib
@@ -146,8 +146,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
 def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the fit and the points for each operation in the entries from `time_group`.
 
-    Each point contains both bandwidths and `ring_s`, the time of the messages in a ring at the
-    measured latency and bandwidth of a single send."""
+    Each point contains the algorithm bandwidth, the bus bandwidth and `ring_s`. The value `ring_s`
+    is the time of the messages in a ring at the measured latency and bandwidth of a single send."""
     members = entries[0]["members"]
     sizes = [entry["bytes"] for entry in entries]
     lines = {

@@ -21,7 +21,7 @@ class AlignmentError(ValueError):
 
 class Rendered(NamedTuple):
     """Sample rendered from a conversation: its text, the spans of the text that are in the loss,
-    and counts for notes."""
+    and the number of answers that lost their reasoning or have no end token."""
 
     text: str
     spans: list[Span]
@@ -47,10 +47,12 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    If `marked` is None, the first sample contains every answer that the template renders in the
-    whole conversation exactly as during generation. Every other answer gets a separate sample. If
-    the template marks the text to train on, `marked` contains the marked spans. The result is then
-    one sample with these spans, or no sample if none remain. `skip` contains the indices of
+    The template may render an answer in the whole conversation differently than during generation.
+    If `marked` is None, each such answer gets a separate sample, and all other answers share the
+    first sample.
+
+    If the template marks the text to train on, `marked` contains the marked spans. The result is
+    then one sample with these spans, or no sample if none remain. `skip` contains the indices of
     messages that are not in the loss. The pattern `marks` matches special tokens.
 
     Some templates, such as GLM-4's, put no special token after an answer. The special token that
@@ -176,8 +178,8 @@ def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
 
 
 def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
-    """Render a conversation in the format of our template, assets/chat/chat_template.jinja. Return
-    a list with one sample, whose text is for example:
+    """Render a conversation like the built-in template, assets/chat/chat_template.jinja. Return
+    a list with one sample, whose text is, for example:
 
         user: What is 2 + 2?
         assistant: 4<|endoftext|>user: And 3 + 3?
@@ -207,7 +209,7 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages`, with every content that is a list of parts joined into one string."""
+    """Return `messages`, with each list of content parts joined into one string."""
     with_texts = []
     for message in messages:
         content = message["content"]

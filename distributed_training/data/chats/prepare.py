@@ -41,8 +41,8 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Counts for one split: records read, records left out by reason, and records or messages by
-    note."""
+    """Counts for one split: records read, records left out for each reason, and records or messages
+    to which each note applies."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
@@ -83,9 +83,9 @@ def read_pieces(
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
     """Check and count the records in a source without rendering conversations.
 
-    Yield (location in the dataset, conversation) for each conversation and a list of pieces for any
-    other record. Records with nothing to train on are left out. Raises UserError if a record does
-    not have the shape of the source's first record."""
+    For each conversation, yield (location in the dataset, conversation). For any other record,
+    yield a list of pieces. Records with nothing to train on are left out. Raises UserError if a
+    record does not have the shape of the source's first record."""
     shape = source.shape
     assert shape is not None
     talks = tokenizer.talks(source.form)
@@ -123,8 +123,8 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
 def _rendered(
     batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
 ) -> Iterator[Piece]:
-    """Render a batch of conversations, yield their pieces, and count the records and messages for
-    notes."""
+    """Render a batch of conversations and yield their pieces. Update `counts` with the records that
+    are left out and the notes that apply."""
     if not batch:
         return
     templated = tokenizer.is_templated

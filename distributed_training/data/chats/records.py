@@ -229,9 +229,9 @@ class Shape:
 
 
 def _message(raw: Any, where: str, notes: Notes) -> Message:
-    """Return a message with the keys "role" and "content", which may have other names in the
-    dataset. All other keys are kept. Raises UserError if the content is not text or a key has an
-    unsupported value."""
+    """Return a message with the keys "role" and "content". If the dataset calls these keys "from"
+    and "value", they are renamed. All other keys are kept. Raises UserError if the content is not
+    text or a key has an unsupported value."""
 
     def refuse(key: str) -> NoReturn:
         raise UserError(f'{where} has no "{key}" string', fix=f"write {_EXAMPLES[MESSAGES]}")

@@ -139,10 +139,10 @@ def main() -> None:
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers requests in the child process. That function returns a list
-    of samples or, for a question, a list that contains only the rendered text. If the template
-    fails, the function returns the reason as a string. A template that takes too long terminates
-    the process."""
+    """Return the function that answers requests in the child process. For a conversation, that
+    function returns a list of samples. For a question without an answer, it returns a list that
+    contains only the rendered text. If the template fails, it returns the reason as a string. A
+    template that takes too long terminates the process."""
     import warnings
 
     warnings.simplefilter("ignore")

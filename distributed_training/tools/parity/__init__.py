@@ -183,8 +183,9 @@ def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
 
 
 def first_error(log: Path, offset: int) -> str:
-    """Return the line after `offset` bytes that names the first exception that was not caused by a
-    lost peer. If there is no exception, return the last line."""
+    """Search `log` after the first `offset` bytes. Return the line with the first exception that
+    was not caused by a lost peer. If every exception was caused by a lost peer, return the first
+    exception. If there is no exception, return the last line."""
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(offset)
         lines = [line.strip() for line in file if line.strip()]

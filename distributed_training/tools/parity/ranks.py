@@ -54,7 +54,7 @@ Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relat
 
 @dataclass(frozen=True)
 class Rows(metrics.Tracker):
-    """Tracker that keeps the rows of all steps."""
+    """Tracker that keeps the values of all steps in memory."""
 
     steps: list[Values] = field(default_factory=list)
 
@@ -151,8 +151,8 @@ def _train_one_by_one(run: harness.Run) -> Values:
 
 
 def _train_dequantized(run: harness.Run) -> Values:
-    """Call `_train` with frozen matrices in the compute dtype, whose values are dequantized from
-    NF4."""
+    """Call `_train` after replacing the frozen NF4 matrices by their dequantized values in the
+    compute dtype."""
     from distributed_training.models.nf4 import replace_by_dequantized
 
     replace_by_dequantized(run.engine.parts)  # type: ignore[attr-defined]
@@ -228,9 +228,10 @@ def _relative_difference(value: float | None, reference: float | None) -> float:
 
 
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
-    """Return the relative difference in norm for each tensor in the last checkpoints. The tensors
-    are weights and Adam moments. Adam moments are included because Adam's steps hardly depend on
-    the magnitude of a gradient. Checkpoints of all layouts have the same tensors."""
+    """Return the relative difference for each tensor in the last checkpoints: the norm of the
+    difference, divided by the norm of the reference. The tensors are weights and optimizer state.
+    The optimizer state is included because Adam's steps hardly depend on the magnitude of a
+    gradient. Checkpoints of all layouts have the same tensors."""
     files = []
     for checkpoint_dir in (run_dir, reference_dir):
         (folder,) = list_checkpoints(checkpoint_dir)

@@ -77,9 +77,10 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
-    """Return the trials of one process, with the same global batch and work as the layouts. The
-    trials are the reference, the reference with another micro-batch size, and a run with one packed
-    record per row. With an NF4 base, another trial has dequantized weights."""
+    """Return the trials of one process, with the same global batch size and the same values of
+    `Plan.work` as the layouts. The trials are the reference, the reference with another micro-batch
+    size, and a run with one packed record per row. With an NF4 base, another trial has dequantized
+    weights."""
     first, config = next((run, run.config) for run in runs if run.config)
     shared_keys = compare.WORK | DEFAULTS.keys() | ALWAYS.keys() | {"precision"}
     shared = {name: value for name, value in first.values.items() if name in shared_keys} | PLAIN
