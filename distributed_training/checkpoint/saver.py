@@ -53,7 +53,7 @@ from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
-MEMORY_MARGIN = 1.3  # a copy is made only if this many times its size is free
+MEMORY_MARGIN = 1.3  # free memory that a copy requires, relative to the size of the copy
 
 
 class Saver:

@@ -110,8 +110,9 @@ def load_bytes(folder: Path) -> np.ndarray:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a cache folder is complete, unchanged, and owned by this user or root. Another
-    user may have created a folder while the cache was writable by others."""
+    """Return whether a cache folder is complete, unchanged, and owned by this user or root. The
+    owner matters because another user may have created a folder while the cache was writable by
+    others."""
     try:
         owners = {path.stat().st_uid for path in (folder, *folder.iterdir())}
         return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM) == _checksum(folder)
@@ -223,7 +224,7 @@ def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts
 def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield dictionaries of arrays to append to the files of a split, keyed as in `load_tokens`.
+    """Yield arrays to append to the files of a split, in dictionaries with keys from `load_tokens`.
     Meanwhile, threads tokenize the next batches."""
     yield {"starts": np.zeros(1)}
     length = 0

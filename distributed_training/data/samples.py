@@ -71,8 +71,8 @@ class Samples:
         )
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices of the parts of the samples in `indices`, row of each part). The row is
-        the position of the part's sample in `indices`. The index EMPTY contributes no parts."""
+        """Return (part indices, rows) of the samples in `indices`. The row of a part is the
+        position of the part's sample in `indices`. The index EMPTY contributes no parts."""
         rows = np.flatnonzero(indices != EMPTY)
         real = indices[rows]
         if self.firsts is None:

@@ -1,4 +1,4 @@
-"""Load tokenizers with transformers, and only when text is tokenized.
+"""Load tokenizers with transformers. A tokenizer is loaded only when text is tokenized.
 
 Tokenizers in GPT-2's two-file format, such as the tokenizer that this suite ships, need only the
 `tokenizers` library, which imports much faster than transformers."""
@@ -427,9 +427,9 @@ class Tokenizer:
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) of a piece with spans. Only the spans are in the loss.
 
-        As in transformers, a token is in the loss if at least one of its characters is. However,
-        the first or last token of a span is excluded if it shares only white space with the span
-        but contains other characters."""
+        As in transformers, a token is in the loss if at least one of its characters is in the loss.
+        However, the first or last token of a span is excluded if it shares only white space with
+        the span but contains other characters."""
         assert piece.spans is not None
         borders = None
         if self._library is not None:

@@ -48,7 +48,7 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Maximum delay until a killed process is noticed, because its GPU memory is freed first
+# Maximum delay until the end of a killed process is noticed. Its GPU memory is freed before that.
 SEEN_WITHIN_S = 5.0
 TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
 PLANNED = "--planned"  # option of the processes that this command starts
@@ -281,7 +281,7 @@ def spawn(
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
-        # The watch of another rank kills a rank that is frozen after the end.
+        # If a rank hangs after the end of training, another rank's watch kills it.
         what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
         print_error(f"note: after the run had finished: {what}")
         return 0

@@ -186,8 +186,9 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
 def plan_runs(
     arguments: argparse.Namespace, build: Build, script: Path, always: Values
 ) -> tuple[list[Run], Path]:
-    """Return the requested runs and the folder for their records. `always` contains defaults that
-    typed keys and the plan override. Raises UserError if CONFIG rejects every run."""
+    """Return the requested runs and the folder for their records. `always` contains defaults, which
+    are overridden by the plan and by keys on the command line. Raises UserError if CONFIG rejects
+    every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")

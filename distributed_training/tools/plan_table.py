@@ -17,8 +17,8 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bool) -> str:
     """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
-    column "pick". With `every`, additional columns show whether a layout fits and its memory by
-    component."""
+    column "pick". If `every` is set, additional columns show whether a layout fits and how much
+    memory each component needs."""
     strategies = [choice.plan.strategy for choice in choices]
     offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
     rows = [_row(choice, labels.get(id(choice), ""), every, offloads) for choice in choices]
@@ -127,8 +127,8 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
 
 
 def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """Return an explanation of the first choice that compares it with the fastest layout. If the
-    first choice is the fastest, compare it with the fastest layout of another strategy."""
+    """Explain why a layout is the first choice, and compare it with the fastest layout. If the
+    first choice is the fastest layout, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
         return f"{name} needs the least memory. Its speed is unknown without the GPU's rates."

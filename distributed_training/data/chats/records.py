@@ -58,9 +58,9 @@ def name_some(columns: Iterable[str]) -> str:
 class Shape:
     """Shape of the records in a dataset, recognized from the first record.
 
-    `columns` maps column names that this module knows to the names in the dataset. `names` are the
-    names of all columns, if `record` has only some of them. Raises UserError if the record lacks
-    one of `columns` or has no known column."""
+    `columns` maps column names that this module knows to the names in the dataset. If `record` has
+    only some of the columns, `names` contains the names of all columns. Raises UserError if the
+    record lacks one of `columns` or has no known column."""
 
     def __init__(
         self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()

@@ -23,7 +23,9 @@ from distributed_training.settings.files import ROOT
 
 CPU_S = 2.0  # CPU time limit for one rendering
 MEMORY_BYTES = 2**29  # limit on memory beyond the memory in use before the first request
-MAX_CHARACTERS = 2**20  # limit on rendered text, plus four times the length of its conversation
+# Maximum number of characters in rendered text, in addition to four times the length of the
+# conversation
+MAX_CHARACTERS = 2**20
 
 
 class Conversation(NamedTuple):
