@@ -19,8 +19,8 @@ def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> b
     """Return whether `fingerprint` is the data fingerprint that an earlier version computed for
     `data`, the samples of the dataset that `config` names. This reads all of the dataset's files.
 
-    Return False if the dataset contains records or if the tokenizer is not GPT-2's, because token
-    ids have changed since that version in these cases."""
+    Return False if the dataset contains records or if the tokenizer is not GPT-2's. In these cases,
+    token ids have changed since that version."""
     if data.form != RUNNING or not data.tokenizer.is_gpt2:
         return False
     corpus = read_corpus(config.dataset, config.validation_dataset)

@@ -79,8 +79,8 @@ class Meta(BaseModel, strict=True):
 
 
 def use_older(checkpoint: Path) -> str:
-    """Return advice on how to resume from the checkpoint that precedes a damaged one. The advice
-    renames the damaged folder, because a renamed folder is not treated as a checkpoint."""
+    """Return advice on how to resume from the checkpoint that precedes a damaged one. The advice is
+    to rename the damaged folder, because a renamed folder is not treated as a checkpoint."""
     path = shlex.quote(str(checkpoint))
     return f"set resume to None. Or, for the previous checkpoint, run: mv {path} {path}.damaged"
 

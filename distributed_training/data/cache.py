@@ -224,8 +224,8 @@ def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts
 def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield arrays to append to the files of a split, in dictionaries with keys from `load_tokens`.
-    Meanwhile, threads tokenize the next batches."""
+    """Yield dictionaries of arrays to append to the files of a split. The keys are the same as in
+    `load_tokens`. Meanwhile, threads tokenize the next batches."""
     yield {"starts": np.zeros(1)}
     length = 0
     unknown_id = tokenizer.unknown_id

@@ -289,8 +289,8 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return the maximum number of bytes that a file may unpack to. Text compresses to a tenth of
-    its size at best."""
+    """Return the maximum number of bytes that a file may unpack to. The limit is far above the size
+    of ordinary text, which is at most ten times the size of the compressed file."""
     return max(_UNPACKED, _RATIO * path.stat().st_size)
 
 

@@ -509,7 +509,8 @@ class Tokenizer:
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
         """The tokenizer's own chat templates as (template without tools, template with tools), or
-        None if it has none. Raises UserError if there are several templates but no default."""
+        None if there are no templates. Raises UserError if there are several templates but no
+        default."""
         if self.is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template

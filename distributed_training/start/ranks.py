@@ -303,7 +303,7 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 def _end(ranks: Ranks, *, told: bool) -> None:
     """Terminate all ranks, and kill ranks that are still running after a time limit. Until then,
-    ranks can save or, if a rank failed, report the cause. `told`: whether the ranks already
+    ranks can save or, if a rank failed, report the cause. `told` is True if the ranks have already
     received a signal."""
     patience_s = PATIENCE_S
     with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end

@@ -253,8 +253,8 @@ def _samples_of(
     config: RunConfig, tokenizer: Tokenizer, rows: int
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
     """Return (samples, number of bytes per token, string that names the split, notes). The samples
-    come from the dataset's validation split if there is one. The notes name records that are left
-    out or cut."""
+    come from the dataset's validation split if there is one. The notes mention records that are
+    left out or cut."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
@@ -313,9 +313,9 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
     Return the exit code.
 
-    `to` defaults to the run's hf/. With `merge`, `to` defaults to merged/ if hf/ exists. `merge`
-    writes the whole model instead of adapters. If the run has no checkpoint, the adapters come from
-    hf/."""
+    `to` defaults to the run's hf/. If `merge` is set, write the whole model instead of adapters.
+    `to` then defaults to merged/ if hf/ exists. If the run also has no checkpoint, the adapters
+    come from hf/."""
     run = given_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST

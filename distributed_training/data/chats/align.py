@@ -178,8 +178,8 @@ def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
 
 
 def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
-    """Render a conversation like the built-in template, assets/chat/chat_template.jinja. Return
-    a list with one sample, whose text is, for example:
+    """Render a conversation in the format of the built-in template,
+    assets/chat/chat_template.jinja. Return a list with one sample, whose text is, for example:
 
         user: What is 2 + 2?
         assistant: 4<|endoftext|>user: And 3 + 3?

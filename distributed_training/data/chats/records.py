@@ -136,7 +136,8 @@ class Shape:
     def conversation(
         self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
     ) -> Conversation:
-        """Return the conversation in a record that has messages or a question and its answer.
+        """Return the conversation in a record that has either messages or a question with its
+        answer.
 
         Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
         removed, because Arrow tables add such members. Raises UserError if the record does not have
