@@ -46,7 +46,7 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
             return suggestions
         return [*suggestions, again(plan, keep_best=True)]
     longer: dict[str, Any] = {"epochs": 2 * config.epochs}
-    if config.max_steps > 0:
+    if config.max_steps == plan.num_steps:  # a preset's max_steps may be above all epochs' steps
         longer = {"max_steps": 2 * config.max_steps}
     if is_resumed:
         longer["resume"] = short_path(plan.run_dir)

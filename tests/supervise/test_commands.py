@@ -32,14 +32,21 @@ def test_a_run_is_started_again_with_other_values(typed, changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("resume", "expected"), [(None, "--epochs=4"), ("runs/a", "--epochs=4 --resume=runs/a")]
+    ("resume", "max_steps", "expected"),
+    [
+        (None, -1, "--epochs=4"),
+        (None, 1200, "--epochs=4"),  # a preset's limit, which the epochs do not reach
+        (None, 45, "--max_steps=90"),
+        ("runs/a", -1, "--epochs=4 --resume=runs/a"),
+    ],
 )
-def test_a_resumed_run_is_not_replaced_by_another(resume, expected, monkeypatch):
+def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch):
     monkeypatch.setattr(commands, "best_before", lambda record: None)
     typed = f" --resume {resume}" if resume else ""
     plan = SimpleNamespace(
         command=f"python real_model_example.py{typed}",
-        config=SimpleNamespace(generate=None, epochs=2, max_steps=-1),
+        config=SimpleNamespace(generate=None, epochs=2, max_steps=max_steps),
+        num_steps=45,
         requested=SimpleNamespace(resume=resume),
         run_dir=Path("runs/a"), output_dir=Path("runs"), launchers=[], num_processes=1,
     )  # fmt: skip
