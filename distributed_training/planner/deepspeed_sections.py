@@ -15,7 +15,7 @@ from distributed_training.settings.errors import UserError, nearest
 from distributed_training.settings.files import ROOT, shown
 
 # Sections that CONFIG replaces: section name -> advice for the user
-INSTEAD = {
+REPLACEMENTS = {
     "activation_checkpointing": "remove it and set activation_checkpointing in CONFIG",
     "amp": "remove it and set precision in CONFIG",
     "autotuning": "remove it and use the plan command, which ranks layouts and batch sizes",
@@ -32,14 +32,14 @@ INSTEAD = {
     "wandb": "remove it and set log_to in CONFIG",
 }
 # Other sections and values that would change training. No strategy in this suite uses them.
-CHANGING = {
+REJECTED_SECTIONS = {
     "compression_training", "curriculum_learning", "data_efficiency", "data_types", "datastates",
     "eigenvalue", "expert_parallel", "hybrid_engine", "managed_gradient_accumulation", "nebula",
     "progressive_layer_drop", "quantize_training", "sparse_attention", "weight_quantization",
     "use_data_before_expert_parallelism",
 }  # fmt: skip
-# Key -> values that have no effect. Other values would change sums, batches or communication.
-HARMLESS: dict[str, tuple[Any, ...]] = {
+# Section -> values that have no effect. Other values would change sums, batches or communication.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "communication_data_type": (None,),
     "seq_parallel_communication_data_type": (None, "fp32"),
     "prescale_gradients": (False,),
@@ -62,7 +62,7 @@ FILLED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "pipeline", "zero_optimization",
 }  # fmt: skip
-KNOWN = {*INSTEAD, *CHANGING, *HARMLESS, *PASSED_ON, *FILLED}
+KNOWN_SECTIONS = {*REPLACEMENTS, *REJECTED_SECTIONS, *NEUTRAL_VALUES, *PASSED_ON, *FILLED}
 # Keys whose usual values are whole numbers (NUMBERS) or booleans (SWITCHES)
 NUMBERS = {
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
@@ -134,20 +134,20 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
     for name, section in list(document.items()):
         in_braces = isinstance(section, dict)
         off = in_braces and (section.get("enabled") is False or not any(section.values()))
-        if name not in FILLED and (off or section in HARMLESS.get(name, ())):
+        if name not in FILLED and (off or section in NEUTRAL_VALUES.get(name, ())):
             del document[name]
             continue
         shown_name = name if in_braces else f"{name}={shown(section)}"
         if name in ("offload_optimizer", "offload_param"):
             what = f"{source}: {name} has no effect outside zero_optimization"
             raise UserError(what, fix="move it into zero_optimization")
-        if name not in KNOWN:
+        if name not in KNOWN_SECTIONS:
             what = f"{source}: neither DeepSpeed nor this suite reads {name}"
-            close = nearest(name, KNOWN, cutoff=0.85)
+            close = nearest(name, KNOWN_SECTIONS, cutoff=0.85)
             raise UserError(what, fix=f"did you mean {close!r}?" if close else "remove it")
-        if name in INSTEAD:
-            raise UserError(f"{source}: {name} is not accepted in the JSON", fix=INSTEAD[name])
-        if name in CHANGING or name in HARMLESS:
+        if name in REPLACEMENTS:
+            raise UserError(f"{source}: {name} is not accepted in the JSON", fix=REPLACEMENTS[name])
+        if name in REJECTED_SECTIONS or name in NEUTRAL_VALUES:
             what = f"{source}: {shown_name} would change what is computed"
             raise UserError(
                 what, "all strategies must compute the same training steps", "remove it"

@@ -13,21 +13,21 @@ from pydantic import Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
-from distributed_training.settings.keys import Key, Options, key, read_keys
+from distributed_training.settings.keys import Key, Options, config_key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
 # Keys are grouped by purpose, as in --help and in the guide.
-data = functools.partial(key, work=True, group="Model and data")
-learning = functools.partial(key, work=True, group="Batch and optimizer")
-layout = functools.partial(key, work=False, group="Strategy and layout")
-memory = functools.partial(key, work=False, group="Memory")
-speed = functools.partial(key, work=False, group="Speed")
-watching = functools.partial(key, work=False, group="Evaluation and logging")
-keeping = functools.partial(key, work=False, group="Checkpoints and export")
-trouble = functools.partial(key, work=False, group="Failures and time limits")
+data_key = functools.partial(config_key, work=True, group="Model and data")
+training_key = functools.partial(config_key, work=True, group="Batch and optimizer")
+layout_key = functools.partial(config_key, work=False, group="Strategy and layout")
+memory_key = functools.partial(config_key, work=False, group="Memory")
+speed_key = functools.partial(config_key, work=False, group="Speed")
+logging_key = functools.partial(config_key, work=False, group="Evaluation and logging")
+checkpoint_key = functools.partial(config_key, work=False, group="Checkpoints and export")
+failure_key = functools.partial(config_key, work=False, group="Failures and time limits")
 
 Auto = Literal["auto"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
@@ -44,185 +44,185 @@ class RunConfig(Options):
     """Validated values of the CONFIG keys."""
 
     # fmt: off
-    model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
+    model: Text = data_key(AUTO, aliases=("model_name", "model_name_or_path"))
     """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
     the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
-    dataset: Text = data(AUTO, aliases=("data", "train_file"))
+    dataset: Text = data_key(AUTO, aliases=("data", "train_file"))
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
     available, otherwise embedded."""
-    validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
+    validation_dataset: Text | None = data_key(None, aliases=("validation_file", "eval_dataset"))
     """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
     validation split or, without one, the last 5% of the dataset."""
-    columns: Text | None = data(None)
+    columns: Text | None = data_key(None)
     """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
     columns by their names."""
-    tokenizer: Text = data(AUTO)
+    tokenizer: Text = data_key(AUTO)
     """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer can load, or a model's
     name on the Hub. auto: the model's own tokenizer."""
-    weights: Text = data(AUTO)
+    weights: Text = data_key(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
     published weights. If they are not available, the run is rejected if you named the model;
     otherwise, it starts from random weights."""
-    num_samples: CountOrAll | Auto = data(AUTO)
+    num_samples: CountOrAll | Auto = data_key(AUTO)
     """Number of samples to train on, from the start of the data. A sample is a block of running
     text or a record. -1: all. auto: at most 1000."""
-    max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
+    max_length: Annotated[int, Field(ge=2, le=2**20)] = data_key(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
     """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
-    pack: bool | Auto = data(AUTO)
+    pack: bool | Auto = data_key(AUTO)
     """True: fill blocks of max_length tokens with running text, or with whole records that cannot
     attend to each other. False: each sample is one line or record, padded to max_length. auto:
     True if the strategy's engine can keep packed records apart."""
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data_key(42)
     """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
-    batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
+    batch_size: Count | Auto = training_key(4, aliases=("per_device_train_batch_size",), work=False)
     """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
-    grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",), work=False)
+    grad_accum_steps: Count = training_key(1, aliases=("gradient_accumulation_steps",), work=False)
     """Accumulation steps per optimizer step. Each processes batch_size sequences per GPU."""
-    epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"))
+    epochs: Count = training_key(2, aliases=("num_epochs", "num_train_epochs"))
     """Passes over the training samples."""
-    max_steps: Count | Literal[-1] = learning(-1)
+    max_steps: Count | Literal[-1] = training_key(-1)
     """Stop after this many optimizer steps and end the learning-rate schedule there. The data is
     repeated if necessary. -1: train for whole epochs."""
-    learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",))
+    learning_rate: Rate | Auto = training_key(AUTO, aliases=("lr",))
     """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
     weights, 3e-3 for gpt2-tiny."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
+    lr_schedule: Literal["constant", "linear", "cosine"] = training_key("cosine",
         aliases=("lr_scheduler_type",))
     """Learning-rate schedule after the warm-up. linear and cosine reach 0 one step after the last
     step."""
-    warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
+    warmup_steps: CountOrZero = training_key(10, aliases=("warmup", "num_warmup_steps"))
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw")
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = training_key("adamw")
     """Optimizer. adamw keeps its state in fp32 (16 bytes per trained parameter, including weights
     and gradients), adamw-bf16 in bf16 with stochastic rounding (12 bytes), adamw-8bit in 8 bits (10
     bytes; needs `pip install torchao`)."""
-    weight_decay: Rate = learning(0.01)
+    weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
-    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(1.0,
+    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = training_key(1.0,
         aliases=("gradient_clipping",))
     """Clip the global gradient norm to this value. None: do not clip."""
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
     """Dropout on embeddings, attention and residuals."""
-    lora_rank: CountOrZero = learning(0, aliases=("lora_r",))
+    lora_rank: CountOrZero = training_key(0, aliases=("lora_r",))
     """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
-    lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0)
+    lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = training_key(16.0)
     """Adapter scale. The output of each adapter is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
+    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
-    lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
+    lora_targets: Text | None = training_key(None, aliases=("lora_target_modules",))
     """Matrices in each block that have adapters, such as qkv,mlp_in. None: all matrices."""
-    strategy: Text = layout(AUTO)
+    strategy: Text = layout_key(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
-    deepspeed_config: Text | None = layout(None)
+    deepspeed_config: Text | None = layout_key(None)
     """Path to a DeepSpeed JSON to use instead of the strategy's own."""
-    dp_replicate: Axis = layout(None)
+    dp_replicate: Axis = layout_key(None)
     """Number of model replicas. For every mesh axis, None uses the strategy's value and -1
     uses all remaining GPUs."""
-    dp_shard: Axis = layout(None)
+    dp_shard: Axis = layout_key(None)
     """Number of GPUs over which the state of each replica is sharded."""
-    tp: Axis = layout(None)
+    tp: Axis = layout_key(None)
     """Number of GPUs that split every layer (tensor parallelism)."""
-    pp: Axis = layout(None)
+    pp: Axis = layout_key(None)
     """Number of GPUs over which the layers are partitioned (pipeline parallelism)."""
-    sequence_parallel: bool = layout(True)
+    sequence_parallel: bool = layout_key(True)
     """With tp: also shard norms, dropout and residuals along the sequence."""
-    micro_batch_size: Count | Auto = layout(AUTO)
+    micro_batch_size: Count | Auto = layout_key(AUTO)
     """Sequences per forward pass. auto: chosen for the layout."""
-    num_microbatches: Count | Auto = layout(AUTO)
+    num_microbatches: Count | Auto = layout_key(AUTO)
     """Micro-batches per replica and optimizer step. auto: chosen for the layout."""
-    pipeline_schedule: PipelineSchedule | Auto = layout(AUTO)
+    pipeline_schedule: PipelineSchedule | Auto = layout_key(AUTO)
     """With pp: the order of forward and backward passes. auto: 1f1b."""
-    pipeline_cut: Text | None = layout(None)
+    pipeline_cut: Text | None = layout_key(None)
     """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
     cost."""
-    network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout(None)
+    network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by `links`.
     None: 400."""
-    activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
+    activation_checkpointing: Literal["none", "full", "selective"] = memory_key("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything except matrix multiplications and attention."""
-    base_dtype: Literal["auto", "bf16", "nf4"] | None = memory(None, work=True)
+    base_dtype: Literal["auto", "bf16", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. nf4: 4 bits per weight in the blocks' matrices
     (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
-    loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
+    loss_chunk_tokens: CountOrZero | Auto = memory_key(AUTO)
     """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
     memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step
     by at most 1%."""
-    offload_dir: Text | None = memory(None)
+    offload_dir: Text | None = memory_key(None)
     """Folder for the parameter and optimizer files of the strategy infinity. None:
     output_dir/.offload."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = speed_key(AUTO, work=True)
     """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, fp16 on
     older GPUs, fp32 on CPUs."""
-    compile: bool | Literal["auto", "whole"] = speed(AUTO)
+    compile: bool | Literal["auto", "whole"] = speed_key(AUTO)
     """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
     (one process only). auto: True on GPUs with compute capability 7.0 or higher."""
-    cuda_graphs: bool | Auto = speed(AUTO)
+    cuda_graphs: bool | Auto = speed_key(AUTO)
     """Launch each training step as one CUDA graph. auto: if the graph gives correct results and
     fits in memory."""
-    async_tp: bool | Auto = speed(AUTO)
+    async_tp: bool | Auto = speed_key(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
     on H100 and H200."""
-    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed(1)
+    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed_key(1)
     """With fsdp: number of blocks whose parameters are gathered ahead of their use."""
-    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None)
+    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed_key(None)
     """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
     25."""
-    gradient_compression: Literal["none", "bf16"] = speed("none", work=True)
+    gradient_compression: Literal["none", "bf16"] = speed_key("none", work=True)
     """With dp: bf16 sends gradients in bf16, and none sends them in fp32. For PowerSGD or top-k
     compression, set strategy to compressed."""
-    eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
+    eval_every: CountOrZero = logging_key(0, aliases=("eval_steps",))
     """Steps between evaluations. 0: evaluate only at the end of each epoch."""
-    eval_samples: CountOrAll = watching(200)
+    eval_samples: CountOrAll = logging_key(200)
     """Evaluate on this many validation samples. -1: all. The default is 50 if model is auto and
     there is no GPU."""
-    stop_after: CountOrZero = watching(0, aliases=("early_stopping_patience",))
+    stop_after: CountOrZero = logging_key(0, aliases=("early_stopping_patience",))
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
-    generate: Text | None = watching("The value of")
+    generate: Text | None = logging_key("The value of")
     """Prompt for the samples generated before and after training. None: generate no samples."""
-    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
+    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = logging_key(None,
         aliases=("report_to",))
     """Also send metrics to this tracker, which must be installed."""
-    profile: Annotated[int, Field(ge=0, le=20)] = watching(0)
+    profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
     """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
     trace."""
-    verbose: bool = watching(False)
+    verbose: bool = logging_key(False)
     """Also show informational messages from libraries."""
-    output_dir: Text = keeping("runs", aliases=("out_dir",))
+    output_dir: Text = checkpoint_key("runs", aliases=("out_dir",))
     """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
-    shared_disk: bool = keeping(True)
+    shared_disk: bool = checkpoint_key(True)
     """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
-    checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
+    checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None,
         aliases=("save_steps",))
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
     0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""
-    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = checkpoint_key(1,
         aliases=("save_total_limit",))
     """Number of checkpoints to keep. Older checkpoints are deleted."""
-    keep_best: bool = keeping(False)
+    keep_best: bool = checkpoint_key(False)
     """Save the weights to best/ after each evaluation with the lowest validation loss so far."""
-    resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",))
+    resume: Text | None = checkpoint_key(None, aliases=("resume_from_checkpoint",))
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""
-    export: bool = keeping(True)
+    export: bool = checkpoint_key(True)
     """Write hf/ in Hugging Face format at the end."""
-    export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = keeping(AUTO)
+    export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
-    push: Text | None = keeping(None, aliases=("hub_model_id",))
+    push: Text | None = checkpoint_key(None, aliases=("hub_model_id",))
     """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the batch, at most once per run."""
-    hang_timeout_s: CountOrZero | None = trouble(None)
+    hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: a single process has no
     limit. With several processes, the limit is 600 s. During a step, it is 20 times the usual step
     time, but at least 60 s."""
-    rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
+    rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on
 

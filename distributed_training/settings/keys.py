@@ -66,7 +66,7 @@ class Options(BaseModel):
         return {"all_reduce": 4 * num_values}
 
 
-def key(
+def config_key(
     default: Any,
     *,
     work: bool,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from distributed_training.settings.keys import Options, key
+from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_records=True)
@@ -14,15 +14,15 @@ TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_rec
 class OPTIONS(Options):
     """The default is local SGD. DiLoCo has an outer rate of 0.7 and an outer momentum of 0.9."""
 
-    local_steps: Annotated[int, Field(ge=1, le=2**20)] = key(
+    local_steps: Annotated[int, Field(ge=1, le=2**20)] = config_key(
         8, work=True, help="number of local steps per replica between synchronizations"
     )
-    outer_lr: Annotated[float, Field(ge=0.001, le=10)] = key(
+    outer_lr: Annotated[float, Field(ge=0.001, le=10)] = config_key(
         1.0,
         work=True,
         help="learning rate of the outer step toward the replicas' mean; 1 uses the mean itself",
     )
-    outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = key(
+    outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = config_key(
         0.0,
         work=True,
         help="Nesterov momentum of the outer step. DiLoCo uses 0.9 with outer_lr 0.7",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import Options, key
+from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(
@@ -23,13 +23,13 @@ TRAITS = Traits(
 class OPTIONS(Options):
     """The default is PowerSGD with rank 4."""
 
-    compression: Literal["powersgd", "topk-int8"] = key(
+    compression: Literal["powersgd", "topk-int8"] = config_key(
         "powersgd", work=True, help="method that compresses gradients before they are averaged"
     )
-    compression_rank: Annotated[int, Field(ge=1, le=2**31)] = key(
+    compression_rank: Annotated[int, Field(ge=1, le=2**31)] = config_key(
         4, work=True, help="with powersgd: rank of the approximation of each gradient matrix"
     )
-    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = key(
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = config_key(
         0.01,
         work=True,
         help="with topk-int8: fraction of the values sent exactly; other values are sent in 8 bits",

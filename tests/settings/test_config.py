@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from distributed_training.settings import request
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import Options, key
+from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.request import PRESETS_DIR, build_config
 from real_model_example import CONFIG
 from tests.support import refused
@@ -109,8 +109,8 @@ def test_a_strategys_defaults_decide_what_config_leaves_open(
 
 
 class OwnOptions(Options):
-    rank: int = key(8, work=True)
-    mode: Literal["a", "Bb"] = key("a", work=False)
+    rank: int = config_key(8, work=True)
+    mode: Literal["a", "Bb"] = config_key("a", work=False)
 
 
 def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):

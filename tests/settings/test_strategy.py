@@ -122,16 +122,16 @@ def test_a_folder_that_is_not_understood(document, words, folders):
 
 
 ENGINE = '''
-from distributed_training.settings.keys import Options, key
+from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
 
 
 class OPTIONS(Options):
-    local_steps: int = key(4, work=True)
+    local_steps: int = config_key(4, work=True)
     """in one place"""
-    rate: float = key(1.0, work=True, help="or in another")
+    rate: float = config_key(1.0, work=True, help="or in another")
 
 
 class MyEngine:
