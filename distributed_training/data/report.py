@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
-from distributed_training.data.pieces import ANSWERS, RUNNING
-from distributed_training.data.samples import count_targets, find_parts
+from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
+from distributed_training.data.samples import count_targets, find_parts, will_pack
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
@@ -17,7 +17,7 @@ QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length"
 
 
-def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
+def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:
 
     - `form`: form of the text (data/pieces.py);
@@ -35,7 +35,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     counts = meta["counts"]["train"]
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
-    starts, seen = find_parts(split, meta["form"], config)
+    packs = will_pack(meta["form"], config, can_pack=can_pack)
+    starts, seen = find_parts(split, meta["form"], config.max_length, packs=packs)
     targets = seen
     is_cut = np.zeros(0, bool)
     ends_cut = longest_prompt = 0
@@ -62,11 +63,11 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
                 int(split["loss_mask"][first + 1 : first + size + 1].argmax()) + 1
                 for first, size in zip(firsts[is_filled], full_lengths[is_filled], strict=True)
             )
-    elif meta["form"] != RUNNING or config.pack is False:
+    elif not (packs and meta["form"] in (RUNNING, TEXT)):  # which are split into several samples
         is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
     # Neighboring samples of running text share a token: the last token of one sample is the first
     # token of the next.
-    is_shared = meta["form"] == RUNNING and config.pack is not False
+    is_shared = meta["form"] == RUNNING and packs
     in_samples = (seen[targets > 0] + (0 if is_shared else 1)).sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
@@ -148,12 +149,14 @@ def _remedy(counts: dict[str, Any]) -> str:
 
 
 def read_samples(
-    folder: Path, config: RunConfig, count: int
+    folder: Path, config: RunConfig, count: int, *, can_pack: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, mask) for each of the first `count` samples, before records are packed. The mask
     is True for ids that are targets in the loss."""
-    split = load_tokens(folder)[1][0]
-    for start, length in zip(*find_parts(split, read_meta(folder)["form"], config), strict=True):
+    form, (split, *_) = load_tokens(folder)
+    packs = will_pack(form, config, can_pack=can_pack)
+    parts = find_parts(split, form, config.max_length, packs=packs)
+    for start, length in zip(*parts, strict=True):
         inside = slice(start, start + length + 1)
         mask = np.ones(length + 1, bool)
         if "loss_mask" in split:

@@ -172,7 +172,7 @@ def cut_samples(
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
     training samples, no validation samples, or fewer training samples than `num_samples`."""
     form, splits = load_tokens(folder)
-    packs = config.pack is not False and (form == RUNNING or can_pack)
+    packs = will_pack(form, config, can_pack=can_pack)
     if config.pack is True and not packs:
         what = f"pack=True does not work with strategy={config.strategy!r} and this model"
         raise UserError(
@@ -184,7 +184,7 @@ def cut_samples(
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
     train, *other_splits = (
-        cut(split, find_parts(split, form=form, config=config, packs=packs)) for split in splits
+        cut(split, find_parts(split, form, seq_len, packs=packs)) for split in splits
     )
     if other_splits:
         validation = other_splits[0]
@@ -228,30 +228,33 @@ def cut_samples(
     )  # fmt: skip
 
 
+def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
+    """Return whether text of the given form is cut into full blocks or packed. `can_pack` is as in
+    `cut_samples`."""
+    return config.pack is not False and (form == RUNNING or can_pack)
+
+
 def all_samples(
-    folder: Path, config: RunConfig, *, padding_id: int = 0, with_tail: bool = False
+    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
 ) -> Samples:
-    """Return all samples of the first split in a cache folder. If `with_tail` is set, include the
-    end of running text that does not fill a block."""
+    """Return all samples of the first split in a cache folder. `can_pack` is as in `cut_samples`.
+    If `with_tail` is set, include the end of running text that does not fill a block."""
     form, (split, *_) = load_tokens(folder)
-    starts, lengths = find_parts(split, form, config)
-    if with_tail and form == RUNNING and config.pack is not False:
+    packs = will_pack(form, config, can_pack=can_pack)
+    starts, lengths = find_parts(split, form, config.max_length, packs=packs)
+    if with_tail and form == RUNNING and packs:
         starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
         lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
     samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
-    packs = config.pack is not False and form != RUNNING and len(samples) > 0
-    return samples.packed() if packs else samples
+    return samples.packed() if packs and form != RUNNING and len(samples) > 0 else samples
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples
 
 
-def find_parts(
-    split: dict[str, np.ndarray], form: str, config: RunConfig, packs: bool | None = None
-) -> Parts:
-    """Return the parts that a split is cut into, including parts without a target in the loss."""
-    packs = config.pack is not False if packs is None else packs
-    seq_len = config.max_length
+def find_parts(split: dict[str, np.ndarray], form: str, seq_len: int, *, packs: bool) -> Parts:
+    """Return the parts that a split is cut into, including parts without a target in the loss.
+    `packs` is the result of `will_pack`."""
     if packs and form == RUNNING:  # the tokens after the last full block are left out
         starts = np.arange(0, max(0, len(split["ids"]) - seq_len), seq_len)
         return starts, np.broadcast_to(np.int64(seq_len), len(starts))

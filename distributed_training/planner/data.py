@@ -153,7 +153,8 @@ def _tokenize(
 def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
     can_pack = draft.strategy.traits.packs_records and draft.size.packs
     data = cut_samples(folder, tokenizer, draft.config, can_pack=can_pack)
-    return replace(data, counts={**report.summarize(folder, draft.config), "unread": unread})
+    counts = report.summarize(folder, draft.config, can_pack=can_pack)
+    return replace(data, counts={**counts, "unread": unread})
 
 
 def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:

@@ -43,19 +43,21 @@ def run(
     Return the exit code."""
     notes = list[str]()
     config = configure(arguments.overrides)
-    config, spec = choose_model(config, detect_machine(), 1, named_strategy(config), notes)
+    strategy = named_strategy(config)
+    config, spec = choose_model(config, detect_machine(), 1, strategy, notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
     tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
-    counts = report.summarize(folder, config)
-    samples = all_samples(folder, config)
+    can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
+    counts = report.summarize(folder, config, can_pack=can_pack)
+    samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["special_tokens"] = tokenizer.facts.special
-    shown = list(report.read_samples(folder, config, arguments.show))
+    shown = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
     if arguments.json:
         documents = [
             {

@@ -22,7 +22,7 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import CONFIG_FILE, ModelSpec, find_model, peft, weights
+from distributed_training.models import CONFIG_FILE, ModelSize, ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
@@ -221,7 +221,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
         columns = arguments.columns or config.columns
         dataset = choose_dataset(arguments.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
-        samples, bytes_of, split, more_notes = _samples_of(config, tokenizer, size.vocab_size)
+        samples, bytes_of, split, more_notes = _samples_of(config, tokenizer, size)
         text = f"{config.dataset}{split}"
         for note in [*notes, *more_notes]:
             display.note(note)
@@ -250,7 +250,7 @@ def _plan_of(name: str) -> Plan | None:
 
 
 def _samples_of(
-    config: RunConfig, tokenizer: Tokenizer, rows: int
+    config: RunConfig, tokenizer: Tokenizer, size: ModelSize
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
     """Return (samples, number of bytes per token, string that names the split, notes). The samples
     come from the dataset's validation split if there is one. The notes mention records that are
@@ -258,12 +258,15 @@ def _samples_of(
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
-    folder = tokenize(only, tokenizer, config, token_cache(), rows=rows)
-    samples = all_samples(folder, config, padding_id=tokenizer.eos_id, with_tail=True)
+    folder = tokenize(only, tokenizer, config, token_cache(), rows=size.vocab_size)
+    samples = all_samples(
+        folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
+    )
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "use more text or more records")
-    notes = report.describe(report.summarize(folder, config), config.max_length)
+    counts = report.summarize(folder, config, can_pack=size.packs)
+    notes = report.describe(counts, config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
     return samples, load_bytes(folder), split_note, notes
 

@@ -282,11 +282,27 @@ def test_texts_without_a_token_are_counted(tmp_path):
     corpus = jsonl(tmp_path / "rows", [{"text": text} for text in texts])
     config = build_config({"dataset": "made", "pack": False})
     folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
-    counts = summarize(folder, config)
+    counts = summarize(folder, config, can_pack=True)
     assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
     assert counts["left_out"] == {"fewer than two tokens": 2}
-    ids = [row.tolist() for row, _ in read_samples(folder, config, 2)]
+    ids = [row.tolist() for row, _ in read_samples(folder, config, 2, can_pack=True)]
     assert ids == [[1, 2, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(("can_pack", "expected"), [(True, (120, 0)), (False, (40, 40))])
+def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expected, tmp_path):
+    """A record of three blocks gives three samples if records are packed. Otherwise, only its first
+    block is used."""
+    text = "the value of a list is a name " * 3
+    (tmp_path / "rows").mkdir()
+    corpus = jsonl(tmp_path / "rows", [{"text": text}] * 40)
+    tokenizer = Tokenizer(EMBEDDED_DIR)
+    length = len(tokenizer.encode_batch([text])[0])
+    config = build_config({"dataset": "made", "max_length": -(-length // 3)})
+    folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
+    counts = summarize(folder, config, can_pack=can_pack)
+    assert (counts["samples"], counts["cut"]) == expected
+    assert len(list(read_samples(folder, config, 200, can_pack=can_pack))) == counts["samples"]
 
 
 def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
@@ -298,7 +314,7 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     corpus = jsonl(tmp_path / "rows", [{"text": text} for text in ["a", "zz", "a|a", "a"]])
     config = build_config({"dataset": "made", "pack": False})
     folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
-    assert summarize(folder, config)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
+    assert summarize(folder, config, can_pack=True)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
 
 
 def test_a_token_for_half_a_character_has_a_size():

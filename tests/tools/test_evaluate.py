@@ -8,7 +8,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.models import _evaluate_tasks
@@ -92,6 +99,29 @@ def test_of_chats_the_answers_are_evaluated_and_marks_are_no_text(model, tmp_pat
     # The run packs records, which does not change the loss.
     text = "".join(f"{answer}\n" for answer in answers)
     agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
+
+
+def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tmp_path):  # noqa: F811
+    """Bloom's attention cannot separate packed records. The weights are scaled until the loss
+    depends on the context."""
+    bloom = tmp_path / "bloom"
+    shutil.copytree(folder, bloom)
+    torch.manual_seed(0)
+    network = BloomForCausalLM(
+        BloomConfig(vocab_size=400, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    )
+    network.save_pretrained(bloom)
+    rows = [{"text": text} for text in SAMPLES if text.strip()]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = AutoTokenizer.from_pretrained(bloom)
+    samples = []
+    for row in rows:
+        ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]
+        samples.append((ids, [True] * len(ids)))
+    nats, count = theirs(bloom, samples)
+    found = evaluated(bloom, tmp_path / "a.jsonl", "--max_length", 512)
+    assert found["targets"] == count
+    assert found["loss"] == pytest.approx(nats / count, abs=2e-4)
 
 
 def test_a_run_is_evaluated_as_it_was_at_its_end(tmp_path):
