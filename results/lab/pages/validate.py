@@ -232,18 +232,43 @@ def rank_correlation(rows: Sequence[Row]) -> float:
     return statistics.correlation(ranks(list(map(predicted_s, rows))), measured)
 
 
+@functools.cache
+def _published() -> list[tuple[str, float]]:
+    """Return, for each run in blind.json with a measured time, its source and GPU, and the relative
+    error of the predicted time."""
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in json.loads(blind.TABLE.read_text(encoding="utf-8")):
+            error = blind.errors(row, Path(folder))[0]
+            if error is not None:
+                source = row["source"].partition(",")[0]
+                runs.append((f"{source}, {row['cluster'].replace('x', ' x ')}", error))
+    return runs
+
+
+def published() -> str:
+    """Return a table of the errors of the predicted times of published runs, by source and GPUs."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for source, error in _published():
+        by_source[source].append(error)
+    table_rows = [
+        [source, str(len(errors)), f"{share_within(errors, 0.10):.0%}"]
+        + [f"{error:+.0%}" for error in (min(errors), statistics.median(errors), max(errors))]
+        for source, errors in by_source.items()
+    ]
+    headers = ["source, GPUs", "runs", "within 10%", "lowest error", "median", "highest error"]
+    return _table(table_rows, headers)
+
+
 def distribution() -> str:
     """Return a table of the shares of runs within each error limit."""
     rows = gpu_rows()
     unseen = [row for row in rows if row.page not in setting_pages()]
-    others = json.loads(blind.TABLE.read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as folder:
-        published = [blind.errors(row, Path(folder))[0] for row in others]
     table_rows = []
     for quantity, errors in (
         ("peak memory, held-out pages", memory_errors(unseen)),
         ("step time, held-out pages", [row.time_error for row in unseen]),
-        ("step time, published by others", [error for error in published if error is not None]),
+        ("step time, published by others", [error for _, error in _published()]),
         ("peak memory, all pages", memory_errors(rows)),
         ("step time, all pages", [row.time_error for row in rows]),
         ("step time, all pages, calibrated", calibrated_errors()),
