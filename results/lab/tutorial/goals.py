@@ -21,7 +21,7 @@ class Goal(NamedTuple):
 
 
 CPU_GOAL = Goal(10, makespan_error, "10% of the makespan")
-GPU_GOAL = Goal(3, points_error, "3 points")
+GPU_GOAL = Goal(3, points_error, "3 percentage points of utilization")
 
 
 def goal_of(record: Record) -> Goal:

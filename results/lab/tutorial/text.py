@@ -80,8 +80,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
             "The tables below are for the largest machine. Each cell shows the makespan in ms, the "
-            "utilization and, in brackets, the error of the simulated utilization. The run marked "
-            "\\* provided the times. If a run was repeated, the table shows the repetition with "
+            "utilization and, in parentheses, the error of the simulated utilization. The run "
+            "marked \\* provided the times. If a run was repeated, the table shows the run with "
             "the largest error."
         ),
         *sections(records),
@@ -128,9 +128,10 @@ def printed(record: Record) -> str:
 
 
 def _goals(records: Mapping[str, Record]) -> str:
-    """Return text such as '10% of the makespan on CPU, 3 points of utilization on NVIDIA H200'."""
+    """Return text such as '10% of the makespan on CPU and 3 percentage points of utilization on
+    NVIDIA H200'."""
     goals = {_device(record): goal_of(record).text for record in records.values()}
-    return ", ".join(f"{goal} on {device}" for device, goal in goals.items())
+    return " and ".join(f"{goal} on {device}" for device, goal in goals.items())
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
@@ -145,7 +146,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
-            groups.setdefault(wrapped(f"The next runs used {workload}."), {})[name] = record
+            groups.setdefault(wrapped(f"The following runs used {workload}."), {})[name] = record
     parts: list[str] = []
     for work, alike in groups.items():
         parts.append(work)
@@ -153,11 +154,13 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
             calibration = title_of(record["calibration"]["schedule"])
             if name in shown.values():
-                parts.append(f"The next table is for `{name}`, with times from {calibration}.")
+                parts.append(f"Record `{name}`, with times from {calibration}:")
                 parts.append(_run_table(record))
                 parts += [wrapped(record["note"])] if "note" in record else []
             else:
-                text = f"`{name}` has the same runs, predicted with times from {calibration}."
+                text = (
+                    f"Record `{name}` has the same runs, predicted with times from {calibration}."
+                )
                 parts.append(text)
     return parts
 
