@@ -42,7 +42,7 @@ def test_every_key_is_an_option(name):
     assert overrides("--set", f"{name}={value}", "seed=1") == [f"{name}={value}", "seed=1"]
 
 
-def test_the_command_lines_order_is_kept():
+def test_options_keep_the_order_of_the_command_line():
     argv = ("--strategy", "dp", "--set", "strategy=tp", "seed=1", "--set", "seed=2", "--seed", "3")
     assert overrides(*argv) == ["strategy=dp", "strategy=tp", "seed=1", "seed=2", "seed=3"]
 
@@ -62,12 +62,12 @@ def test_the_command_lines_order_is_kept():
         (["--seed", "1", "extra"], ["'extra'", "See --help"]),
     ],
 )
-def test_unknown_options_are_refused_with_the_nearest(argv, words):
+def test_unknown_options_are_refused_with_the_nearest_option(argv, words):
     with refused(*words):
         parse(argv)
 
 
-def test_foreign_options_are_none_of_ours_and_their_advice_can_be_typed():
+def test_options_of_other_programs_give_advice_that_is_accepted():
     table = json.loads((ROOT / "distributed_training/settings/foreign.json").read_text())
     assert list(table) == sorted(table)
     ours = {name for key in KEYS.values() for name in (key.name, *key.aliases)}
@@ -165,7 +165,9 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
         ("TORCH_LOGS", ValueError, "Invalid log settings: evil, must be a list"),
     ],
 )
-def test_a_variable_that_a_library_refuses_is_named(name, error, message, run, monkeypatch, capsys):
+def test_an_environment_variable_that_a_library_rejects_is_named(
+    name, error, message, run, monkeypatch, capsys
+):
     def refuse(*_, **__):
         raise error(f"\n{message}\nmore")
 
@@ -186,7 +188,7 @@ def test_a_variable_that_a_library_refuses_is_named(name, error, message, run, m
         ("TORCH_LOGS", "unknown dtype: evils"),
     ],
 )
-def test_other_errors_are_not_blamed_on_a_variable(name, message, run, monkeypatch):
+def test_other_errors_are_not_blamed_on_an_environment_variable(name, message, run, monkeypatch):
     def fail(*_, **__):
         raise ValueError(message)
 
@@ -196,7 +198,7 @@ def test_other_errors_are_not_blamed_on_a_variable(name, message, run, monkeypat
         run()
 
 
-def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
+def test_one_process_trains_alone_and_reports_idle_gpus(run, capsys):
     kind, plan, process = run()
     assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1, here=1))
     first = "planning the run and importing torch ...\n"
@@ -209,9 +211,7 @@ def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
 
 
 @pytest.mark.parametrize("name", ["output_dir", "out_dir"])
-def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
-    name, monkeypatch, tmp_path
-):
+def test_output_dir_of_config_is_relative_to_the_script(name, monkeypatch, tmp_path):
     def planned(config, *typed):
         monkeypatch.setattr(sys, "argv", ["script.py", *typed])
         return cli.main(config, "about", str(tmp_path / "script.py"))
@@ -229,7 +229,7 @@ def command(monkeypatch, *argv):
     return real_model_example.main()
 
 
-def test_commands(monkeypatch, capsys):
+def test_commands_are_dispatched(monkeypatch, capsys):
     def echo(parser, program):
         parser.add_argument("words", nargs="*")
         return lambda arguments: [*arguments.words, program.script]
@@ -257,7 +257,7 @@ def test_commands(monkeypatch, capsys):
         ("darwin", ["train"], ["this suite runs on Linux", "a container"]),
     ],
 )
-def test_what_cannot_begin_is_said_in_a_line(platform, argv, words, monkeypatch, capsys):
+def test_startup_errors_are_one_line(platform, argv, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", platform)
     assert command(monkeypatch, *argv) == 2
     err = capsys.readouterr().err

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_road_to_the_first_step_names_functions_of_its_files():
+def test_section_on_the_first_step_names_existing_functions():
     section = TEXT.partition("## From CONFIG to the first step")[2].partition("\n## ")[0]
     files = re.findall(r"`([\w/]+\.py)`", section)
     code = "".join((ROOT / "distributed_training" / file).read_text() for file in files)
@@ -51,7 +51,7 @@ def test_paths_that_are_named_exist():
     assert [name for name in named if not any((root / name).exists() for root in roots)] == []
 
 
-def test_strategy(folder):
+def test_example_of_a_strategy(folder):
     config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
     plan = make_plan(config, this_machine(CPU_MACHINE, 4, 4))
     assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
@@ -59,7 +59,7 @@ def test_strategy(folder):
         make_plan(config, this_machine(CPU_MACHINE, 3, 3))
 
 
-def test_model(folder):
+def test_example_of_a_model(folder):
     name_families([str(folder / "my_models/narrow")])
     spec = models.find_model(str(folder / "my_models/narrow"))
     assert models.find_model(f"{folder}/my_models/narrow:narrow").size == spec.size
@@ -73,7 +73,7 @@ def test_model(folder):
     assert all((other.state_dict()[name] == state[name]).all() for name in state)
 
 
-def test_config_key():
+def test_example_of_a_config_key():
     field = EXAMPLES["distributed_training/settings/config.py"]
 
     def run_config(field):
@@ -90,7 +90,7 @@ def test_config_key():
         run_config(field)(label_smoothing=0.7)
 
 
-def test_measurement(folder):
+def test_example_of_a_measurement(folder):
     file = folder / "results/lab/first_evaluation.py"
     answer = run_command([sys.executable, file], cwd=folder)
     assert_ok(answer)

@@ -67,13 +67,13 @@ def imported(*patterns: str) -> set[str]:
         (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
     ],
 )
-def test_what_is_imported_is_declared(patterns, declared):
+def test_imported_packages_are_declared(patterns, declared):
     found = imported(*patterns)
     assert found - names(PROJECT["dependencies"]) - names(declared) - BROUGHT_ALONG == set()
     assert {"torch", "numpy", "tokenizers"} <= found
 
 
-def test_what_the_tutorial_imports_is_in_its_requirements_as_here():
+def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():
     file = "pipedream_tutorial/requirements.txt"
     found = imported("pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py")
     assert found - {canonicalize_name(each.name) for each in listed(file)} - BROUGHT_ALONG == set()
@@ -88,7 +88,7 @@ def test_what_the_tutorial_imports_is_in_its_requirements_as_here():
     [(PROJECT["dependencies"], "requirements.txt"), (EXTRAS["dev"], "tests/requirements.txt")],
 )
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python):
+def test_declared_packages_are_pinned_once_within_their_range(declared, file, python):
     here = {"python_version": python}
     wanted, pinned = (
         [each for each in found if not each.marker or each.marker.evaluate(here)]

@@ -25,7 +25,7 @@ def messages(name: str, text: str, folder: Path) -> list[str]:
     return [f"{line}: {message}" for _, line, message in prose.findings(folder / name)]
 
 
-def test_source(tmp_path):
+def test_phrases_are_found_in_source_code(tmp_path):
     found = messages("a.py", SOURCE, tmp_path)
     assert [line.split(":")[0] for line in found] == ["1", "2", "2", "3", "4"]
     assert "begins with 'Of'" in found[0]
@@ -34,7 +34,7 @@ def test_source(tmp_path):
     assert "'goes on'" in found[4]
 
 
-def test_page(tmp_path):
+def test_phrases_are_found_on_pages(tmp_path):
     found = messages("a.md", PAGE, tmp_path)
     assert [line[:3] for line in found] == ["1: ", "2: "]
     assert "'bytes a parameter'" in found[0]

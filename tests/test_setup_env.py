@@ -42,7 +42,7 @@ def installed(tmp_path, nvidia_smi, index):
     ("nvidia_smi", "reached", "taken"),
     [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
 )
-def test_the_cpu_build_is_taken_without_a_gpu_where_it_is_in_reach(
+def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
     nvidia_smi, reached, taken, tmp_path
 ):
     with serve({}) as hub:  # a package index that answers

@@ -35,17 +35,17 @@ def check_run(s: Schedule, ended: list[Action]) -> None:
             assert ("SEND", op) in place
 
 
-def test_naive_blocking_1f1b_deadlocks_from_two_stages_and_two_microbatches_on() -> None:
+def test_blocking_1f1b_deadlocks_with_two_or_more_stages_and_microbatches() -> None:
     for p, m in SIZES:
         assert blocks(build_schedule("1f1b", p, m)) == (p >= 2 and m >= 2), (p, m)
 
 
-def test_naive_blocking_gpipe_and_one_at_a_time_and_a_fused_1f1b_do_not() -> None:
+def test_blocking_gpipe_naive_and_fused_1f1b_do_not_deadlock() -> None:
     for name, paired in (("gpipe", False), ("naive", False), ("1f1b", True)):
         assert not any(blocks(build_schedule(name, p, m), paired=paired) for p, m in SIZES)
 
 
-def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
+def test_zb_h2_deadlocks_on_a_weight_gradient_between_send_and_receive() -> None:
     """A send and a receive are fused only if no operation runs between them. ZB-H2 runs a W between
     them."""
     for p, m in SIZES:
@@ -58,7 +58,7 @@ def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
     )
 
 
-def test_receives_in_another_order_than_the_sends_block() -> None:
+def test_receives_in_a_different_order_than_the_sends_deadlock() -> None:
     s = build_schedule("gpipe", 2, 2)
     sender, (first, second, *rest) = s.orders
     s = replace(s, orders=(sender, (second, first, *rest)))
@@ -74,7 +74,7 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
         assert str(caught.value) == said
 
 
-def test_several_stages_a_rank_are_refused() -> None:
+def test_schedules_with_several_stages_per_rank_are_refused() -> None:
     for name in ("interleaved", "zb-v", "chimera"):
         with pytest.raises(
             UserError, match=f"{name} has several stages per rank; choose a schedule with one"

@@ -102,7 +102,7 @@ def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
     assert seen >= 6
 
 
-def test_zb_h1_beyond_the_published_range() -> None:
+def test_zb_h1_formula_beyond_the_published_range() -> None:
     def published(c: Case) -> Fraction:
         return (c.p - 1) * (c.f + c.i - c.w)
 
@@ -118,7 +118,7 @@ def test_zb_h1_beyond_the_published_range() -> None:
         assert makespan_idle("zb-h1", c) == published(c) + (c.p - c.m) * c.w
 
 
-def test_torchs_zb_v_idles_for_nothing_only_when_all_three_take_equally_long() -> None:
+def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> None:
     durations = [(f, i, w) for f in (1, 2, 3) for i in (1, 2, 3) for w in (1, 2, 3)]
     for p in (3, 4):
         for f, i, w in durations:
@@ -128,7 +128,7 @@ def test_torchs_zb_v_idles_for_nothing_only_when_all_three_take_equally_long() -
         assert simulated("zb-v-fixed", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
 
 
-def test_zb_h1_takes_every_batch() -> None:
+def test_zb_h1_works_with_every_number_of_microbatches() -> None:
     for p in RANKS:
         for m in range(p, 8 * p + 1):
             c = even(p, m)
@@ -157,7 +157,7 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
             assert idle_time["v-half", True] < idle_time["v-min", True] or p < 4
 
 
-def test_dualpipe_v_against_the_form_in_its_readme() -> None:
+def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
     def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
         """Return the bubble from DualPipe's README, (PP/2 - 1) (F&B + B - 3W), with PP = 2p stages.
         The durations of a stage are half the durations of a rank."""
@@ -185,7 +185,7 @@ def test_dualpipe_v_against_the_form_in_its_readme() -> None:
         assert (len(set(measured)) == 1) == (p == 2)
 
 
-def test_chimera_against_the_forms_in_its_paper() -> None:
+def test_chimera_matches_the_formulas_in_its_paper() -> None:
     for p in (2, 4, 6, 8):
         for units in (1, 2, 3):
             n = p * units

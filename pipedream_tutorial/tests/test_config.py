@@ -78,7 +78,7 @@ def test_errors_say_what_is_wrong_and_what_to_type(arguments, message):
 
 
 @pytest.mark.parametrize("text", ["1/0", "nan", "inf", "1e999999999", "9" * 5000, "", "1 2", "٣"])
-def test_no_number_is_refused_quickly(text):
+def test_text_that_is_not_a_number_is_refused_quickly(text):
     with pytest.raises(UserError, match=r"forward=.* is not accepted"):
         parse("--set", f"forward={text}")
 
@@ -95,7 +95,7 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
 
 @given(st.lists(st.text() | st.sampled_from([*CONFIG, "=", "1", "/", "[", ",", "none"])))
 @settings(derandomize=True, max_examples=100)
-def test_any_input_resolves_or_is_a_user_error(parts):
+def test_any_input_is_accepted_or_raises_a_user_error(parts):
     try:
         found = parse("--set", "".join(parts))
     except UserError:
@@ -103,7 +103,7 @@ def test_any_input_resolves_or_is_a_user_error(parts):
     assert found.keys() == CONFIG.keys()
 
 
-def test_a_message_of_several_lines_is_shown_as_one(capsys):
+def test_a_multiline_error_is_printed_on_one_line(capsys):
     def fail() -> None:
         raise UserError("two\nlines", "fix it")
 
@@ -131,7 +131,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ("pipedream/__main__.py --verbose no", 0, "Not trained: torch is not installed"),
     ],
 )
-def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):
+def test_scripts_report_missing_packages_on_one_line(command, code, words):
     done = subprocess.run(
         [sys.executable, "-c", BARE, *command.split()],
         cwd=FOLDER, capture_output=True, text=True, timeout=60,

@@ -34,7 +34,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere_and_prose_is_wrapped_and_plain(page: str) -> None:
+def test_links_resolve_and_prose_is_wrapped_and_plain(page: str) -> None:
     for link in _LINK.finditer(without_blocks(page)):
         target, _, anchor = link["target"].partition("#")
         if not target.startswith("https://"):
@@ -46,7 +46,9 @@ def test_links_lead_somewhere_and_prose_is_wrapped_and_plain(page: str) -> None:
         assert line.isascii(), line
 
 
-def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> None:
+def test_website_links_resolve_and_the_notebook_clones_the_repository_in_colab(
+    tmp_path: Path,
+) -> None:
     website.build_site(tmp_path / "site", "owner/name")
     site = tmp_path / "site"
     for page in site.glob("*.html"):
@@ -74,7 +76,7 @@ def test_every_picture_is_shown_and_every_folder_and_script_is_named() -> None:
         assert file.name in shown, file
 
 
-def test_pages_and_pictures_are_those_of_the_records() -> None:
+def test_pages_and_pictures_match_the_records() -> None:
     assert stale(FOLDER) == []
 
 
@@ -102,7 +104,7 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
 
 
 @pytest.mark.parametrize("words", ANSWERS)
-def test_answers_are_the_simulators(words: str) -> None:
+def test_answers_on_the_page_match_the_simulator(words: str) -> None:
     assert words in " ".join((FOLDER / "ADVANCED.md").read_text().split())
     name, changes = ANSWERS[words]
     config = dict(CONFIG)
@@ -113,14 +115,14 @@ def test_answers_are_the_simulators(words: str) -> None:
     assert float(re.findall(r"\d+(?:\.\d+)?", words)[-1]) == pytest.approx(found, abs=0.005)
 
 
-def test_blocking_1f1b_hangs_as_said_and_gpipe_does_not() -> None:
+def test_blocking_1f1b_deadlocks_as_described_and_gpipe_does_not() -> None:
     where = "rank 0 is at SEND 0F1 to rank 1; rank 1 is at SEND 1B0 to rank 0"
     with pytest.raises(DeadlockError, match=where):
         run_blocking(blocking_programs(build_schedule("1f1b", 2, 2)))
     run_blocking(blocking_programs(build_schedule("gpipe", 2, 2)))
 
 
-def test_the_planner_s_answer(monkeypatch, capsys) -> None:
+def test_planner_answer_on_the_page_matches_the_planner(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["pipedream_planner.py", "--set", "workers=4"])
     pipedream_planner.main()
     speed_up = dict(re.findall(r"(?m)^(\w+ \w+).* (\S+)$", capsys.readouterr().out))

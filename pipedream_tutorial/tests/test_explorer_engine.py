@@ -97,7 +97,7 @@ def in_python(name, c):
     }
 
 
-def test_every_cell_is_the_python_simulators():
+def test_every_cell_matches_the_python_simulator():
     cases = grid()
     refused = 0
     answers = ask([{"ask": "run", "name": name, "chosen": c} for name, c in cases])
@@ -129,7 +129,7 @@ def assert_critical(path, found):
         assert start == end + (0 if before == after else found["c"])
 
 
-def test_the_formulas_of_idle_time_are_the_simulators():
+def test_idle_time_formulas_match_the_simulator():
     """Every schedule's formula equals the simulated idle time at the tested sizes for which the
     formula is valid. Each schedule has at least one such size."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
@@ -149,7 +149,7 @@ def test_the_formulas_of_idle_time_are_the_simulators():
     assert held == {*SCHEDULES}
 
 
-def test_links_of_the_pages_open_what_they_say():
+def test_explorer_links_in_the_readme_are_accepted():
     links = re.findall(r"\(explorer\.html(#[^)]*)\)", (FOLDER / "README.md").read_text())
     assert len(links) >= 9
     assert ask([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
@@ -174,7 +174,7 @@ def test_search_finds_the_proved_optimum_within_its_memory():
     assert [found["makespan"] for found in answers[:4]] == [39, 36, 33, 30]
 
 
-def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
+def test_csv_round_trips_and_errors_are_reported(tmp_path):
     good = [build_schedule(name, 4, 8) for name in ("1f1b", "zb-v", "dualpipe-v", "interleaved")]
     texts = []
     for schedule in good:
@@ -188,7 +188,7 @@ def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
         assert answer.keys() == {"error"}, text
 
 
-def test_a_moved_operation_is_judged_as_the_simulator_would():
+def test_verdicts_on_moved_operations_match_the_simulator():
     """The explorer's verdict on a move agrees with the simulator for every move of an operation of
     rank 1 by up to three places."""
     schedule = build_schedule("zb-h1", 3, 4)
@@ -242,7 +242,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
         assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
 
 
-def test_gradients_are_autograds():
+def test_gradients_match_autograd():
     (found,) = ask([{"ask": "exact", "numStages": 3, "microbatch": 5, "batchSize": 4}])
     rows, width = found["sizes"]["ROWS"], found["sizes"]["WIDTH"]
     shapes = {"U": (width, -1), "V": (-1, width)}

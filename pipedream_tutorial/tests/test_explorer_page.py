@@ -23,7 +23,7 @@ TUTORIAL = Path(__file__).resolve().parent.parent
 PAGE, SOURCES = TUTORIAL / "explorer.html", TUTORIAL / "explorer"
 
 
-def test_the_page_is_plain_scripts_that_are_there_and_needs_no_network():
+def test_page_loads_only_its_local_scripts():
     page = PAGE.read_text()
     scripts = re.findall(r'<script src="(.*?)"></script>', page)
     assert page.count("<script") == len(scripts)
@@ -91,7 +91,7 @@ def drag(browser, operation, to):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1000, False), (400, True)])
-def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width, dark):
+def test_page_is_readable_at_every_width_in_light_and_dark_mode(browser, tmp_path, width, dark):
     hash_ = "#schedule=zb-h1&other=dualpipe-v&path=1&arrows=1&versions=1&stale=1&c=1&K=3"
     browser.open(PAGE, hash_, width=width, dark=dark)
     assert browser.js("document.documentElement.scrollWidth") <= width
@@ -114,7 +114,7 @@ def type_into(browser, key, value):
     browser.js(f"{field}.dispatchEvent(new Event('change'))")
 
 
-def test_what_is_refused_is_refused_in_the_command_lines_words(browser):
+def test_rejected_values_give_the_error_of_the_command_line(browser):
     browser.open(PAGE)
     for key, name, value in (
         ("p", "num_stages", "17"), ("c", "communication", "-1"), ("F", "forward", "0"),
@@ -160,7 +160,7 @@ def test_every_schedule_is_drawn_or_says_why_not(browser):
     assert browser.js("explorer.main.scroller.hidden")
 
 
-def test_an_address_that_makes_no_sense_is_left_out_and_why(browser):
+def test_invalid_values_in_the_address_are_ignored_with_a_message(browser):
     browser.open(PAGE, "#p=99&m=x&F=-1&schedule=nonsense&moves=1.2&csv=%&scale=1,0&rate=0&zz=1")
     assert numbers(browser)["time"] == "33"
     said = text(browser, "said")
@@ -192,7 +192,7 @@ def with_late_forward():
     return simulate(changed, build_costs(changed, communication=1)).makespan
 
 
-def test_a_drag_is_refused_or_done_and_undone(browser):
+def test_a_drag_is_refused_or_can_be_undone(browser):
     browser.open(PAGE, "#c=1")
     drag(browser, "1B3", "1F3")
     assert text(browser, "said").startswith("Not possible: the ranks would wait for each other.")
@@ -205,7 +205,7 @@ def test_a_drag_is_refused_or_done_and_undone(browser):
     assert numbers(browser)["time"] == "49"
 
 
-def test_the_keyboard_is_enough(browser):
+def test_explorer_works_with_the_keyboard_alone(browser):
     browser.open(PAGE, "#c=1")
     browser.js("explorer.main.chart.focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
@@ -239,7 +239,7 @@ SOLUTIONS = [
 ]
 
 
-def test_the_levels_can_be_solved_and_are_not_at_first(browser):
+def test_levels_start_unsolved_and_can_be_solved(browser):
     browser.open(PAGE)
     for level, solution in enumerate(SOLUTIONS, 1):
         browser.js(f"document.querySelectorAll('#levels button')[{level}].click()")
@@ -260,7 +260,7 @@ def upload(browser, id_, path):
     browser.wait("document.getElementById('said').textContent !== ''")
 
 
-def test_csv_goes_out_and_comes_in(browser, tmp_path):
+def test_csv_can_be_exported_and_imported(browser, tmp_path):
     browser.open(PAGE, "#schedule=zb-v")
     browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     click(browser, "save-csv")
@@ -282,7 +282,7 @@ def test_csv_goes_out_and_comes_in(browser, tmp_path):
 LATE = ("B", 1, 2)
 
 
-def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
+def test_a_trace_shows_its_deviation_from_the_simulation(browser, tmp_path):
     """F takes 10 ms and B takes 20 ms, except that rank 1's last B takes 40 ms. The scaled means
     are 9 and 21 ms on rank 0, and 11 and 25.67 ms on rank 1. Therefore a batch takes 9 + 3 (11 +
     25.67) + 21 = 140 ms."""
@@ -301,7 +301,7 @@ def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
     assert "it ended later than simulated" in text(browser, "legend")
 
 
-def test_without_a_flush_four_batches_run_in_a_row(browser):
+def test_schedules_without_a_flush_run_four_consecutive_batches(browser):
     browser.open(PAGE, "#schedule=pipedream-2bw")
     assert numbers(browser)["weight versions"] == "2"
     assert browser.js("document.getElementById('n').value") == "4"
@@ -350,7 +350,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
         assert browser.js("(window.copied === location.href)") == ("is in" in said)
 
 
-def test_a_question_comes_before_the_play_and_its_answer_after(browser):
+def test_a_question_is_asked_before_playback_and_answered_after_it(browser):
     """Under 1F1B, rank r waits 3 (p-1-r) time units for later ranks. Under ZB-H2, no rank waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
@@ -371,7 +371,7 @@ def test_a_question_comes_before_the_play_and_its_answer_after(browser):
         assert text(browser, "question").startswith(verdict)
 
 
-def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
+def test_a_long_press_drags_an_operation_and_a_button_moves_it_to_the_end(browser):
     """Moving 2W0 to the end of its rank shortens the batch by 1, whether the user drags it by touch
     or presses the button."""
 
@@ -398,7 +398,7 @@ def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
     assert numbers(browser)["time"] == "15"
 
 
-def test_a_tap_on_a_phone_only_chooses_and_goals_stay_in_view(browser):
+def test_a_tap_on_a_phone_only_selects_and_goals_stay_in_view(browser):
     browser.send("Emulation.setTouchEmulationEnabled", enabled=True)
     browser.open(PAGE, width=390, height=844)
     browser.js("startLevel(3)")
@@ -419,7 +419,7 @@ def test_a_tap_on_a_phone_only_chooses_and_goals_stay_in_view(browser):
     assert y < detail["top"] < detail["bottom"] <= 844
 
 
-def test_it_works_over_http_too(browser):
+def test_page_works_over_http(browser):
     handler = partial(SimpleHTTPRequestHandler, directory=TUTORIAL)
     handler.log_message = lambda *_: None
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -134,7 +134,7 @@ def shown_timelines() -> dict[str, list[Timeline]]:
     }
 
 
-def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
+def test_rectangles_match_the_timeline(shipped: dict[str, Figure]) -> None:
     panels = [
         (name, *panel)
         for name, timelines in shown_timelines().items()
@@ -151,7 +151,7 @@ def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
                 assert to_hex(r.get_facecolor()) == to_hex(color(ops[str(r.get_gid())]))
 
 
-def test_utilization_is_the_measures(shipped: dict[str, Figure]) -> None:
+def test_utilization_picture_matches_the_measured_values(shipped: dict[str, Figure]) -> None:
     ax = shipped["utilization_comparison"].axes[0]
     widths = [float(r.get_width()) for r in rectangles(ax)]
     diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]
@@ -190,13 +190,13 @@ def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> No
             assert {m: on_line[m] for m in counts if m in on_line} == closed
 
 
-def test_labels_find_room_where_many_schedules_cost_alike(tmp_path: Path) -> None:
+def test_labels_do_not_overlap_if_many_schedules_have_similar_costs(tmp_path: Path) -> None:
     work = Work(CONFIG | {"num_microbatches": 24})
     watched(lambda: save(charts.memory_vs_bubble(work), tmp_path / "picture.png"))
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_are_their_timelines(tmp_path: Path, name: str) -> None:
+def test_step_pictures_match_their_timelines(tmp_path: Path, name: str) -> None:
     picture = STEPS[name]()
     axes = watched(lambda: draw_picture(picture, tmp_path / "step.png")).axes
     for ax, panel in zip(axes, picture.panels, strict=True):

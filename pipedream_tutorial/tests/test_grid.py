@@ -18,7 +18,7 @@ def timeline(name: str, p: int, m: int, v: int = 2, **durations) -> Timeline:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("columns", [60, 400])
-def test_every_column_is_the_event_that_runs_then(name, columns):
+def test_every_column_shows_the_event_that_runs_at_that_time(name, columns):
     shown = timeline(name, 4, 8, forward=1, input_gradient=2, weight_gradient=1)
     text = draw(shown, columns)
     assert max(map(len, text.splitlines())) <= columns
@@ -37,7 +37,7 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     assert [line.rstrip() for line in lines] == ["".join(line) for line in expected]
 
 
-def test_the_picture_of_a_small_pipeline():
+def test_small_pipelines_are_drawn_as_expected():
     assert draw(timeline("1f1b", 2, 2), 40).splitlines() == [
         "time   0         5",
         "rank 0 F0F1....B0--..B1--",
@@ -51,7 +51,7 @@ def test_the_picture_of_a_small_pipeline():
         assert draw(timeline("zb-h1", 4, 8, weight_gradient=w), 100).count("\n") < 60
 
 
-def test_colors_change_no_letter_and_go_on_where_a_line_is_wrapped():
+def test_colors_keep_the_letters_and_continue_on_wrapped_lines():
     shown = timeline("dualpipe-v", 2, 4)
     colored = draw(shown, 50, color=True)
     letters = re.findall(r"\x1b\[30;48;5;(\d+)m(.)\x1b\[0m", colored)

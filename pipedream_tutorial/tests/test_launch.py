@@ -56,7 +56,7 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 @pytest.mark.timeout(90)
-def test_other_weights_than_one_process_has_are_a_failure():
+def test_weights_that_differ_from_one_process_fail_the_run():
     arguments = [
         "--num_stages=2",
         "--schedule=gpipe",
@@ -82,7 +82,7 @@ def test_a_killed_stage_ends_the_others_and_is_named():
 
 
 @pytest.mark.timeout(90)
-def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
+def test_all_stages_end_if_the_parent_is_killed(tmp_path):
     """If the parent is killed, all stages end, and the record still contains the first case."""
     record = tmp_path / "record.json"
     process = _start_endless("--record", str(record))
@@ -113,14 +113,14 @@ assert [launch(body, 4) for _ in range(20)] == [2] * 20
 """
 
 
-def test_a_stage_that_refuses_at_once_ends_the_others_at_once():
+def test_a_stage_with_an_immediate_error_ends_the_other_stages():
     """The other stages must end even if they have only just been forked."""
     done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
     assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
 
 
 @pytest.mark.timeout(90)
-def test_no_stage_listens_to_the_network():
+def test_stages_listen_only_on_loopback():
     """Stages listen only on loopback, even if the host name has an address that other machines can
     reach."""
     addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
@@ -211,7 +211,7 @@ pipedream_runtime.start(sys.argv[1:])
 """
 
 
-def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
+def test_go_on_skips_schedules_that_fail(tmp_path):
     """With go_on, the run restarts without a schedule that has failed. It exits with code 1 even if
     the other schedules succeed."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
@@ -229,12 +229,12 @@ def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
         (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
     ],
 )
-def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, words):
+def test_invalid_values_are_refused_before_a_stage_starts(arguments, words):
     with pytest.raises(UserError, match=words):
         read_config(arguments)
 
 
-def test_a_launchers_number_of_processes_has_to_be_the_number_of_stages():
+def test_a_launcher_must_start_one_process_per_stage():
     environment = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
     assert this_rank({}, 4) is None
     assert this_rank(environment, 3) == 1

@@ -39,7 +39,7 @@ def said(cell: Any) -> str:
     return "".join(printed + shown)
 
 
-def test_answers_come_after_guesses_and_solutions_are_right(
+def test_notebook_shows_answers_after_guesses_and_accepts_the_solutions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the notebook as committed, without answers or solutions. Then run the notebook in the
@@ -134,7 +134,7 @@ def new_data(weights: Any, steps: Any, rate: float) -> Any:
     return weights
 
 
-def test_numpys_numbers_are_numbers_and_a_changed_dict_is_a_new_one() -> None:
+def test_checks_accept_numpy_numbers_and_dicts_updated_in_place() -> None:
     right = solution("1_enough_microbatches", "microbatches_needed")
     for kind in (np.float32, np.int64, float, Fraction):
         assert checks.check_microbatches(lambda p, x, kind=kind: kind(right(p, x))).solved
@@ -186,7 +186,7 @@ LAST = "stage 3, the last one"
         (0, LAST, False), ("first", LAST, False), ("", 3, False),
     ],
 )  # fmt: skip
-def test_guesses_are_judged(guess: object, found: object, right: bool) -> None:
+def test_guesses_are_compared_with_the_result(guess: object, found: object, right: bool) -> None:
     assert agree(guess, found) == right
 
 

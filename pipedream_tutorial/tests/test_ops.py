@@ -23,7 +23,7 @@ def test_a_saved_order_is_read_back_as_it_was(name: str, tmp_path: Path) -> None
     assert loaded == saved
 
 
-def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
+def test_trailing_blank_lines_are_not_ranks(tmp_path: Path) -> None:
     path = tmp_path / "two.csv"
     path.write_text("0F0,0B0\n1F0,1B0\n\n\n")
     read = load_csv(path)
@@ -46,7 +46,7 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )
-def test_what_is_no_order_is_refused_with_its_place(
+def test_invalid_orders_are_refused_with_their_location(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.csv"

@@ -66,7 +66,7 @@ def recurrence(
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
-def test_stashing_and_vertical_sync_are_their_recurrences_bit_for_bit(p: int, m: int) -> None:
+def test_stashing_and_vertical_sync_equal_their_recurrences_bitwise(p: int, m: int) -> None:
     stashed = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1 - s)))
     assert same_bits(trained("pipedream", p, m, 4), stashed)
     vertical = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1)))
@@ -74,7 +74,7 @@ def test_stashing_and_vertical_sync_are_their_recurrences_bit_for_bit(p: int, m:
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
-def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
+def test_2bw_equals_its_recurrence_bitwise(p: int, m: int) -> None:
     """The recurrence is W(t + 1) = W(t) - lr * gradient at W(t - 1) (2006.09503), and W(-1) is
     W(0)."""
     stages = build_stages(p, 1, seed=SEED)
@@ -90,7 +90,7 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
-def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
+def test_flushing_schedules_give_bitwise_equal_weights(p: int, m: int) -> None:
     """Under all these schedules, each stage adds the microbatches' gradients in the order 0, 1, 2,
     ..., so even the rounding errors are equal."""
     first, *others = [
@@ -100,7 +100,7 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
-def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
+def test_two_stages_per_rank_give_the_same_weights(name: str) -> None:
     """Splitting the same layers into twice as many stages gives bit-identical results. Only
     DualPipeV's results differ, by rounding errors. It sums gradients in a different order, because
     some W operations run after W operations of later microbatches."""

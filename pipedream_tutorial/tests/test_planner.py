@@ -73,7 +73,7 @@ small_layers = st.lists(
     factor=st.sampled_from([0, 2, 4]),
     replication=st.booleans(),
 )
-def test_the_period_is_brute_force_s(layers, workers, bandwidth, factor, replication):
+def test_period_equals_brute_force(layers, workers, bandwidth, factor, replication):
     setting = {"bandwidth": bandwidth, "sync_factor": factor}
     whole = {"num_workers": workers, "replication": replication, "use_all_workers": True}
     by_workers = [
@@ -95,7 +95,7 @@ def test_the_period_is_brute_force_s(layers, workers, bandwidth, factor, replica
     assert fewer.num_workers == 1 + by_workers.index(shortest)
 
 
-def test_a_straight_pipeline_of_two_is_the_known_split():
+def test_two_stages_without_replication_have_the_known_partition():
     layers = [layer(seconds) for seconds in (7, 2, 5, 10, 8)]
     plan = plan_pipeline(layers, num_workers=2, bandwidth=1, replication=False)
     assert plan.period_s == 18

@@ -63,7 +63,7 @@ def test_communication_counts_only_stages_that_waited():
     assert pretend("1f1b", 1, 3, build_costs([10], [20])).communication_ns == 0
 
 
-def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
+def test_clock_skew_is_reported_as_results_received_before_they_were_sent():
     """Stage 2's clock is 5 ms slow, so stage 2 seems to receive results before they were sent. The
     messages that stage 2 sends do not reveal the error."""
 
@@ -76,7 +76,7 @@ def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
     assert pretend("1f1b", 3, 4, costs, change=early).measured["received_before_sent"] == 4
 
 
-def test_record_holds_measured_and_predicted_of_every_run():
+def test_record_has_measured_and_predicted_values_of_every_run():
     runs = [
         pretend("gpipe", 4, 4, UNEVEN),
         pretend("pipedream", 4, 8, UNEVEN, policy="stash"),

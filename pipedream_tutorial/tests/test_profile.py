@@ -15,7 +15,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "gpt2_cpu.json"
 TINY = GPT2Size(num_layers=2, hidden=24, heads=3, vocabulary=50, seq_len=16)
 
 
-def test_the_shipped_profile_is_gpt2():
+def test_shipped_profile_has_the_layers_of_gpt2():
     profile = load_profile(SHIPPED)
     assert (profile.model, profile.batch, profile.sequence) == ("gpt2", 1, 256)
     assert profile.dtype == "float32"
@@ -77,7 +77,7 @@ def test_the_script_measures_and_saves_a_model(tmp_path, monkeypatch):
     assert [layer.activation_bytes for layer in profile.layers] == [4 * 2 * 7 * 24] * 3 + [4]
 
 
-def test_a_block_is_torch_s_pre_norm_encoder_layer_under_a_causal_mask():
+def test_block_equals_torchs_pre_norm_encoder_layer_with_a_causal_mask():
     torch.manual_seed(0)
     block = Block(TINY).double()
     reference = nn.TransformerEncoderLayer(

@@ -39,7 +39,9 @@ def timed(schedule: Schedule, c: Case, communication: Fraction = Fraction(0)) ->
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most(name: str) -> None:
+def test_recomputation_precedes_the_backward_and_delays_it_by_at_most_its_duration(
+    name: str,
+) -> None:
     for c, schedule in built(name):
         again = recomputed(schedule, KEPT)
         counts = Counter(op.kind for op in again.ops())
@@ -59,7 +61,7 @@ def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
-def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
+def test_recomputation_adds_m_forward_passes_and_no_idle_time(name: str) -> None:
     """R waits for no other rank, so idle times are the same with and without R."""
     for c, schedule in built(name):
         found = timed(recomputed(schedule, KEPT), c)
@@ -71,7 +73,9 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
     "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream", "chimera"]
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
-def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
+def test_peak_activations_of_schedules_with_unsplit_backward_passes(
+    name: str, kept: Fraction
+) -> None:
     """A rank holds all activations of one stage while that stage runs F or B. For the other stages,
     it holds only the kept share."""
     form = CLOSED_FORMS[name]
@@ -84,7 +88,7 @@ def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fr
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
-def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
+def test_a_late_weight_gradient_keeps_recomputed_activations(name: str, ahead: int) -> None:
     """All activations of a microbatch are held from R to the late W, so the last rank saves
     nothing."""
     for c, schedule in built(name):

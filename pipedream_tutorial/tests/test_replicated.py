@@ -19,7 +19,7 @@ from test_planner import small_layers
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 9])
-def test_one_worker_a_stage_is_plain_1f1b(p, m):
+def test_one_worker_per_stage_is_plain_1f1b(p, m):
     counts = tuple(range(p, 0, -1))
     assert full_speed_in_flight([1] * p) == counts
     assert replicated_1f1b([1] * p, m, counts).orders == build_schedule("1f1b", p, m).orders
@@ -32,7 +32,7 @@ stages_and_times = st.lists(
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(stages_and_times)
-def test_the_period_is_the_slowest_stage_s(stages):
+def test_period_is_that_of_the_slowest_stage(stages):
     replicas, forward, backward = zip(*stages, strict=True)
     in_flight = full_speed_in_flight(replicas)
     costs = Costs(

@@ -71,7 +71,7 @@ def test_an_active_environment_is_used_as_it_is(copy, run):
     assert not (copy.parent / ".venv").exists()
 
 
-def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy, run):
+def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, copy, run):
     """A failed setup gives an error, and the next run repeats the setup."""
     log, fails = tmp_path / "uv.log", tmp_path / "fails"
     uv = UV.format(log=log, fails=fails, python=sys.executable)
@@ -101,7 +101,7 @@ def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy,
     assert log.read_text() == 2 * MADE
 
 
-def test_no_python_is_one_line(run):
+def test_missing_python_gives_a_one_line_error(run):
     code, out, err = run(scripts={})
     assert (code, out) == (2, "")
     assert err.startswith("error: No Python 3.10 to 3.13 was found. Install one")

@@ -34,7 +34,7 @@ TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate":
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
+def test_weights_equal_one_process_bitwise(p, tmp_path):
     weights, record = tmp_path / "weights.pt", tmp_path / "record.json"
     settings = [f"--{key}={value}" for key, value in TRAINING.items()]
     done = run(
@@ -102,7 +102,7 @@ def test_benchmark_on_a_tiny_model(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.timeout(240)
-def test_two_gpus_give_the_bits_of_one(tmp_path):
+def test_two_gpus_equal_one_gpu_bitwise(tmp_path):
     done = run(
         ["--device=cuda", "--num_stages=2", "--schedule=gpipe,1f1b,pipedream",
          "--record", str(tmp_path / "record.json")],
@@ -115,7 +115,7 @@ def test_two_gpus_give_the_bits_of_one(tmp_path):
         assert min(case["measured"]["peak_memory_mib"]) > 0
 
 
-def test_all_leaves_out_what_the_sizes_refuse_and_says_so(capsys):
+def test_schedule_all_skips_schedules_that_do_not_fit_with_a_note(capsys):
     given = ["--num_stages=2", "--schedule=all", "--num_microbatches=5", "--num_batches=1"]
     schedules = read_config(given)["schedule"]
     assert {"1f1b", "pipedream"} < set(schedules)
@@ -125,7 +125,7 @@ def test_all_leaves_out_what_the_sizes_refuse_and_says_so(capsys):
     assert [case.name for case in build_cases(read_config(given))] == schedules
 
 
-def test_blocks_are_cut_evenly_or_not_at_all():
+def test_blocks_are_partitioned_evenly_or_refused():
     config = read_config(["--model=gpt2-tiny", "--microbatch_size=3"])
     device = torch.device("cpu")
     built = Workload(config, device)
@@ -139,7 +139,7 @@ def test_blocks_are_cut_evenly_or_not_at_all():
         Workload(config | {"num_stages": 3}, device)
 
 
-def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
+def test_stages_run_on_gpus_if_there_is_one_per_stage(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     config = {"check_weights": False}
@@ -152,7 +152,7 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
         take_device(config | {"device": "cuda", "num_stages": 6}, 1)
 
 
-def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
+def test_event_clock_measures_execution_and_not_launches(monkeypatch):
     """Simulate a host clock that advances by one microsecond per reading, and a device with queued
     work."""
     host = device = 0  # current time of the host; time when the device becomes idle
@@ -186,7 +186,7 @@ def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
-def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
+def test_receives_are_posted_ahead_in_the_senders_order(depth, monkeypatch):
     log = []
 
     def irecv(buffer, source, group):

@@ -63,12 +63,12 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name_and_sizes", WRITTEN, ids=lambda key: key[0])
-def test_small_orders_are_as_the_papers_draw_them(name_and_sizes: tuple[str, int, int]) -> None:
+def test_small_orders_match_the_figures_in_the_papers(name_and_sizes: tuple[str, int, int]) -> None:
     s = build_schedule(*name_and_sizes)
     assert tuple(" ".join(map(str, order)) for order in s.orders) == WRITTEN[name_and_sizes]
 
 
-def test_zb_v_is_its_authors_order_at_any_durations() -> None:
+def test_zb_v_matches_its_authors_order_for_all_durations() -> None:
     cases = json.loads(Path(__file__).with_name("zb_v_authors.json").read_text())["cases"]
     for p, m, f, i, w, c, digest in cases:
         duration = {"F": f, "I": i, "W": w, "send": c}
@@ -106,12 +106,12 @@ def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
         ("1f1", 2, 2, "unknown schedule '1f1'; did you mean '1f1b'"),
     ],
 )
-def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, words: str) -> None:
+def test_unsupported_sizes_are_refused(name: str, p: int, m: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_schedule(name, p, m)
 
 
-def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
+def test_gpipe_is_limited_by_the_slowest_stage_in_each_direction() -> None:
     """The forward half and the backward half each fill the pipeline once and then run at the pace
     of their slowest stage. Every hop adds its time once per half."""
     rng = random.Random(1)
@@ -122,7 +122,7 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
         assert uneven(build_schedule("gpipe", p, m), f, b, c).makespan == expected
 
 
-def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
+def test_1f1b_is_limited_by_the_slowest_stage() -> None:
     """In the steady state, each microbatch takes as long as the forward and backward pass of the
     slowest stage. PipeDream's order is used, because it is 1F1B without a flush."""
     rng = random.Random(3)

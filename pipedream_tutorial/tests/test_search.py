@@ -44,7 +44,7 @@ def shortest_of_all(problem):
 
 
 @pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])
-def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
+def test_search_finds_the_optimum_between_zb_h1_and_zb_h2(memory, shortest):
     """With p = 4, m = 8 and c = F = I = W = 1, OR-Tools proved that these times are the
     shortest."""
     costs = costs_of(4, communication=1)
@@ -59,7 +59,7 @@ def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
 
 
 @pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (7, 99)])
-def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
+def test_search_prefers_orders_that_are_short_for_consecutive_batches(memory, in_a_row):
     """With c = 0, the time is 27 with any memory of 4 or more. Only ZB-H2's order, with a memory of
     7, lets the next batch begin at once."""
     costs = costs_of(4)
@@ -69,7 +69,7 @@ def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
     assert simulate(repeat(found.schedule, 4), costs).makespan <= in_a_row
 
 
-def test_many_ranks_are_no_longer_than_zb_h1():
+def test_order_for_many_ranks_is_no_longer_than_zb_h1():
     assert search(costs_of(18), 36, 18, tries=3).makespan <= 125
 
 
@@ -80,7 +80,7 @@ def test_many_ranks_are_no_longer_than_zb_h1():
     times=st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=2, max_size=2),
     communication=st.integers(0, 3),
 )
-def test_small_sizes_against_every_order(m, memory, times, communication):
+def test_search_equals_brute_force_for_small_sizes(m, memory, times, communication):
     forward, first, second = (tuple(map(Fraction, kind)) for kind in zip(*times, strict=True))
     costs = Costs(
         forward=forward,
@@ -96,7 +96,7 @@ def test_small_sizes_against_every_order(m, memory, times, communication):
     assert simulate(found.schedule, costs).makespan == found.makespan
 
 
-def test_the_solver_is_asked_for_only_on_demand(monkeypatch):
+def test_ortools_is_imported_only_on_demand(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     search(costs_of(2), 2, 2)
     monkeypatch.setitem(sys.modules, "ortools", None)
@@ -105,7 +105,7 @@ def test_the_solver_is_asked_for_only_on_demand(monkeypatch):
 
 
 @pytest.mark.parametrize(("p", "m", "memory", "shortest"), [(4, 8, 5, 36), (2, 3, 2, None)])
-def test_the_solver_proves_it(p, m, memory, shortest):
+def test_solver_proves_the_optimum(p, m, memory, shortest):
     pytest.importorskip("ortools")
     costs = costs_of(p, communication=1)
     found = search(costs, m, memory, tries=3, prove=60)
@@ -117,7 +117,7 @@ def test_the_solver_proves_it(p, m, memory, shortest):
 
 
 @pytest.mark.timeout(120)
-def test_a_found_order_runs_with_the_bits_of_one_process(tmp_path):
+def test_a_found_order_trains_bitwise_like_one_process(tmp_path):
     found = search(costs_of(3, communication=1), 6, 4).schedule
     path, record = tmp_path / "found.csv", tmp_path / "record.json"
     save_csv(found, path)

@@ -33,7 +33,7 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
-def test_the_script_says_what_the_engine_says(name):
+def test_script_computes_the_same_as_the_package(name):
     """For many sizes and durations, pipedream_simple.py and the package give the same orders,
     times, idle shares and activations. With one stage per rank, they also give the same versions
     and staleness."""
@@ -63,14 +63,14 @@ def test_the_script_says_what_the_engine_says(name):
 
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
-def test_the_script_draws_what_the_package_draws(name):
+def test_script_draws_the_same_as_the_package(name):
     case = CASE | {"forward": Fraction(1, 2)}
     row = measure(name, case)
     once = row.stream if name == "pipedream" else row.batch
     assert simple.draw([*simple.cells(simple.measure(name, case))], 90) == draw(once, 90)
 
 
-def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, monkeypatch):
+def test_script_passes_unknown_arguments_to_the_package(tmp_path, capsys, monkeypatch):
     path = tmp_path / "order.csv"
     arguments = ["--set", "schedule=v-half", "--steps=0", "--csv", str(path)]
     monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
@@ -81,7 +81,7 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_row_is_what_the_measures_say(name):
+def test_table_rows_match_a_full_simulation(name):
     """The values of a table row equal the values from a full simulation. With flushes, a row
     derives the times of consecutive batches from a single batch."""
     row, entry = measure(name, CASE), SCHEDULES[name]
@@ -168,7 +168,7 @@ def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
     assert output(TRAINING) == output(TRAINING)
 
 
-def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
+def test_an_order_round_trips_through_csv(tmp_path, capsys, monkeypatch):
     path = tmp_path / "order.csv"
     first = call(capsys, monkeypatch, "--schedule", "zb-h1", "--steps", "0", "--csv", str(path))
     again = call(capsys, monkeypatch, "--schedule", str(path), "--steps", "1")
@@ -189,7 +189,7 @@ def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
         ("0F1,0B1,0F2,0B2\n", "its 2 microbatches are not numbered from 0 to 1"),
     ],
 )
-def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
+def test_orders_that_cannot_run_give_a_one_line_error(tmp_path, order, problem):
     path = tmp_path / "bad.csv"
     path.write_text(order)
     with pytest.raises(UserError, match=re.escape(problem)) as caught:
@@ -237,7 +237,7 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, argu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_file_runs_alone(tmp_path):
+def test_script_runs_without_the_package(tmp_path):
     path = shutil.copy(simple.__file__, tmp_path)
 
     def typed(*arguments):
@@ -255,7 +255,7 @@ def test_the_file_runs_alone(tmp_path):
         assert done.stderr == f"error: {wrong} is not accepted; {fix}\n"
 
 
-def test_output_that_nobody_reads_to_the_end_is_no_error():
+def test_a_closed_output_pipe_is_no_error():
     line = f"{sys.executable} {simple.__file__} --steps 0 | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -92,7 +92,7 @@ def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Tim
 
 @FIXED
 @given(schedules(), st.data())
-def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
+def test_swapping_two_operations_runs_or_reports_a_real_cycle(
     s: Schedule, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, s.num_ranks - 1))
@@ -123,7 +123,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_an_operation_that_is_missing_or_there_twice_is_named(name: str) -> None:
+def test_missing_and_duplicate_operations_are_named(name: str) -> None:
     s = build_schedule(name, 2, 4)
     for rank, order in enumerate(s.orders):
         for k, item in enumerate(order):
@@ -133,7 +133,7 @@ def test_an_operation_that_is_missing_or_there_twice_is_named(name: str) -> None
                     simulate(replace(s, orders=orders), build_costs(s))
 
 
-def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
+def test_costs_are_divided_among_a_ranks_stages_and_scaled_per_stage() -> None:
     s = build_schedule("interleaved", 2, 2, 3)
     costs = build_costs(s, forward=6, input_gradient=3, stage_scale=[1, 1, 1, 1, 1, "1/2"])
     assert costs.forward == (2, 2, 2, 2, 2, 1)

@@ -22,7 +22,7 @@ def equal_by_stage(error: MicrobatchError) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "zb-h2"])
-def test_gradients_are_autograds_at_the_versions_used_bit_for_bit(name: str) -> None:
+def test_gradients_equal_autograd_at_the_weight_versions_used_bitwise(name: str) -> None:
     p = 3
     _, seen = train_and_check(name, **sizes(p))
     assert sorted(one.microbatch for one in seen) == list(range(12))
@@ -30,7 +30,7 @@ def test_gradients_are_autograds_at_the_versions_used_bit_for_bit(name: str) -> 
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_in_place_is_wrong_everywhere_but_on_the_last_stage(p: int) -> None:
+def test_in_place_updates_give_wrong_gradients_except_on_the_last_stage(p: int) -> None:
     for one in train_and_check("pipedream-no-stash", **sizes(p))[1]:
         right = [True] * p if one.microbatch == 0 else [False] * (p - 1) + [True]
         assert equal_by_stage(one) == right, one.microbatch
@@ -49,7 +49,7 @@ def test_in_place_error_is_linear_in_the_learning_rate_and_falls_towards_the_end
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_is_watched_trains_as_what_is_not(name: str) -> None:
+def test_checking_gradients_does_not_change_training(name: str) -> None:
     result, errors = train_and_check(name, **sizes(3))
     assert result.losses == train(name, **sizes(3)).losses
     assert (max(e.relative_error for e in errors) > 0) == (name == "pipedream-no-stash")

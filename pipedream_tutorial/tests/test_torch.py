@@ -52,9 +52,7 @@ def forward_numbered_from_1(op: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "kind", "v"), BOTH)
-def test_torchs_orders_and_the_csvs_it_writes_are_ours(
-    name: str, kind: str, v: int, tmp_path: Path
-) -> None:
+def test_torchs_orders_and_csvs_equal_ours(name: str, kind: str, v: int, tmp_path: Path) -> None:
     compared = 0
     for p, m in SIZES:
         try:

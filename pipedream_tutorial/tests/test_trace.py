@@ -94,7 +94,7 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
-def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
+def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> None:
     """A predicted trace has the simulated times of all operations and transfers, even if several
     transfers are in flight at the same time."""
     timeline = timeline_of(name, communication)
@@ -120,7 +120,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
-def test_counters_are_what_is_in_flight(name: str) -> None:
+def test_counters_match_the_activations_in_flight(name: str) -> None:
     """At the end of each microbatch's last pass, the counter of held activations equals the number
     of microbatches in flight. These are the microbatches that have started F but not ended their
     last pass."""
@@ -151,7 +151,7 @@ def test_counters_are_what_is_in_flight(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_prediction_and_measurement_share_a_file(name: str) -> None:
+def test_prediction_and_measurement_are_written_to_one_file(name: str) -> None:
     schedule = build_schedule(name, P, M)
     timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=3))
     measured = with_messages(timeline, 10**6)

@@ -26,7 +26,7 @@ SMALL = Model(name="small", layers=8, hidden=16, heads=4, vocabulary=40, sequenc
 MEDIUM = MODELS["gpt2-medium"]
 
 
-def test_parameters_are_those_of_the_modules() -> None:
+def test_parameter_counts_match_the_modules() -> None:
     for name, model in (("gpt2-medium", MEDIUM), ("gpt2-xl", MODELS["gpt2-xl"])):
         size = GPT2_SIZES.get(name) or GPT2Size(
             num_layers=model.layers, hidden=model.hidden, heads=model.heads
@@ -43,7 +43,7 @@ def test_parameters_are_those_of_the_modules() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-def test_a_rings_devices_send_that_share(n: int) -> None:
+def test_ring_devices_send_the_computed_share(n: int) -> None:
     """In a simulated ring of n devices, each device sends `ring_share` of the data during
     reduce-scatter, and again during all-gather."""
     chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
@@ -62,7 +62,7 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
     assert {Fraction(count, n) for count in sent_chunks} == {2 * ring_share(n)}
 
 
-def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
+def test_model_state_and_traffic_match_the_zero_paper() -> None:
     """The ZeRO paper's table of model state per device has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and
     16 N / P bytes. N is the number of parameters and P the number of devices."""
     n = MEDIUM.parameters
@@ -81,7 +81,7 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
 
 
-def test_a_v_has_its_own_memory_and_traffic() -> None:
+def test_memory_and_traffic_of_zb_v_differ_from_1f1b() -> None:
     """Compare ZB-V with 1F1B. The model is held once, there are twice as many hops between devices,
     and device 0 has the first and the last stage."""
     wide, straight = replace(SMALL, vocabulary=1), Layout(title="", pipeline=4)
@@ -104,7 +104,7 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
     assert peak_activations(schedule) == (4, 4, 4, 4)
 
 
-def test_the_price_of_zb_h1_depends_on_the_logits() -> None:
+def test_memory_cost_of_zb_h1_depends_on_the_logits() -> None:
     """ZB-H1 needs 61% more memory than 1F1B with fp32 logits, and 31% more with bf16 logits, as
     COMPARISON.md states. It needs 38% more if I briefly holds both."""
 

@@ -44,7 +44,7 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )
-def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
+def test_first_weight_version_is_freed_after_its_last_use(policy: str, kept: bool) -> None:
     """The trainer's module does not keep the first version of the weights in memory. The tensors of
     this version remain only if updates are in place."""
     (module,) = build_stages(1, 1, seed=1)
@@ -58,7 +58,7 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
     assert (first() is not None) == kept
 
 
-def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
+def test_split_backward_needs_as_many_matmuls_as_an_unsplit_one() -> None:
     """Count matrix multiplications. Their number is the same for two halves and a whole pass."""
     layers, linears, kinds = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)

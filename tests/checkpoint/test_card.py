@@ -18,7 +18,7 @@ def card(tmp_path):
     return write
 
 
-def test_the_front_matter_names_what_is_known(card):
+def test_front_matter_has_the_known_fields(card):
     always = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     known = {"datasets": ["Salesforce/wikitext"], "language": "en"}
     known["base_model"] = "openai-community/gpt2-medium"
@@ -31,7 +31,7 @@ def test_the_front_matter_names_what_is_known(card):
     assert "/home/me" not in own.text, "paths are nobody's business"
 
 
-def test_the_text_has_the_records_numbers(card):
+def test_card_has_the_numbers_of_the_record(card):
     text = card().text
     for words in (
         "gpt2-medium trained on wikitext-2", "354,823,168 parameters",
@@ -44,7 +44,7 @@ def test_the_text_has_the_records_numbers(card):
         assert words in text, words
 
 
-def test_the_best_weights_have_their_own_losses(card):
+def test_card_of_the_best_weights_has_their_losses(card):
     best = {"step": 40, "loss": 2.5, "perplexity": 12.18}
     evaluations = [{"step": step, "loss": 3.0, "perplexity": 20.0} for step in (0, 20, 64)]
     changes = {"best": best, "evaluations": [*evaluations, best]}
@@ -55,7 +55,7 @@ def test_the_best_weights_have_their_own_losses(card):
     assert "These are the weights after step 64." in card(**changes).text
 
 
-def test_names_are_text_and_no_markup(card):
+def test_markup_in_names_is_escaped(card):
     name = "[click](evil) <b>`x`|y\x1b[2J.txt"
     text = card(config__dataset=name, work__dataset=name, config__weights="random").text
     assert "\x1b" not in text

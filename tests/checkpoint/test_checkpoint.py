@@ -110,7 +110,7 @@ def edit_meta(folder, **changes):
     resume.write_meta(folder, read_meta(folder).model_copy(update=changes))
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch):
+def test_a_checkpoint_is_flushed_to_disk_before_it_is_published(tmp_path, monkeypatch):
     done = []
 
     def fsync(descriptor):
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatc
     assert done[renamed + 1 :] == ["checkpoints"]
 
 
-def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path, monkeypatch):
+def test_a_background_save_writes_the_state_of_its_step(tmp_path, monkeypatch):
     engine, gate = FakeEngine(7), threading.Event()
     torch.manual_seed(1)
     expected = save(tmp_path / "while training waits", 5, engine=engine)
@@ -149,7 +149,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path,
     assert (row["step"], row["bytes"]) == (5, (folder / RANK_0).stat().st_size)
 
 
-def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path):
+def test_non_finite_state_is_not_saved_and_the_last_good_checkpoint_is_kept(tmp_path):
     good, engine = save(tmp_path, 1, keep=1), FakeEngine(2)
     engine.counters = dict
     for poison in (float("nan"), -float("inf")):
@@ -179,7 +179,7 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
+def test_a_pickle_is_never_loaded(tmp_path):
     """A pickle in place of a tensor file is rejected, because loading a pickle can execute code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
@@ -187,7 +187,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
         load(folder)
 
 
-def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
+def test_state_is_written_directly_if_ram_cannot_hold_a_copy(tmp_path, monkeypatch):
     """If RAM cannot hold a copy, the state is written directly while training waits."""
     monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
@@ -198,7 +198,7 @@ def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypat
     assert (load(folder, engine), engine.value) == (3, 3)
 
 
-def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, monkeypatch):
+def test_weights_of_the_last_save_are_available_only_with_a_copy(tmp_path, monkeypatch):
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, FakeEngine(3), 3)
     assert saver.weights(3)["w"].unique().tolist() == [3]
@@ -210,7 +210,7 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
     saver.finish()
 
 
-def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
+def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
     """Both a flipped bit and a missing file are detected. The file is large enough to be read in
     several pieces."""
     engine = FakeEngine()
@@ -231,7 +231,7 @@ def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
         check_files(folder, read_meta(folder))
 
 
-def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_path):
+def test_flipped_bits_in_meta_json_and_a_folder_of_another_step_are_detected(tmp_path):
     folder = save(tmp_path, 1)
     file = folder / "meta.json"
     whole, meta = file.read_bytes(), read_meta(folder)
@@ -244,7 +244,7 @@ def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_pa
         read_meta(folder.rename(folder.with_name("step-00000041")))
 
 
-def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
+def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
     folder = save(tmp_path, 1)
     edit_meta(folder, format=FORMAT + 1)
     with refused("by a later release", f"format {FORMAT + 1}, not {FORMAT}"):
@@ -267,9 +267,7 @@ def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
         ("files", {"/proc/kmsg": 1}),
     ],
 )  # fmt: skip
-def test_a_meta_of_values_that_no_run_writes_is_refused_though_its_checksum_is_right(
-    key, value, tmp_path
-):
+def test_invalid_values_in_meta_json_are_refused_despite_a_valid_checksum(key, value, tmp_path):
     folder = save(tmp_path, 1)
     values = {**read_meta(folder).model_dump(), key: value}
     (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
@@ -277,7 +275,7 @@ def test_a_meta_of_values_that_no_run_writes_is_refused_though_its_checksum_is_r
         read_meta(folder)
 
 
-def test_a_checkpoint_that_was_moved_behind_a_link_is_dropped_and_its_files_are_not(tmp_path):
+def test_removing_a_symlinked_checkpoint_keeps_its_files(tmp_path):
     moved = save(tmp_path, 1).rename(tmp_path / "moved")
     (tmp_path / "checkpoints" / "step-00000001").symlink_to(moved)
     newer = save(tmp_path, 2, keep=1)
@@ -285,7 +283,7 @@ def test_a_checkpoint_that_was_moved_behind_a_link_is_dropped_and_its_files_are_
     assert (moved / RANK_0).is_file()
 
 
-def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(tmp_path):
+def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explains(tmp_path):
     (said,) = find_resume("auto", tmp_path)
     assert f"no run in '{tmp_path}' has a checkpoint" in said
     make_run(tmp_path, "20260103-finished", 5, status="ok")
@@ -309,7 +307,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
     assert found == wanted / "checkpoints" / "step-00000004"
 
 
-def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
+def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     """With resume=auto, runs of the same strategy take precedence, so that two strategies under
     comparison do not resume each other's runs. Without such a run, the newest run that is not in
     use is resumed."""
@@ -325,7 +323,7 @@ def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
         )
 
 
-def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
+def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, caplog):
     run_dir = make_run(tmp_path, "a", 1, 20, 30)
     first, second, third = list_checkpoints(run_dir)
     (third / RANK_0).unlink()
@@ -340,7 +338,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     assert list_checkpoints(run_dir) == [folder]
 
 
-def test_files_of_the_user_beside_checkpoints_are_neither_read_nor_removed(tmp_path):
+def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
     run_dir = make_run(tmp_path, "a", 1)
     (newest,) = list_checkpoints(run_dir)
     copy = shutil.copytree(newest, newest.with_name(f"{newest.name}.good"))
@@ -356,7 +354,7 @@ def test_files_of_the_user_beside_checkpoints_are_neither_read_nor_removed(tmp_p
     assert copy.is_dir()
 
 
-def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
+def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp_path):
     run_dir = make_run(tmp_path, "a")
     for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
         with refused(f"resume='{path}' is not a folder with a checkpoint", "auto, or to None"):
@@ -379,14 +377,14 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".owner.json", ".faults"])
-def test_a_run_that_could_not_be_written_further_is_refused(name, tmp_path):
+def test_resume_refuses_a_run_with_unwritable_files(name, tmp_path):
     run_dir = make_run(tmp_path, "a", 1)
     os.mkfifo(run_dir / name)
     with refused(f"{run_dir / name} cannot be written"):
         find_resume(str(run_dir), tmp_path)
 
 
-def test_files_are_known_by_their_contents(tmp_path):
+def test_resume_identifies_input_files_by_their_contents(tmp_path):
     """A run can be resumed after its input files have been moved, but not after their contents have
     changed."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
@@ -407,7 +405,7 @@ def test_files_are_known_by_their_contents(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
-def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog):
+def test_a_damaged_record_is_restored_from_the_checkpoint(content, tmp_path, caplog):
     run_dir = make_run(tmp_path, "20260101-a", 1)
     (folder,) = list_checkpoints(run_dir)
     whole = (run_dir / "record.json").read_bytes()
@@ -424,7 +422,7 @@ def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog)
         find_resume(str(run_dir), tmp_path)
 
 
-def test_other_tokens_are_refused(tmp_path):
+def test_a_checkpoint_of_other_tokens_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     with refused(str(folder), "differs from the one used", "resume to None"):
         load(folder, tokens="other tokens")

@@ -98,7 +98,7 @@ def two_nodes(tmp_path_factory):
     return folder, seen
 
 
-def test_what_the_first_node_has_all_have(two_nodes):
+def test_the_first_node_publishes_a_checkpoint_last(two_nodes):
     """The first node is the last to publish a checkpoint. Only then do other nodes delete old
     checkpoints."""
     first, second = two_nodes[1]
@@ -107,7 +107,7 @@ def test_what_the_first_node_has_all_have(two_nodes):
     assert first["saved again"] == second["saved again"] == [4]
 
 
-def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
+def test_errors_on_one_node_are_reported_to_every_rank(two_nodes):
     first, second = two_nodes[1]
     assert first["nothing"] is None
     for case, words in {
@@ -118,7 +118,7 @@ def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
         assert words in first[case] == second[case]
 
 
-def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
+def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_path):
     folder, _ = two_nodes
     run_dir = tmp_path / "20260101-a"
     shutil.copytree(folder / "node0", run_dir)

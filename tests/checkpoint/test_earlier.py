@@ -22,7 +22,7 @@ def write_text(folder, last=3000):
     (folder / "counted.txt").write_text("".join(lines))
 
 
-def test_an_earlier_plan_is_read():
+def test_a_plan_of_an_earlier_release_is_read():
     plan = load_plan(EARLIER_RUN)
     typed = {"dataset", "learning_rate", "max_length", "num_samples"}
     assert all(plan.requested.is_set(key) for key in typed)
@@ -33,7 +33,7 @@ def test_an_earlier_plan_is_read():
     assert plan.size.num_layers == 2
 
 
-def test_an_earlier_plan_with_a_value_that_is_no_longer_accepted(tmp_path):
+def test_an_earlier_plan_with_a_value_no_longer_accepted_is_refused(tmp_path):
     text = (EARLIER_RUN / "plan.json").read_text()
     powersgd = text.replace('"gradient_compression": "none"', '"gradient_compression": "powersgd"')
     (tmp_path / "plan.json").write_text(powersgd)

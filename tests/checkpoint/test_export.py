@@ -30,7 +30,7 @@ def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):
     return [*prompt, *continuation(logits, list(prompt), **settings)]
 
 
-def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing():
+def test_generation_depends_only_on_the_seed_and_is_greedy_at_temperature_zero():
     torch.manual_seed(1)
     first = sample()
     torch.manual_seed(2)
@@ -45,12 +45,12 @@ def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nothing_is_generated_from_logits_that_are_not_finite(bad):
+def test_generation_refuses_non_finite_logits(bad):
     with refused("logits are not finite"):
         sample(lambda window, past: torch.full((1, len(window[0]), 100), bad))
 
 
-def test_generation_takes_one_of_the_forty_likeliest_and_sees_no_more_than_the_context():
+def test_generation_samples_from_the_top_40_and_sees_only_the_context_window():
     windows = []
 
     def logits(window, past):
@@ -87,7 +87,7 @@ def validation_loss(run_dir, folder):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pp"])
-def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_path):
+def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(strategy, tmp_path):
     record, _ = run(tmp_path / "best", strategy, keep_best=True)
     run_dir = Path(record["run_dir"])
     trained = [entry for entry in record["evaluations"] if entry["step"] > 0]
@@ -100,7 +100,7 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
     assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
 
 
-def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
+def test_sample_before_training_comes_from_the_initial_weights(tmp_path):
     """Generating a sample before training and keeping the best weights do not change the training
     itself."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
@@ -126,7 +126,7 @@ def run_dir(tmp_path_factory):
     return Path(record["run_dir"])
 
 
-def test_a_run_answers_a_prompt_and_lines(run_dir):
+def test_generate_answers_a_prompt_and_lines_of_input(run_dir):
     words = ("--prompt", "def ", "--num_tokens", 12)
     asked = command("generate", run_dir, *words)
     assert asked.stdout.startswith("def ")
@@ -139,7 +139,7 @@ def test_a_run_answers_a_prompt_and_lines(run_dir):
     assert lines.stdout == 2 * asked.stdout
 
 
-def test_the_text_is_that_of_transformers(run_dir):
+def test_generated_text_equals_transformers(run_dir):
     """With temperature 0, `generate` prints the text that transformers generates from the exported
     folder."""
     transformers = pytest.importorskip("transformers")
@@ -154,7 +154,7 @@ def test_the_text_is_that_of_transformers(run_dir):
     assert asked.stdout == tokenizer.decode(theirs[0], skip_special_tokens=True) + "\n"
 
 
-def test_what_is_no_model_is_refused(tmp_path):
+def test_generate_refuses_paths_without_a_model(tmp_path):
     (tmp_path / "empty").mkdir()
     for words, said in {
         (tmp_path / "none",): "does not exist",
@@ -203,7 +203,9 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"), [("num_layers", 10**7), ("num_layers", 3), ("num_positions", 7)]
 )
-def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp_path):
+def test_export_refuses_a_plan_whose_model_differs_from_the_checkpoint(
+    name, value, run_dir, tmp_path
+):
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     plan = json.loads((copy / "plan.json").read_text())
     plan["model"]["size"][name] = value
@@ -242,7 +244,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     assert texts[0].stdout == texts[1].stdout
 
 
-def test_a_finished_run_is_trained_further(run_dir, tmp_path):
+def test_a_finished_run_can_be_extended(run_dir, tmp_path):
     """With adapters and a constant learning rate, an extended run gives the same losses as a run
     that had the larger max_steps from the start."""
     base = run_dir / "hf"

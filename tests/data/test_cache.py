@@ -19,7 +19,7 @@ from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepar
 from tests.support import refused, small_text
 
 
-def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):
+def test_an_incomplete_cache_of_a_killed_process_is_rebuilt(tokenizer, tmp_path, monkeypatch):
     expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
     with monkeypatch.context() as patch:
         # The checksum is written after all other files.
@@ -38,7 +38,7 @@ def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatc
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize("name", ["", "train-ids.bin"])
-def test_tokens_of_another_owner_are_not_trained_on(name, tokenizer, tmp_path):
+def test_cached_tokens_of_another_user_are_not_used(name, tokenizer, tmp_path):
     expected = all_rows(prepare(tmp_path, tokenizer).train)
     (folder,) = cache_folders(tmp_path)
     tokens = np.memmap(folder / "train-ids.bin", "uint16", "r+")
@@ -50,7 +50,7 @@ def test_tokens_of_another_owner_are_not_trained_on(name, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sha256", "meta.json", "bytes.npy", "train-ids.bin"])
-def test_a_pipe_or_device_in_the_cache_is_not_waited_for(name, tokenizer, tmp_path):
+def test_a_pipe_in_the_cache_does_not_block(name, tokenizer, tmp_path):
     expected = all_rows(prepare(tmp_path / "cache", tokenizer).train)
     (folder,) = cache_folders(tmp_path / "cache")
     (folder / name).unlink()
@@ -85,7 +85,7 @@ def test_a_long_text_takes_little_memory(tmp_path):
     assert before < peak < 500, output  # MiB
 
 
-def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch):
+def test_an_existing_cache_may_be_read_only(tokenizer, tmp_path, monkeypatch):
     first = prepare(tmp_path, tokenizer)
     denied = PermissionError(13, "Permission denied")
     monkeypatch.setattr(cache, "FileLock", Mock(side_effect=denied))
@@ -94,7 +94,7 @@ def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch
         prepare(tmp_path, tokenizer, make_corpus(seed=1))
 
 
-def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
+def test_fingerprint_depends_only_on_the_tokens(tokenizer, tmp_path):
     first = prepare(tmp_path, tokenizer)
     (folder,) = cache_folders(tmp_path)
     config = RunConfig(

@@ -42,7 +42,7 @@ def write(path, *lines):
     return str(path)
 
 
-def test_a_text_is_a_file_a_line_or_a_record(tmp_path):
+def test_a_document_is_a_file_a_line_or_a_record(tmp_path):
     """Blank documents are skipped. A record's text may contain other line separators."""
     corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
@@ -55,7 +55,7 @@ def test_a_text_is_a_file_a_line_or_a_record(tmp_path):
     assert texts_of(source) == texts_of(source, by_line=True) == ["1\n2", "☃\u2028b\x85"]
 
 
-def test_folder_is_read_in_the_order_of_its_names(tmp_path):
+def test_files_of_a_folder_are_read_in_name_order(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     for name in ("b.txt", "a.txt", "sub/c.txt", "ab.md", "a.png", ".hidden.txt", ".git/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
     assert texts_of(corpus["validation"]) == []
 
 
-def test_embedded_corpora_are_this_pythons_own():
+def test_embedded_corpora_come_from_the_standard_library():
     """Embedded corpora contain no installed packages and no tests, so they are identical on all
     machines with the same Python."""
     texts = texts_of(read_corpus("embedded")["train"])
@@ -125,7 +125,7 @@ def test_embedded_corpora_are_this_pythons_own():
     assert not any("assert_stmt" in line or "if __debug__:" in line for line in lines)
 
 
-def test_fingerprint_is_of_texts_split_and_form(tmp_path):
+def test_fingerprint_depends_on_texts_split_and_form(tmp_path):
     def running(*texts, form=RUNNING):
         return Source(form=form, texts=texts)
 

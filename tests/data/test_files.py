@@ -30,7 +30,9 @@ ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text":
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path, monkeypatch):
+def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
+    newline, encoding, tmp_path, monkeypatch
+):
     mark = "\ufeff" if "16" in encoding else ""
     text = mark + STORY.replace("\n", newline) + "\r"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
@@ -49,7 +51,9 @@ def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path
         ("plain words".encode("utf-16-be"), ["UTF-16 without a byte-order mark", "-f UTF-16BE"]),
     ],
 )
-def test_other_bytes_are_refused_with_a_command_that_mends_them(content, words, tmp_path):
+def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
+    content, words, tmp_path
+):
     file = tmp_path / "my notes.txt"
     file.write_bytes(content)
     with refused("my notes.txt cannot be read", *words) as caught:
@@ -74,7 +78,7 @@ def write_rows(path, rows):
     return str(path)
 
 
-def test_records_of_every_kind_give_the_same_pieces(tmp_path):
+def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     for name in ("a.parquet", "b.csv", "c.jsonl"):
         write_rows(tmp_path / name, rows)
@@ -109,13 +113,13 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],
 )
-def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
+def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
         texts_of(read_corpus(str(tmp_path / name))["train"])
 
 
-def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
+def test_a_parquet_file_is_read_in_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_ROWS", 10)
     path = tmp_path / "a.parquet"
     write_rows(path, [{"text": str(n)} for n in range(40)])
@@ -146,7 +150,7 @@ def damage(content, draw):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
-def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
+def test_any_damage_to_a_file_gives_a_one_line_error(name, tmp_path):
     """Damage a file at random 100 times. Each time, reading must either succeed or give a one-line
     error."""
     path = tmp_path / name
@@ -171,7 +175,7 @@ def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])
-def test_what_is_no_regular_file_is_not_waited_for(kind, tmp_path):
+def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     (tmp_path / "a.txt").write_text("a text")
     file = tmp_path / "b.txt"
     if kind == "pipe":
@@ -213,7 +217,7 @@ def test_arrow_tables_are_read_from_files_and_from_streams(tmp_path):
         assert [row["text"] for _, row in read_records(tmp_path / name)] == ["one", "two"] * 2
 
 
-def test_rows_that_share_one_stored_text_are_counted(tmp_path):
+def test_dictionary_encoded_rows_count_with_their_full_size(tmp_path):
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["hello " * 2000]))
     write_arrow(tmp_path / "a.arrow", pyarrow.record_batch({"text": texts}))
@@ -222,7 +226,7 @@ def test_rows_that_share_one_stored_text_are_counted(tmp_path):
             pass
 
 
-def test_offsets_that_lead_out_of_a_table_are_refused(tmp_path):
+def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
     path = tmp_path / "a.arrow"
     write_arrow(path, pyarrow.record_batch({"text": ["hello " * 20] * 2}))
     offset = struct.pack("<i", 120)
@@ -233,7 +237,7 @@ def test_offsets_that_lead_out_of_a_table_are_refused(tmp_path):
         list(read_records(path))
 
 
-def test_a_table_that_unpacks_to_more_than_the_memory_is_refused(tmp_path):
+def test_a_table_that_unpacks_to_more_than_the_available_ram_is_refused(tmp_path):
     batch = pyarrow.record_batch({"text": ["a" * 400_000_000]})
     write_arrow(tmp_path / "a.arrow", batch, compression="zstd")
     code = "import pathlib, sys; from distributed_training.data import files\n"
@@ -245,7 +249,7 @@ def test_a_table_that_unpacks_to_more_than_the_memory_is_refused(tmp_path):
     assert "of size 400000000 failed" in result.stdout
 
 
-def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+def test_duplicate_column_names_are_refused(tmp_path):
     texts = [pyarrow.array(["one"]), pyarrow.array(["two"])]
     table = pyarrow.Table.from_arrays(texts, names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -253,7 +257,7 @@ def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
         list(read_records(tmp_path / "a.parquet", columns=("text",)))
 
 
-def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
+def test_compressed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(200):
             file.write(b" " * 1_000_000)
@@ -262,7 +266,7 @@ def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(name, tmp_path):
+def test_a_sparse_file_is_refused_before_it_is_read(name, tmp_path):
     path = tmp_path / name
     path.write_bytes(b'{"text": "a text"}\n' * 1000)
     os.truncate(path, 50_000_000_000)
@@ -290,13 +294,13 @@ def test_json_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
         list(read_records(path))
 
 
-def test_a_link_to_a_file_that_the_kernel_makes_up_is_refused(tmp_path):
+def test_a_link_into_proc_is_refused(tmp_path):
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
     with refused("a.txt is not a regular file"):
         Source(form=RUNNING, files=(tmp_path / "a.txt",)).digest()
 
 
-def test_a_packed_file_that_is_cut_is_named_when_its_contents_are_hashed(tmp_path):
+def test_hashing_a_truncated_gzip_file_names_the_file(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
     with refused("a.txt.gz cannot be read"):
         Source(form=RUNNING, files=(tmp_path / "a.txt.gz",)).digest()

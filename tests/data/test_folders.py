@@ -34,13 +34,13 @@ def splits_of(folder):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "lines/b.json"])
-def test_files_of_records(name, tmp_path):
+def test_records_are_read_from_every_file_format(name, tmp_path):
     write(tmp_path / name, "one", "two ä")
     assert splits_of(tmp_path / name) == {"train": ["one", "two ä"]}
     assert splits_of(tmp_path) == {"train": ["one", "two ä"]}
 
 
-def test_splits_are_told_by_names(tmp_path):
+def test_splits_are_recognized_by_file_names(tmp_path):
     for split in ("train", "validation", "test"):
         write(tmp_path / f"{split}.jsonl", split)
     assert splits_of(tmp_path) == {"train": ["train"], "validation": ["validation"]}
@@ -49,7 +49,7 @@ def test_splits_are_told_by_names(tmp_path):
         read_corpus(str(tmp_path))
 
 
-def test_a_card_tells_the_splits_of_a_cloned_dataset(tmp_path):
+def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     write(tmp_path / "a" / "one.jsonl", "one")
     write(tmp_path / "a" / "two.jsonl", "two")
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nNot a text.\n")
@@ -76,7 +76,7 @@ def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
     assert splits_of(tmp_path) == {"train": ["two"]}
 
 
-def test_a_dataset_as_save_to_disk_writes_it(tmp_path):
+def test_a_dataset_written_by_save_to_disk_is_read(tmp_path):
     splits = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "all")
     splits["test"].save_to_disk(tmp_path / "one")

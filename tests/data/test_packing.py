@@ -25,7 +25,7 @@ def best_fit_decreasing(lengths, capacity):
 
 
 @given(some)
-def test_records_are_packed_as_best_fit_decreasing_packs_them(given_lengths):
+def test_records_are_packed_by_best_fit_decreasing(given_lengths):
     lengths, capacity = given_lengths
     order, firsts = pack_records(np.array(lengths, np.int64), capacity)
     assert sorted(order) == list(range(len(lengths)))

@@ -45,7 +45,7 @@ def small_pieces():
     text=st.text(st.one_of(AWKWARD, st.characters(exclude_categories=["Cs"])), max_size=80),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
 )
-def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
+def test_ids_of_pieces_equal_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
     text += "x"  # because blank text has no pieces
     text_pieces = list(cut_text(blocks_of(text, sizes)))
     assert "".join(piece.text for piece in text_pieces) == text
@@ -101,7 +101,7 @@ def kind(request, tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(AWKWARD, max_size=80), sizes=st.lists(st.integers(1, 20), min_size=1))
-def test_ids_are_those_of_transformers_for_the_whole_text(text, sizes, kind, small_pieces):
+def test_ids_of_pieces_equal_transformers_for_the_whole_text(text, sizes, kind, small_pieces):
     ours, theirs = kind
     text += "x<|end|>y"
     text_pieces = list(cut_text(blocks_of(text, sizes), can_cut=ours.can_cut))
@@ -109,7 +109,7 @@ def test_ids_are_those_of_transformers_for_the_whole_text(text, sizes, kind, sma
     assert ids.tolist() == theirs(text)["input_ids"]
 
 
-def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):
+def test_a_text_that_cannot_be_split_is_kept_whole_or_refused(monkeypatch):
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(pieces, "_MAX_UNCUT", 30)
     for text, can_cut in (("x" * 25, True), ("x yy zz x yy zz x", False)):
@@ -120,7 +120,7 @@ def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(text=st.text(AWKWARD, max_size=60))
-def test_lines_are_those_of_the_whole_text(text, tmp_path):
+def test_lines_of_pieces_equal_the_lines_of_the_whole_text(text, tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(text.encode())
     for blocks in (read_text(file, by_line=True), [text]):  # from disk and from memory

@@ -95,11 +95,11 @@ def conversation_of(record, columns=(), **options):
         ({"messages": '[{"role": "user", "content": "2+2="}]'}, [USER]),
     ],
 )  # fmt: skip
-def test_conversations_in_every_shape(record, messages):
+def test_conversations_are_read_in_every_format(record, messages):
     assert conversation_of(record)[0] == messages
 
 
-def test_what_is_not_trained_on():
+def test_messages_that_are_not_trained_on():
     quiet = {**ANSWER, "weight": 0}
     untrained = {**ANSWER, "train": False}
     messages = [USER, quiet, USER, {**ANSWER, "weight": 1}, USER, untrained]
@@ -135,7 +135,7 @@ def test_what_is_not_trained_on():
     }
 
 
-def test_tables_add_nulls_that_are_left_out():
+def test_nulls_added_by_tables_are_removed():
     call = {"name": "f", "arguments": {"x": 1, "y": None}}
     message = {"role": "assistant", "content": "", "tool_calls": [call], "name": None}
     kept = {
@@ -157,7 +157,7 @@ def test_columns_are_renamed():
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
 
 
-def test_form_of_a_record():
+def test_form_of_a_record_is_recognized():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     copied = {**record, "text": ""}  # as in tatsu-lab/alpaca
     forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
@@ -183,7 +183,7 @@ def test_form_of_a_record():
         ({"q": "2+2=", "prompt": "other", "completion": "4", "text": "4"}, ["prompt"]),
     ],
 )
-def test_columns_that_are_not_read_are_known(record, unread):
+def test_unread_columns_are_listed(record, unread):
     columns = {"prompt": "q"} if "q" in record else {}
     assert Shape(record, "here", columns).unread == unread
     assert Shape(record, "here", columns, [*record, "image"]).unread == [*unread, "image"]
@@ -214,14 +214,14 @@ def test_columns_that_are_not_read_are_known(record, unread):
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
     ],
 )
-def test_a_record_of_another_form_is_refused(record, words):
+def test_malformed_records_are_refused(record, words):
     with refused("a.jsonl line 3", *words):
         shape = Shape(record, "a.jsonl line 3", {})
         shape.conversation(record, "a.jsonl line 3", Counter())
 
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
-def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
+def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_path):
     """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
     the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
 
@@ -245,7 +245,7 @@ def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_values_that_a_template_does_not_write_are_notes(suffix, tmp_path):
+def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     """A note is printed if a template omits calls, tools or documents, or if a column is not read.
     transformers drops such values silently (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]

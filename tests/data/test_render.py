@@ -40,7 +40,7 @@ def renderer():
         ("constant", "omits message 2"),
     ],
 )
-def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
+def test_template_errors_are_one_line_that_names_the_row(content, words, renderer):
     good = ("a.jsonl line 1", Conversation(SAID))
     bad = Conversation([{**SAID[0], "content": content}, SAID[1]])
     with refused("a.jsonl line 2 cannot be rendered by the chat template", words):
@@ -50,7 +50,7 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
     assert renderer.ask(SAID[:1]).endswith("2+2=<|a|>")
 
 
-def test_dates_and_bytes_of_tables_are_rendered_as_transformers_does():
+def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     """Values that JSON cannot represent, such as the timestamps of WildChat's messages, are
     rendered as in transformers."""
     template = "{% for m in messages %}{{ m.role ~ m.time ~ m.content }}{% endfor %}"
@@ -67,7 +67,7 @@ def test_dates_and_bytes_of_tables_are_rendered_as_transformers_does():
     assert [sample.text] == texts
 
 
-def test_our_template_counts_reasoning_and_refuses_documents():
+def test_our_template_counts_removed_reasoning_and_refuses_documents():
     answer = {**SAID[1], "reasoning_content": "hm"}
     (sample,) = own_spans(Conversation([SAID[0], answer]), "|", "here")
     assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4|", 1)
@@ -75,7 +75,7 @@ def test_our_template_counts_reasoning_and_refuses_documents():
         own_spans(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
 
 
-def test_a_template_that_fails_for_parts_is_given_their_text():
+def test_content_parts_are_joined_if_the_template_fails_on_them():
     template = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     contents = [{"type": "text", "text": word} for word in ("a", "b")]
@@ -85,6 +85,6 @@ def test_a_template_that_fails_for_parts_is_given_their_text():
     assert [text[first:][:2] for first, _ in spans] == ["ab"]
 
 
-def test_empty_generation_marks_hold_no_answer():
+def test_empty_generation_marks_contain_no_answer():
     template = "{% generation %}{% endgeneration %}{{ messages[1].content }}"
     assert render.answering([template] * 2, {}, [])(Conversation(SAID), False) == []

@@ -37,7 +37,7 @@ def padded_samples(num_samples, seq_len=6):
     return Samples(tokens, starts, lengths, seq_len, 0, np.array(counts), trained)
 
 
-def test_the_order_is_the_one_of_earlier_releases():
+def test_sample_order_equals_earlier_releases():
     """The order of samples is the same as in earlier releases. Otherwise, their runs could not be
     repeated or resumed."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
@@ -103,7 +103,7 @@ def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
 
 @given(shapes, st.integers(1, 3))
 @settings(deadline=None)
-def test_the_ends_of_all_documents_fit(shape, num_epochs):
+def test_document_ends_of_every_micro_batch_fit(shape, num_epochs):
     samples = replace(padded_samples(8 * shape["num_samples"]), seq_len=20).packed()
     replicas = samplers({**shape, "num_samples": len(samples)})
     num_steps = num_epochs * replicas[0].steps_per_epoch

@@ -84,7 +84,7 @@ QUESTIONS = [
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("seq_len", [8, 64])
 @pytest.mark.parametrize("form", ["running", "text", "prompt"])
-def test_samples_are_what_a_plain_reading_of_the_text_gives(
+def test_samples_equal_a_simple_implementation(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
     """Compare the samples with the samples of a simple implementation, in which IDs outside the
@@ -142,7 +142,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
     assert data.train.num_targets.sum() == num_targets
 
 
-def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_path):
+def test_num_samples_takes_the_first_samples_up_to_all_available(tokenizer, tmp_path):
     full = prepare(tmp_path, tokenizer)
     part = prepare(tmp_path, tokenizer, num_samples=5, eval_samples=2)
     assert (len(part.train), len(part.validation)) == (5, 2)
@@ -168,7 +168,7 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
         prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path / "rows", unseen), pack=False)
 
 
-def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
+def test_ids_above_16_bits_are_stored_correctly(tokenizer, tmp_path, monkeypatch):
     ids = [np.full(40, 69_999, np.int32)]
     many = replace(tokenizer.facts, num_tokens=70_000)
     monkeypatch.setattr(tokenizer, "_known", many)
@@ -180,7 +180,7 @@ def cache_folders(tmp_path):
     return sorted(path for path in tmp_path.iterdir() if path.is_dir())
 
 
-def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, monkeypatch):
+def test_cache_and_fingerprint_depend_on_content_and_settings(tokenizer, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     first = prepare(cache, tokenizer)
     with monkeypatch.context() as patch:
@@ -217,7 +217,7 @@ def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
         assert str(folder) in caplog.text
 
 
-def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
+def test_concurrent_runs_build_one_cache(tokenizer, tmp_path, monkeypatch):
     calls = []
     encode = tokenizer.encode_batch
 
@@ -234,7 +234,7 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
     assert len(cache_folders(tmp_path)) == 1
 
 
-def test_records_are_packed_unless_the_engine_cannot_keep_them_apart(tokenizer, tmp_path):
+def test_records_are_packed_unless_the_engine_cannot_separate_them(tokenizer, tmp_path):
     corpus = jsonl(tmp_path, QUESTIONS)
     settings = build_config({"dataset": "made", "max_length": 64, "eval_samples": -1})
     folder = cache.tokenize(corpus, tokenizer, settings, tmp_path / "cache")

@@ -77,7 +77,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:This sequence already has")
 @pytest.mark.parametrize("case", CASES)
-def test_ids_are_transformers_and_only_answers_are_learned(case, model, tmp_path):
+def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp_path):
     cls, file, settings, files = CASES[case]
     settings = {"tokenizer_class": cls, **NAMES, "chat_template": TEMPLATE, **settings}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -105,7 +105,7 @@ def test_ids_are_transformers_and_only_answers_are_learned(case, model, tmp_path
     assert all("<|end|>" in text and "<|turn|>" not in text for text in learned)
 
 
-def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch):
+def test_an_unreadable_model_file_is_refused_with_a_reason(model, tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "LlamaTokenizer", **NAMES})
     )
@@ -127,7 +127,7 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
     assert "tiktoken" not in str(caught.value)
 
 
-def test_sampled_pieces_are_refused(model, tmp_path):
+def test_subword_sampling_is_refused(model, tmp_path):
     """A tokenizer with subword sampling is rejected, because transformers then gives different IDs
     on each call."""
     (tmp_path / "spiece.model").write_bytes(model)

@@ -52,7 +52,7 @@ def conversations(shape, name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_answers_of_published_shapes(name, theirs):
+def test_answers_are_found_under_published_templates(name, theirs):
     shape = TEMPLATES[name]
     answer = answering([shape.template] * 2, NAMES, MARKS)
     theirs.chat_template = shape.template

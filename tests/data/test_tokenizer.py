@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_ids_are_those_of_transformers(folder):
+def test_ids_equal_transformers(folder):
     ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     text = "A list isn't a tuple: 2 + 2\n\n"
     assert ours.begin(text) == theirs(text)["input_ids"]
@@ -83,7 +83,7 @@ def test_ids_are_those_of_transformers(folder):
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
-def test_samples(form, folder, tmp_path):
+def test_samples_of_each_record_form_equal_transformers(form, folder, tmp_path):
     answer = {"role": "assistant", "content": "A list."}
     messages = SAID if form == "messages" else [SAID[0], answer]
     values = {"messages": messages, "prompt": messages[0]["content"], "text": "A list."}
@@ -123,7 +123,7 @@ SAMPLES = [
 
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
-def test_any_text_comes_back(texts, tokenizer):
+def test_any_text_survives_encoding_and_decoding(texts, tokenizer):
     batch = tokenizer.encode_batch(texts)
     assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
     assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
@@ -167,7 +167,7 @@ print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.talks(data.form
 """
 
 
-def test_ranks_that_find_their_tokens_do_not_import_transformers(folder, tmp_path):
+def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": SAID})] * 4))
     tokenizer = Tokenizer(folder)
     prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")), max_length=200)
@@ -175,7 +175,7 @@ def test_ranks_that_find_their_tokens_do_not_import_transformers(folder, tmp_pat
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
 
 
-def test_a_tokenizer_that_blows_texts_up_is_refused(tmp_path):
+def test_a_tokenizer_that_multiplies_the_text_length_is_refused(tmp_path):
     builder = Builder(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     builder.add_special_tokens(["</s>"])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
@@ -219,7 +219,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
         ),
     ],
 )  # fmt: skip
-def test_tokenizers_that_the_library_cannot_use(changes, words, folder, tmp_path):
+def test_unusable_tokenizers_are_refused(changes, words, folder, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**document, **changes}))
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
@@ -242,7 +242,7 @@ def test_tokenizers_that_the_library_cannot_use(changes, words, folder, tmp_path
         ),
     ],
 )
-def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
+def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_path):
     shutil.copy(folder / "tokenizer.json", tmp_path)
     document = json.loads((folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
@@ -250,7 +250,7 @@ def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
         assert Tokenizer(tmp_path).facts
 
 
-def test_random_ids_are_refused(folder, tmp_path):
+def test_bpe_dropout_is_refused(folder, tmp_path):
     """A tokenizer with BPE dropout is rejected. If the file sets dropout, transformers drops random
     merges on each call, so the IDs differ between calls."""
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
@@ -317,7 +317,7 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     assert summarize(folder, config, can_pack=True)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
 
 
-def test_a_token_for_half_a_character_has_a_size():
+def test_surrogate_tokens_have_a_byte_size():
     """A surrogate has a size of 3 bytes, although UTF-8 cannot encode surrogates. The Canine
     tokenizer has a token for each code point, including surrogates."""
     canine = SimpleNamespace(
@@ -333,7 +333,7 @@ def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
         assert Tokenizer(tmp_path).facts
 
 
-def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
+def test_a_pipe_as_tokenizer_config_is_refused_without_blocking(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(EMBEDDED_DIR / name, tmp_path)
     os.mkfifo(tmp_path / "tokenizer_config.json")
@@ -341,7 +341,7 @@ def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
         assert Tokenizer(tmp_path).facts
 
 
-def test_answers_are_found_though_characters_without_a_token_are_left_out(tmp_path):
+def test_answers_are_found_even_if_characters_without_a_token_are_dropped(tmp_path):
     built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
     built.save(str(tmp_path / "tokenizer.json"))

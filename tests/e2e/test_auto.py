@@ -46,7 +46,7 @@ raise SystemExit(real_model_example.main())
 """
 
 
-def test_what_runs_out_of_memory_early_is_replaced_by_what_needs_less(tmp_path):
+def test_an_early_out_of_memory_restarts_with_a_strategy_that_needs_less(tmp_path):
     script = tmp_path / "small.py"
     script.write_text(SMALL_GPUS.format(root=str(ROOT)))
     values = {**SMALL, "output_dir": tmp_path / "runs", "export": False}
@@ -65,7 +65,7 @@ def test_what_runs_out_of_memory_early_is_replaced_by_what_needs_less(tmp_path):
 @pytest.mark.parametrize(
     ("status", "steps", "again"), [("oom", 2, True), ("oom", 25, False), ("failed", 2, False)]
 )
-def test_only_a_lack_of_memory_in_the_first_steps_starts_another(status, steps, again, tmp_path):
+def test_only_an_early_out_of_memory_starts_another_strategy(status, steps, again, tmp_path):
     write_json(tmp_path / "record.json", record_values(status=status))
     append_metrics(tmp_path, [{"step": step} for step in range(steps)])
     assert ran_out_early(tmp_path) == again
@@ -85,7 +85,7 @@ def test_the_next_choice_is_predicted_to_need_less(tmp_path):
 @pytest.mark.parametrize(
     "config", [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}, {"dp_replicate": 2}, {"num_microbatches": 2}]
 )
-def test_what_is_set_stays(config, tmp_path):
+def test_values_set_by_the_user_are_kept(config, tmp_path):
     planned = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, model="gpt2", **config)
     assert planned.requested.strategy == AUTO
     given = {**planned.mesh, "num_microbatches": planned.batch.num_microbatches}

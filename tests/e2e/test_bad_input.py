@@ -44,7 +44,7 @@ COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("case", COMMAND_LINES)
-def test_command_line_is_refused_in_one_line(case, tmp_path):
+def test_bad_command_lines_give_a_one_line_error(case, tmp_path):
     (tmp_path / "file.txt").touch()
     (tmp_path / "key.json").write_text('{"epoch": 2}')
     typed, words = COMMAND_LINES[case]
@@ -55,7 +55,7 @@ def test_command_line_is_refused_in_one_line(case, tmp_path):
     assert run_folders(tmp_path / "runs") == []
 
 
-def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
+def test_data_errors_are_printed_once_under_a_launcher(tmp_path):
     """Only rank 0 reports the mistake, and all ranks exit."""
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
@@ -66,7 +66,7 @@ def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
     assert run_folders(tmp_path / "runs") == []
 
 
-def test_damage_in_another_ranks_file_is_said_once(tmp_path):
+def test_damage_in_another_ranks_file_is_printed_once(tmp_path):
     values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path / "runs"}
     assert_ok(train(values, num_processes=2))
     (run_dir,) = run_folders(tmp_path / "runs")
@@ -85,12 +85,12 @@ def test_a_python_without_the_packages_is_named():
     assert_refused(result, "is not installed in this Python", sys.executable, fix)
 
 
-def test_a_python_that_skips_the_scripts_folder_is_told_to_install_it():
+def test_an_isolated_python_is_told_to_install_the_package():
     result = run_command([sys.executable, "-I", SCRIPT, "plan"])
     assert_refused(result, "distributed_training is not installed", "-m pip install -e .")
 
 
-def test_what_a_file_of_ones_own_lacks_is_not_looked_for_in_our_packages(tmp_path):
+def test_missing_imports_of_user_files_give_no_pip_advice(tmp_path):
     (tmp_path / "__init__.py").write_text("import no_such_module\n")
     result = run_command([sys.executable, SCRIPT, "--model", tmp_path, "--dry-run"])
     assert result.returncode != 0

@@ -22,7 +22,7 @@ def finished(out):
     return {path: path.stat().st_mtime_ns for path in out.glob("gpt2-tiny-*.json")}
 
 
-def test_stopped_and_started_again(tmp_path):
+def test_an_interrupted_comparison_continues(tmp_path):
     """Stop `compare` during the last of three runs, and then run the same command again. "hybrid"
     fails, because it needs two processes."""
     out, log = tmp_path / "out", tmp_path / "log"
@@ -54,7 +54,7 @@ def test_stopped_and_started_again(tmp_path):
     assert page.count("\n### ") == html.count("<h3>") == 3
 
 
-def test_a_plan_of_results_is_input(tmp_path):
+def test_a_published_plan_is_accepted_as_input(tmp_path):
     words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--lr", "0.5"
     shown = light_pool().script(["compare", *words, "--seeds", "2"])
     assert_ok(shown)
@@ -93,5 +93,5 @@ def test_a_typed_key_reaches_the_strategies_that_use_it():
         ([str(small_text())], ["JSON"]),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_a_line(words, said):
+def test_invalid_comparisons_give_a_one_line_error(words, said):
     assert_refused(light_pool().script(["compare", *words]), *said)

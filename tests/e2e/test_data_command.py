@@ -60,7 +60,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
         ("{% generation %}{% endgeneration %}ab", 0, "left out           1 no answer to train on"),
     ],
 )
-def test_templates_that_leave_nothing_to_train_on(template, code, words, model, tmp_path):
+def test_templates_without_trainable_tokens_are_reported(template, code, words, model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "model")
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
@@ -71,7 +71,7 @@ def test_templates_that_leave_nothing_to_train_on(template, code, words, model, 
     assert (result.returncode, words in result.stdout + result.stderr) == (code, True), result
 
 
-def test_a_text_cannot_rewrite_the_terminal():
+def test_control_characters_in_texts_are_escaped():
     tokenizer = Tokenizer(EMBEDDED_DIR)
     (ids,) = tokenizer.encode_batch(["a\x1b[2Jb\u200d\tc\n"])
     shown = _marked(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))

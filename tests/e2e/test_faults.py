@@ -54,7 +54,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     (1, [0, -9], "lost rank 1 on "),
     (0, [-9, 0], r"rank 1 on \S+ lost rank 0 on "),  # rank 0 hosts the store
 ])  # fmt: skip
-def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(rank, codes, words, tmp_path):
+def test_a_rank_that_freezes_after_the_run_has_finished_is_killed(rank, codes, words, tmp_path):
     values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path}
     said = run_case("fault_cases:with_a_rank_frozen_at_the_end", values, rank=rank)
     assert f"exit codes {codes}" in said
@@ -63,7 +63,7 @@ def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(rank, codes, wor
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied"])
-def test_a_run_whose_folder_is_removed_says_so(how, tmp_path):
+def test_removal_of_the_run_folder_is_reported(how, tmp_path):
     values = {**LONG, "checkpoint_every": 6, "output_dir": tmp_path}
     said = run_case("fault_cases:without_its_folder", values, how=how)
     assert "exit codes [1, 1]" in said
@@ -102,7 +102,7 @@ def kill_rank_1(log):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT])
-def test_a_signal_before_training_is_not_what_a_library_makes_of_it(signum, tmp_path):
+def test_a_signal_inside_a_library_call_is_reported_as_an_interruption(signum, tmp_path):
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
     said = run_case("fault_cases:with_a_signal_in_a_library", values, 1, signum=int(signum))
     assert f"exit codes [{128 + signum}]" in said
@@ -128,7 +128,7 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     )
 
 
-def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
+def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
     """With --max_restarts, a killed rank costs only the steps since the last checkpoint."""
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
@@ -146,7 +146,7 @@ def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
     assert final_weights(run_dir) == final_weights(whole)
 
 
-def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
+def test_a_closed_output_pipe_is_ignored_and_a_hangup_saves_a_checkpoint(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     command = launcher_command("spawn", {**LONG, "output_dir": output_dir})
     shell = ["sh", "-c", '{ "$@"; echo $? > ' + f"{tmp_path}/code; }} 2>&1 | head -1", "sh"]
@@ -183,7 +183,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize(
     ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
 )
-def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
+def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(how, strategy, disk, request):
     """The run saves a checkpoint after step 3. After step 6, the disk is too full for another
     checkpoint."""
     folder = request.getfixturevalue(disk)

@@ -140,7 +140,7 @@ WALK = {
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
+def test_code_named_in_files_is_not_executed(command, hostile, tmp_path):
     paths = {"to": tmp_path / "to", **hostile}
     for name in ("named_in_plan", "named_in_record", "engine_in_plan"):  # resuming changes the plan
         paths[name] = shutil.copytree(hostile[name], tmp_path / name)
@@ -158,7 +158,7 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
         assert result.returncode == 2 or not expected, said
 
 
-def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     """Processes that render templates, check a DeepSpeed JSON or inspect the machine must not
     import modules from the working directory."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):

@@ -133,7 +133,7 @@ def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # 
 
 
 @pytest.mark.parametrize("behavior", ["refuses", "mute", "gone", "no scheme"])
-def test_auto_falls_back_within_seconds_and_says_so(behavior, wikitext, run):
+def test_auto_falls_back_within_seconds_with_a_note(behavior, wikitext, run):
     gone = {"gone": f"http://127.0.0.1:{free_port()}", "no scheme": "hub.example"}
     begin = time.monotonic()
     with serve(wikitext, behavior) as hub:
@@ -144,7 +144,7 @@ def test_auto_falls_back_within_seconds_and_says_so(behavior, wikitext, run):
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_download_that_was_cut_off_is_not_taken_for_the_file(wikitext, run):
+def test_an_interrupted_download_is_not_used(wikitext, run):
     arguments = ({"dataset": "wikitext-2"}, "--dry-run")
     with serve(wikitext, "cuts off") as hub:
         assert_refused(run(hub.endpoint, *arguments), "dataset='wikitext-2'", PRE_DOWNLOAD)
@@ -153,7 +153,7 @@ def test_download_that_was_cut_off_is_not_taken_for_the_file(wikitext, run):
         assert any(text.startswith("GET /datasets") for text in hub.requests)
 
 
-def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, run, tmp_path):
+def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
     """Only rank 0 sends requests to the Hub. A second run uses the cache of the datasets
     library."""
     values = {"dataset": "me/chats", "max_steps": 2, "num_samples": "auto", "pack": False}
@@ -173,7 +173,7 @@ def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, run, tmp_pa
     assert again["work"]["data_fingerprint"] == record["work"]["data_fingerprint"]
 
 
-def test_a_config_of_a_dataset_of_the_hub(own_dataset, run, tmp_path):
+def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
     values = {"num_samples": -1, "pack": False}
 
     def ask(name):

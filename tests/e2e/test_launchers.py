@@ -43,7 +43,7 @@ def typed(launcher: str, values: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
+def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     looks = tmp_path / "looks"
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
@@ -84,7 +84,7 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_the_record_says_what_ran_and_what_came_out(on_one):
+def test_record_has_the_settings_and_the_results(on_one):
     assert "auto" not in on_one["config"].values(), "the resolved config has no auto"
     assert on_one["config"]["precision"] == "fp32"
     assert on_one["config_requested"]["precision"] == "auto"
@@ -103,7 +103,7 @@ def test_the_record_says_what_ran_and_what_came_out(on_one):
     assert [[row["step"], row["loss"]] for row in rows] == on_one["loss_curve"]
 
 
-def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
+def test_srun_without_a_launcher_prints_the_command_to_use(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
     task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")

@@ -30,7 +30,7 @@ class Trap:
         return os.mkdir, (str(self.file),)
 
 
-def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
+def test_a_run_listens_only_on_loopback_and_executes_no_received_data(tmp_path):
     log, output_dir, sprung = tmp_path / "log", tmp_path / "runs", tmp_path / "sprung"
     trap = pickle.dumps(Trap(sprung))
     pickle.loads(trap)

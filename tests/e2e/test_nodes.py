@@ -32,7 +32,7 @@ def run_on(nodes, values, case="on_each_node", **job):
     return run_case(f"node_cases:{case}", values, len(nodes), nodes=nodes, **job)
 
 
-def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
+def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unbroken):
     """The remaining node automatically continues from the last checkpoint with the same global
     batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
@@ -50,7 +50,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
 
 
 @pytest.mark.parametrize("nodes", [3], indirect=True)
-def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, unbroken):
+def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unbroken):
     own, values = nodes[0].own / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
     run_on(nodes, both, ends_at=5, launcher="by hand")
@@ -89,14 +89,14 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
         (0, "rank 1 on node1 cannot reach rank 0 at node0:"),
     ],
 )  # fmt: skip
-def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
+def test_a_node_that_does_not_join_is_named(nodes, missing, words, tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs", "rendezvous_timeout_s": 3}
     said = run_on(nodes, values, missing=missing)
     assert f"error: {words}" in said
     assert said.count("error: ") == 1
 
 
-def test_an_interface_that_a_node_lacks_is_refused_at_once_on_all(nodes, tmp_path):
+def test_a_missing_network_interface_is_refused_on_all_nodes(nodes, tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
     said = run_on(nodes, values, interface="=eth0", launcher="by hand")
     assert "exit codes [2, 2]" in said

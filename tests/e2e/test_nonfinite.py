@@ -23,7 +23,7 @@ def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, 
 
 
 @pytest.mark.parametrize("strategy", [*NATIVE, "zero1"])
-def test_the_run_stops_at_that_step_and_keeps_the_last_good_checkpoint(strategy, tmp_path):
+def test_a_run_stops_at_a_non_finite_step_and_keeps_the_last_good_checkpoint(strategy, tmp_path):
     said = run(strategy, tmp_path, steps=[BAD])
     record = only_record(tmp_path)
     (run_dir,) = run_folders(tmp_path)
@@ -44,7 +44,7 @@ def test_the_run_stops_at_that_step_and_keeps_the_last_good_checkpoint(strategy,
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1"])
-def test_skip_and_rollback_are_a_run_without_that_batch(strategy, tmp_path):
+def test_skip_and_rollback_equal_a_run_without_the_bad_batch(strategy, tmp_path):
     assert not run(strategy, tmp_path / "reference", "without_step", step=BAD)
     (whole,) = run_folders(tmp_path / "reference")
     for how in ("skip", "rollback") if strategy in NATIVE else ("rollback",):
@@ -54,7 +54,7 @@ def test_skip_and_rollback_are_a_run_without_that_batch(strategy, tmp_path):
         assert only_record(tmp_path / how)["skipped_steps"] == [BAD]
 
 
-def test_rollback_is_done_once_and_from_a_checkpoint(tmp_path):
+def test_rollback_happens_once_and_needs_a_checkpoint(tmp_path):
     # The steps run in this order: 5, back to 3, 4, skip 5, 6.
     said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
     assert "after step 5 was skipped" in said
@@ -62,7 +62,7 @@ def test_rollback_is_done_once_and_from_a_checkpoint(tmp_path):
     assert "The run has no earlier checkpoint" in said
 
 
-def test_skip_gives_up_where_no_step_is_finite(tmp_path):
+def test_skip_gives_up_if_no_step_is_finite(tmp_path):
     steps = range(2, 40)
     said = run("dp", tmp_path, steps=steps, on_nonfinite="skip", epochs=3, max_steps=-1)
     assert ", as in the previous 10 steps" in said

@@ -33,7 +33,7 @@ def write_example(folder: Path, name: str) -> dict:
     }  # fmt: skip
 
 
-def test_a_model_of_chats_answers(tmp_path):
+def test_a_model_trained_on_chats_answers(tmp_path):
     assert_ok(train(write_example(tmp_path, "chats.jsonl"), num_processes=2))
     record = only_record(tmp_path / "runs")
     assert record["data"]["num_train_samples"] == 40
@@ -59,7 +59,7 @@ def test_a_model_of_chats_answers(tmp_path):
     assert asks.endswith("assistant:")
 
 
-def test_a_model_of_prompts_completes_them(tmp_path):
+def test_a_model_trained_on_prompts_completes_them(tmp_path):
     values = write_example(tmp_path, "cards.csv")
     assert_ok(train({**values, "pack": True, "max_length": 16, "epochs": 40}))
     record = only_record(tmp_path / "runs")

@@ -36,7 +36,7 @@ def test_exit_code(verdicts, code):
     assert exit_code(["reference", "rounding", *verdicts.split(", ")]) == code
 
 
-def test_every_layout_is_held_against_one_process(tmp_path):
+def test_every_layout_is_compared_with_one_process(tmp_path):
     """`parity` compares every layout with one process. It fails the strategy "forgetful", which
     this test adds. This strategy does not sum the gradients of the norm layers over the tp
     ranks."""

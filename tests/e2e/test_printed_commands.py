@@ -176,7 +176,7 @@ def test_every_strategy_has_a_page_and_a_run_sh_of_one_line_without_settings():
         assert config.with_name("run.sh").stat().st_mode & 0o111
 
 
-def test_the_guide_prints_the_refusal_of_a_mesh():
+def test_guide_shows_the_error_for_an_invalid_mesh():
     keys = [word for key in ("pp=2", "dp_shard=3", "tp=2") for word in ("--set", key)]
     said = script({"strategy": "3d", "dataset": "embedded"}, *keys, "--num_gpus", 8, "--dry-run")
     guide = (ROOT / "REAL_MODELS_GUIDE.md").read_text()

@@ -52,7 +52,7 @@ def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
     assert str(run_dir.parent) not in str(card)
 
 
-def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path):
+def test_a_failed_push_keeps_the_run_and_prints_the_push_command(tmp_path):
     values = {**AT_END, "output_dir": tmp_path / "runs"}
     where = reaching(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
     result = train(values, **where)
@@ -62,7 +62,7 @@ def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path)
     assert only_record(tmp_path / "runs")["status"] == "ok"
 
 
-def test_refusals_of_the_command_are_one_line(run_dir, tmp_path):
+def test_push_errors_are_one_line(run_dir, tmp_path):
     with serve({}) as hub:
         where = {"endpoint": hub.endpoint, "home": tmp_path}
         result = push(run_dir, "user/tiny", token="hf_wrong", **where)

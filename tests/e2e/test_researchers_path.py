@@ -26,7 +26,7 @@ def write_examples(repository, strategy: str) -> None:
         (repository / name).write_text(content)
 
 
-def test_from_a_folder_to_a_page(tmp_path):
+def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     repository = clone(tmp_path / "repository")
     write_examples(repository, "lr_floor")
     command = printed(DOCUMENT, "python real_model_example.py compare")

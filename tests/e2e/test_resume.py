@@ -108,7 +108,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", LENGTHS)
-def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
+def test_checkpoint_copy_is_as_large_as_predicted(strategy, uninterrupted):
     plan = load_plan(uninterrupted(strategy))
     *_, newest = list_checkpoints(plan.run_dir)
     fullest = max(read_meta(newest).files.values())  # including headers and generator states
@@ -119,7 +119,7 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
     ("strategy", "launcher", "signum"),
     [("fsdp", "spawn", signal.SIGINT), ("dp", "python", signal.SIGTERM)],
 )
-def test_stopped_run_goes_on_as_if_it_had_not_been(
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
     """A run that is stopped by a signal and resumed ends like the uninterrupted run. The dp run is
@@ -157,7 +157,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
         assert [f"step-{row['step']:08d}" for row in record["loads"]] == [last.name]
 
 
-def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
+def test_resuming_from_any_checkpoint_gives_the_same_result(uninterrupted, tmp_path):
     """Copy an uninterrupted DeepSpeed run, remove its last checkpoint, and resume from step 10."""
     whole = uninterrupted("zero2")
     run_dir = tmp_path / "runs" / whole.name
@@ -173,7 +173,7 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
 
 
-def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):
+def test_deepspeeds_launcher_lets_a_stopped_run_save(tmp_path):
     """After Ctrl-C, the launcher sends its workers a second signal, which must not end them."""
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": "zero2", "num_samples": 1200, "epochs": 20}

@@ -17,7 +17,7 @@ folder = test_tokenizer.folder
 
 
 @pytest.mark.parametrize(("export_dtype", "expected"), [("auto", "bfloat16"), ("fp32", "float32")])
-def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
+def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_answer(
     folder, tmp_path, export_dtype, expected
 ):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

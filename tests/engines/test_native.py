@@ -70,7 +70,7 @@ def fp16_engine(folder, loss_scale):
     return engine
 
 
-def test_a_loss_scale_leaves_no_trace_in_norms_and_weights(tmp_path):
+def test_loss_scale_does_not_change_norms_and_weights(tmp_path):
     small, large = (fp16_engine(tmp_path, 2.0**power) for power in (4, 12))
     for ours, theirs in zip(train(small, 0, 1), train(large, 0, 1), strict=True):
         assert float(ours.grad_norm) == pytest.approx(float(theirs.grad_norm), rel=1e-3)
@@ -78,7 +78,7 @@ def test_a_loss_scale_leaves_no_trace_in_norms_and_weights(tmp_path):
     assert (ours - theirs).norm() <= 1e-3 * ours.norm()
 
 
-def test_a_graph_finds_each_steps_rate_where_it_was(plan):
+def test_learning_rate_is_updated_in_place_for_cuda_graphs(plan):
     engine = build_engine(plan)
     engine.rate = place = torch.tensor(1.0)
     engine.set_learning_rate(0.5)

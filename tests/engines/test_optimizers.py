@@ -34,7 +34,7 @@ def normal(seed, *, scale=1.0):
     return scale * torch.randn(16, 512, generator=generator)
 
 
-def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_changes_them():
+def test_bf16_moments_follow_fp32_moments_on_average_despite_tiny_updates():
     """If optimizer state were rounded to nearest instead of stochastically, small decays would
     never shrink the second moment."""
     gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
@@ -49,7 +49,7 @@ def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_chang
 
 
 @pytest.mark.parametrize(("name", "far"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])
-def test_first_steps_are_adamws(name, far):
+def test_first_steps_are_close_to_adamw(name, far):
     gradients = [normal(0).sign() * (0.5 + normal(seed).abs()) for seed in range(3)]
     exact, _ = train("adamw", gradients)
     close, moments = train(name, gradients)
@@ -58,7 +58,7 @@ def test_first_steps_are_adamws(name, far):
     assert float(moments["step"]) == 3
 
 
-def test_replicas_round_alike_whatever_their_random_generators_do(monkeypatch):
+def test_stochastic_rounding_does_not_depend_on_the_global_random_state(monkeypatch):
     torch.manual_seed(1)
     first, _ = train("adamw-bf16", [normal(0), normal(1)])
     torch.manual_seed(2)
@@ -67,7 +67,7 @@ def test_replicas_round_alike_whatever_their_random_generators_do(monkeypatch):
     assert torch.equal(first, second)
 
 
-def test_an_update_that_is_left_out_changes_nothing():
+def test_a_skipped_update_changes_nothing():
     parameter = torch.nn.Parameter(normal(0))
     optimizer = build("adamw-bf16", parameter)
     assert isinstance(optimizer, AdamWBf16)
@@ -83,7 +83,7 @@ def test_an_update_that_is_left_out_changes_nothing():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_clipping_does_what_torch_does(fused):
+def test_clipping_equals_clip_grad_norm(fused):
     """Clipping gives the same weights as clip_grad_norm_. The fused optimizer itself scales the
     gradients. On a CPU, no other test uses that optimizer."""
     weights = []

@@ -54,7 +54,7 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_layouts_on_several_gpus_equal_one(count, data):
+def test_layouts_on_several_gpus_equal_one_gpu(count, data):
     """Every layout gives the same results as an eager run on one GPU. Layouts use NCCL and, if they
     support it, compiled code."""
     if torch.cuda.device_count() < count:
@@ -77,7 +77,7 @@ def test_layouts_on_several_gpus_equal_one(count, data):
 
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
+def test_document_attention_kernel_equals_the_document_mask(groups, compiled):
     ends = torch.tensor([[5, 70, 128, 128], [128, 128, 128, 128]], device="cuda")
     positions = torch.tensor([[*range(5), *range(65), *range(58)], [*range(128)]], device="cuda")
     shapes = [(2, heads, 128, 64) for heads in (8, groups, groups)]
@@ -145,7 +145,7 @@ def exactly(count):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("count", REPLAYED)
-def test_replayed_steps_have_the_bits_of_those_launched_op_by_op(count, precision):
+def test_cuda_graph_steps_equal_steps_without_a_graph_bitwise(count, precision):
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
     base = {**DEEP, "pack": False, "precision": precision}
@@ -162,7 +162,7 @@ def test_replayed_steps_have_the_bits_of_those_launched_op_by_op(count, precisio
         assert_same_bits(replayed, launched)
 
 
-def test_a_failed_capture_goes_on_op_by_op():
+def test_a_failed_capture_continues_without_a_graph():
     count = min(2, torch.cuda.device_count())
     values = {**DEEP, **cut(1), "strategy": "dp" if count == 1 else "fsdp"}
     expected, found = (
@@ -176,7 +176,7 @@ def test_a_failed_capture_goes_on_op_by_op():
     assert_same_bits(found, expected)
 
 
-def test_a_resumed_run_replays_to_the_same_bits():
+def test_a_resumed_run_with_cuda_graphs_is_bitwise_equal():
     count = min(2, torch.cuda.device_count())
     cases = {
         "dp": {**DEEP, **cut(1), "strategy": "dp"},

@@ -17,7 +17,7 @@ CHINCHILLA, REPLICATION = FITS
 
 @pytest.mark.parametrize("fit", FITS, ids=["Chinchilla", "replication"])
 @pytest.mark.parametrize("flops", [1e18, 5.76e23])
-def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
+def test_optimum_has_the_lowest_loss_of_all_sizes(fit, flops):
     parameters, tokens = fit.optimum(flops)
     assert 6 * parameters * tokens == pytest.approx(flops)
     best = fit.loss(parameters, tokens)
@@ -28,7 +28,7 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
     assert fit.flops_for(best) == pytest.approx(flops)
 
 
-def test_published_figures():
+def test_optima_match_published_figures():
     """Compare the exponents with the values in the papers' abstracts. At Chinchilla's compute
     budget, the fit of the replication study gives about 20 tokens per parameter, as in Chinchilla's
     training. The original fit gives many more."""
@@ -41,7 +41,7 @@ def test_published_figures():
     assert chinchilla > 55
 
 
-def test_budgets_and_losses():
+def test_budgets_are_parsed_and_unreachable_losses_are_refused():
     cluster, seconds = parse_budget("2x8xH100-80GB 1.5d")
     assert (cluster.num_processes, seconds) == (16, 129600)
     for text in ("", "8xH200", "24h", "8xH200 x h", "8xH200 1.2.3h", "8xH200 0h", "8xH200 24y"):
@@ -56,7 +56,7 @@ def budget(*words):
     return run_command([sys.executable, str(ROOT / "results/lab/budget.py"), *words])
 
 
-def test_as_typed():
+def test_budget_command_prints_a_table():
     """Run budget.py as a user would type it, and check one row of its table."""
     shown = budget("1xH200 24h", "--per_device_train_batch_size", "8")
     assert_ok(shown)

@@ -20,7 +20,7 @@ def one_row(columns=tuple(COLUMNS), **changes):
     return row
 
 
-def test_what_was_not_measured_says_so():
+def test_columns_without_a_measurement_say_so():
     row = one_row(
         performance={"num_timed_steps": 0, "tokens_per_s": None, "mfu": None},
         memory__peak_reserved_bytes=None,
@@ -47,7 +47,7 @@ def test_what_was_not_measured_says_so():
     assert (row["bubble"], row["ideal bubble"]) == ("not measured", "no formula")
 
 
-def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic():
+def test_memory_excludes_earlier_runs_and_disk_traffic_excludes_logging():
     ranks = [{"peak_reserved_bytes": 3 * 2**30, "left_over_bytes": 2**30} for _ in range(2)]
     disk = {"read_bytes": 0, "write_bytes": 64 * 50_000_000, "num_steps": 64}
     row = one_row(memory__by_rank=ranks, disk=disk)

@@ -28,7 +28,7 @@ def test_figures_equal_their_records():
     assert main(["--check"]) == 0
 
 
-def test_links_lead_somewhere():
+def test_links_resolve():
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
             if not target.startswith(("http", "#")):
@@ -36,12 +36,12 @@ def test_links_lead_somewhere():
                 assert file.exists(), f"{path} links to {target}"
 
 
-def test_the_readme_has_every_strategy():
+def test_readme_names_every_strategy():
     text = (ROOT / "README.md").read_text()
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
 
 
-def test_the_readme_shows_words_that_the_preset_words_wrote():
+def test_readme_shows_a_sample_of_the_words_preset():
     record = load_record(ROOT / "results/records/cpu-words/dp-gpt2-tiny-x2.json")
     preset = json.loads((ROOT / "configs/presets/words.json").read_text())
     # The run of this record could not save on a signal.
@@ -57,7 +57,7 @@ def test_the_readme_shows_words_that_the_preset_words_wrote():
     assert " ".join(after.split()) in " ".join(readme.split())
 
 
-def test_a_figure_that_differs_from_its_records_is_told(tmp_path):
+def test_an_outdated_figure_is_reported(tmp_path):
     records, folder = ROOT / "results" / "records", tmp_path / "plots"
     page = tmp_path / "page.md"
     page.write_text("![bubbles](plots/bubbles.svg)")
@@ -73,7 +73,7 @@ BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!--
 IMPORTS = f"<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n{END}"
 
 
-def test_a_document_is_filled_and_what_differs_is_detected(tmp_path, monkeypatch):
+def test_tables_are_filled_in_and_outdated_tables_are_detected(tmp_path, monkeypatch):
     record = tmp_path / "h200-x4" / "a.json"
     record.parent.mkdir()
     record.write_text(json.dumps(record_values()))

@@ -10,7 +10,7 @@ from tests.conftest import SMALL, assert_ok, heavy_pool
 from tests.lab.test_overlap import event
 
 
-def test_what_computes_counts_once_and_waiting_messages_do_not():
+def test_overlapping_kernels_count_once_and_waiting_messages_do_not_count():
     events = [
         event("gemm", (1_000_000, 1_400_000)),
         event("add on another stream", (1_300_000, 1_500_000)),
@@ -24,7 +24,7 @@ def test_what_computes_counts_once_and_waiting_messages_do_not():
         busy_seconds({"traceEvents": events[4:]})
 
 
-def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
+def test_idle_time_is_the_slowest_ranks_phase_minus_kernel_time():
     first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0, "operations_s": {"F 0": 1.0}}
     second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0, "operations_s": {"F 0": 2.0}}
     found = bubble([first, second])
@@ -37,7 +37,7 @@ def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
     assert on_cpu["from"] == "begin and end of operations"
 
 
-def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
+def test_a_bubble_is_split_into_formula_operations_messages_and_gaps():
     """With two stages and two micro-batches under 1F1B, a third of the time is idle if both stages
     take equally long. The rest of the idle time comes from unequal stages, messages and gaps
     between operations."""
@@ -63,7 +63,7 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
         ([10, 60], [0, 60], [0, 60], 100),  # old memory freed during the run counts toward its peak
     ],
 )
-def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak):
+def test_peaks_exclude_memory_left_over_from_earlier_runs(before, after, left_over, peak):
     ranks = [
         {"rank": rank, "peak_allocated_bytes": most, "peak_reserved_bytes": most}
         for rank, most in enumerate((100, 130))
@@ -75,7 +75,7 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak
     assert memory["peak_reserved_bytes"] == memory["peak_allocated_bytes"] == peak
 
 
-def test_each_run_has_its_own_batch(tmp_path):
+def test_each_run_of_a_plan_has_its_own_batch_settings(tmp_path):
     """Each run in a plan trains with its own batch settings. Under torchrun, a restarted run reuses
     its folder, but different runs in a plan must have different folders."""
     runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]

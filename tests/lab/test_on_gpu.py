@@ -12,7 +12,7 @@ from tests.conftest import assert_ok, only_record
 from tests.gpu.test_gpu import BASE, pytestmark, run_script  # noqa: F401
 
 
-def test_a_profiled_function_shows_how_long_the_gpu_computed():
+def test_profiling_a_function_measures_its_gpu_time():
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -21,7 +21,7 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
+def test_a_profiled_run_writes_kernel_traces_and_memory_snapshots(graphs, tmp_path):
     count = min(2, torch.cuda.device_count())
     values = {
         **BASE, "strategy": "dp", "profile": 2, "max_steps": 20, "num_samples": 320,

@@ -42,7 +42,7 @@ def check(rank, computing, talking, step):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
+def test_gpu_communication_is_hidden_by_kernels_of_all_streams(seed):
     rng = random.Random(seed)
     work, copies, sums, gathers = ([*drawn(rng), (0, 1)] for _ in range(4))
     events = [event("ampere_sgemm", span, thread=rng.choice((7, 9))) for span in work]
@@ -62,7 +62,7 @@ def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo(seed):
+def test_cpu_communication_is_hidden_by_operators_of_all_threads(seed):
     rng = random.Random(seed)
     here, there, compiled, waits, sums = (drawn(rng) for _ in range(5))
     events = [event("aten::addmm", span, "cpu_op", 1) for span in here]
@@ -77,7 +77,7 @@ def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo(seed):
     check(read_trace({"traceEvents": events}, 0), computing, ticks(sums) & step, 50)
 
 
-def test_operations_by_name():
+def test_communication_is_classified_by_kernel_name():
     for name, kind in {
         "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)": "reduce-scatter",
         "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t": "send/receive",
@@ -87,7 +87,7 @@ def test_operations_by_name():
         assert kind_of(name) == kind
 
 
-def test_two_processes_leave_a_trace_each(tmp_path, capsys):
+def test_each_of_two_processes_writes_a_trace(tmp_path, capsys):
     values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": tmp_path}
     shown = heavy_pool().script(settings({**values, "export": False}), num_processes=2)
     assert_ok(shown)
@@ -118,7 +118,7 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
     assert (folder / "overlap.png").stat().st_size > 5000
 
 
-def test_refusals(tmp_path):
+def test_unreadable_traces_are_refused(tmp_path):
     with refused("has no trace-rank*.json.gz", "--profile"):
         main([str(tmp_path)])
     (tmp_path / "trace-rank0.json.gz").write_text("no gzip")

@@ -7,7 +7,7 @@ from results.lab.analysis import blind
 from results.lab.pages import validate
 
 
-def test_published_runs_on_gpus():
+def test_predictions_match_published_gpu_runs():
     rows = validate.gpu_rows()
     assert all(row.prediction.fits for row in rows), "no run that ran is refused"
     memory = validate.memory_errors(rows)
@@ -23,7 +23,7 @@ def test_published_runs_on_gpus():
     assert validate.share_within(calibrated, 0.25) >= 0.94
 
 
-def test_runs_that_others_published(tmp_path):
+def test_predictions_match_runs_published_by_others(tmp_path):
     """Compare predictions with runs that others published, including GPT-2 models on A100s. The
     A100's rates were set without using any of our records. Every published run must be predicted to
     fit in memory."""
@@ -37,7 +37,7 @@ def test_runs_that_others_published(tmp_path):
     assert validate.share_within(a100, 0.10) >= 0.8
 
 
-def test_published_runs_without_gpus():
+def test_predictions_match_published_cpu_runs():
     """Compare the predicted RAM of every strategy on 1, 2 and 4 processes with measurements. Also
     compare the predicted time if the time was measured."""
     rows = validate.cpu_rows()
@@ -57,7 +57,7 @@ def test_the_first_choice_is_close_to_the_best_of_each_page():
     assert statistics.mean(ranked) > 0.9
 
 
-def test_every_page_that_set_a_constant_exists():
+def test_every_records_folder_behind_a_fitted_constant_exists():
     pages = validate.setting_pages()
     assert pages
     for page in pages:

@@ -16,7 +16,7 @@ def step(number, span):
     return event(f"ProfilerStep#{number}", span, "user_annotation")
 
 
-def test_what_precedes_the_second_step_is_left_out():
+def test_events_before_the_second_step_are_left_out():
     events = [
         step(1, (0, 100)), event("gloo:all_gather", (10, 90)), {"ph": "M", "name": "process_name"},
         step(2, (100, 130)), event("ncclAllReduce", (110, 120)), event("gemm", (105, 115)),
@@ -28,7 +28,7 @@ def test_what_precedes_the_second_step_is_left_out():
     assert rank.exposed == [(115, 120)]
 
 
-def test_a_timeline_is_the_first_steps_in_whole_microseconds():
+def test_timeline_shows_the_first_step_in_whole_microseconds():
     """The trace has two steps of 3,000 µs. In the timeline, spans less than 1 µs apart are
     merged."""
     events = [
@@ -45,7 +45,7 @@ def test_a_timeline_is_the_first_steps_in_whole_microseconds():
     }
 
 
-def test_runs_of_two_processes(tmp_path):
+def test_runs_of_a_plan_are_traced_on_two_processes(tmp_path):
     common = {name: value for name, value in SMALL.items() if name != "generate"}
     planned = {
         "dp": {"strategy": "dp"},
@@ -81,7 +81,7 @@ def test_runs_of_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cpu-overlap", "h200-x4-overlap"])
-def test_published_shares_are_the_runs(name):
+def test_published_shares_match_their_runs(name):
     record = json.loads((ROOT / f"results/records/{name}/overlap.json").read_text())
     plan = json.loads((ROOT / f"results/plans/{name}.json").read_text())
     assert {**record["plan"], "command": plan["command"]} == plan  # commands change with the code

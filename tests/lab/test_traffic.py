@@ -35,7 +35,7 @@ def place_of(config, processes, rank):
 
 
 @pytest.mark.parametrize("name", RECORD["cases"])
-def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch):
+def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
     case = RECORD["cases"][name]
     values = {**RECORD["base"], **case["config"]}
     model = values["model"]
@@ -54,7 +54,7 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
 
 
-def test_counted_bytes_are_the_formulas():
+def test_counted_bytes_equal_the_formulas():
     """The counted bytes of every rank equal the result of the formula. With four local steps, local
     SGD sends a quarter of the bytes that dp sends per step."""
     found = run_cases(CASES, 4, what="count_bytes", module="tests.lab.cases")
@@ -78,7 +78,7 @@ def _four_processes():
 
 
 @pytest.mark.usefixtures("_four_processes")
-def test_what_is_counted():
+def test_collectives_and_messages_are_counted_per_axis():
     mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
     topology = Topology(world_size=4, rank=0, local_rank=0, device_type="cpu", **mesh)
     tp, shards = dist.new_group([0, 1]), dist.new_group([0, 2])
@@ -128,7 +128,7 @@ QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch
 
 
 @pytest.mark.parametrize(("folder", "said", "processes", "rank", "axes", "words"), QUOTED)
-def test_worked_examples(folder, said, processes, rank, axes, words):
+def test_worked_examples_on_the_strategy_pages_match(folder, said, processes, rank, axes, words):
     values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
     config = build_config(values)
     mesh = draft_plan(config, this_machine(CPU_MACHINE, processes, processes)).mesh
@@ -152,7 +152,7 @@ LOSSES, TIMES = (
 )
 
 
-def test_the_tables_are_the_runs():
+def test_published_tables_match_their_runs():
     assert LOSSES["after_training"] == exchanges.summarize(LOSSES["runs"])
     assert LOSSES["cases"] == PLAN["cases"]
     assert TIMES["seconds_a_step"] == slow_links.summarize(TIMES["rates"])
@@ -161,7 +161,7 @@ def test_the_tables_are_the_runs():
 
 
 @pytest.mark.parametrize("name", PLAN["cases"])
-def test_bytes_are_the_formulas(name):
+def test_recorded_bytes_equal_the_formulas(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]})
     sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}

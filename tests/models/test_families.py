@@ -143,7 +143,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_config_means_what_it_means_in_transformers(name, tmp_path):
+def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
     given = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
     (tmp_path / "config.json").write_text(json.dumps(given))
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def test_a_config_means_what_it_means_in_transformers(name, tmp_path):
         assert model.size.num_positions == 48
 
 
-def test_sizes_we_ship_are_as_transformers_reads_them(tmp_path):
+def test_shipped_sizes_match_transformers(tmp_path):
     for name, hub_id in llama.HUB_IDS.items():
         size = find_model(hub_id).size
         assert size.config.model_dump() == llama.SIZES[name].config.model_dump()
@@ -202,7 +202,7 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
             find_model(str(folder)).check_weights(folder)
 
 
-def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
+def test_weight_files_are_chosen_as_in_transformers(tmp_path):
     model = theirs("qwen2", tmp_path)
     safe, bin_file = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
     index = tmp_path / "model.safetensors.index.json"
@@ -240,7 +240,7 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
         ours(tmp_path)
 
 
-def test_weights_in_several_files_and_in_16_bit(tmp_path):
+def test_sharded_16_bit_weights_load(tmp_path):
     reference, folder = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
     reference.bfloat16().save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -297,7 +297,7 @@ def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
         edited(tmp_path, edit)
 
 
-def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
+def test_weights_of_another_size_or_truncated_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
@@ -341,7 +341,7 @@ GPT2 |= {"vocab_size": 300}
         ({**GPT2, "add_cross_attention": True}, ("add_cross_attention=True",)),
     ],
 )
-def test_what_is_another_function_is_refused(changes, words, tmp_path):
+def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path):
     shape = SHAPE if changes.get("model_type") != "gpt2" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **changes}))
     with refused(str(tmp_path), *words):
@@ -369,13 +369,13 @@ PARAMETERS = {
 }
 
 
-def test_sizes_that_are_known_without_a_download():
+def test_known_sizes_need_no_download():
     known = {**gpt2.HUB_IDS, **llama.HUB_IDS}
     assert {name: find_model(name).size.num_parameters for name in known} == PARAMETERS
     assert find_model("Qwen/Qwen3-0.6B") == find_model("Qwen3-0.6B")
 
 
-def test_counts_by_hand():
+def test_parameters_and_flops_match_hand_counts():
     shape = {"vocab_size": 10, "num_positions": 4, "num_layers": 2, "num_heads": 1}
     size = gpt2.gpt2_size(hidden_size=3, **shape)
     # embeddings: 14 x 3; two blocks: 12 x 9 + 13 x 3 each; final norm: 6
@@ -385,7 +385,7 @@ def test_counts_by_hand():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen3-0.6B", "Llama-3.1-8B"])
-def test_a_model_survives_the_json_of_a_plan(name):
+def test_a_model_spec_round_trips_through_json(name):
     spec = find_model(name)
     adapter = TypeAdapter(ModelSpec)
     assert adapter.validate_json(adapter.dump_json(spec)) == spec

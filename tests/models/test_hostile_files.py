@@ -54,7 +54,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
         ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "At most 1,000,000"]),
     ],
 )
-def test_configs_that_no_model_has(config, words, tmp_path):
+def test_invalid_configs_are_refused(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(*words):
         find_model(str(tmp_path))
@@ -68,7 +68,7 @@ def test_configs_that_no_model_has(config, words, tmp_path):
         ({"eos_token_id": [0, True]}, ["eos_token_id=[0, True]"]),
     ],
 )
-def test_settings_of_generation_that_an_export_could_not_keep(generation, words, tmp_path):
+def test_invalid_generation_configs_are_refused(generation, words, tmp_path):
     spec = find_model("gpt2-tiny")
     outline = dict(spec.outline().named_parameters())
     spec.save({name: torch.zeros(p.shape) for name, p in outline.items()}, tmp_path, eos_token_id=0)
@@ -78,7 +78,7 @@ def test_settings_of_generation_that_an_export_could_not_keep(generation, words,
         spec.check_weights(tmp_path)
 
 
-def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
+def test_an_oversized_config_is_not_parsed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**GPT2, "x": " " * 70_000_000}))
     with refused("config.json", "larger than 64 MB"):
         find_model(str(tmp_path))
@@ -102,13 +102,13 @@ def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
         ({"weight_map": {}, "metadata": "x" * 20_000_000}, ["is larger than 20 MB"]),
     ],
 )
-def test_indexes_that_lead_elsewhere(index, words, tmp_path):
+def test_invalid_weight_indexes_are_refused(index, words, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with refused(INDEX, *words):
         weight_files(tmp_path)
 
 
-def test_weights_that_are_a_pipe(tmp_path):
+def test_a_pipe_as_weights_is_refused(tmp_path):
     spec = find_model("gpt2-tiny")
     (tmp_path / "config.json").write_text(json.dumps(spec.code.to_config(spec.size, 0)))
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
@@ -131,7 +131,7 @@ def adapters(tmp_path):
     return spec, tmp_path
 
 
-def test_whole_adapters_are_read(adapters):
+def test_valid_adapters_are_read(adapters):
     assert len(peft.read_folder(*adapters).by_matrix) == 4
 
 
@@ -169,7 +169,7 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
         ({}, {"use_dora": True}, ["use_dora"]),
     ],
 )
-def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
+def test_inconsistent_adapters_are_refused(tensors, config, words, adapters):
     spec, folder = adapters
     found = {**load_file(folder / "adapter_model.safetensors"), **tensors}
     kept = {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -180,7 +180,7 @@ def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
         peft.read_folder(spec, folder)
 
 
-def test_adapters_of_an_older_peft_say_how_to_save_them(adapters):
+def test_adapters_of_an_older_peft_are_refused_with_advice(adapters):
     spec, folder = adapters
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with refused(
@@ -190,7 +190,7 @@ def test_adapters_of_an_older_peft_say_how_to_save_them(adapters):
 
 
 @pytest.mark.parametrize("fingerprint", ["--5", "5" * 5000, "x", "\u0665"])
-def test_adapters_whose_base_has_no_fingerprint(fingerprint, adapters):
+def test_adapters_with_an_invalid_base_fingerprint_are_refused(fingerprint, adapters):
     spec, folder = adapters
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file), file, {"base_fingerprint": fingerprint})
@@ -199,7 +199,7 @@ def test_adapters_whose_base_has_no_fingerprint(fingerprint, adapters):
 
 
 @pytest.mark.parametrize("base", ["/dev/zero", "/home/me/llama", "../llama", "a/b/c", "a b"])
-def test_adapters_whose_base_is_no_folder_here(base, adapters):
+def test_adapters_with_an_unavailable_base_are_refused(base, adapters):
     _, folder = adapters
     document = json.loads((folder / "adapter_config.json").read_text())
     document["base_model_name_or_path"] = base
@@ -212,7 +212,7 @@ def test_adapters_whose_base_is_no_folder_here(base, adapters):
 
 
 @pytest.mark.parametrize("damage", ["absent", "pipe", "cut"])
-def test_adapters_whose_file_cannot_be_read(damage, adapters):
+def test_unreadable_adapter_files_are_refused(damage, adapters):
     spec, folder = adapters
     file = folder / "adapter_model.safetensors"
     content = file.read_bytes()
@@ -225,7 +225,7 @@ def test_adapters_whose_file_cannot_be_read(damage, adapters):
         peft.read_folder(spec, folder)
 
 
-def test_exports_have_the_same_bytes_each_time_and_others_may_read_them(tmp_path):
+def test_exports_are_reproducible_and_respect_the_umask(tmp_path):
     metadata = {f"key {number}": str(number) for number in range(20)}
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     before = os.umask(0o027)

@@ -41,7 +41,7 @@ def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_an_export_and_a_cache_equal_transformers(kind, tmp_path):
+def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     folder = make_folder(kind, tmp_path / "theirs")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     spec, model = build(folder)
@@ -84,7 +84,7 @@ PACKED = (
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
+def test_packed_documents_do_not_affect_each_other(kind, tmp_path):
     spec, model = build(make_folder(kind, tmp_path))
     assert spec.size.packs
     lengths = (11, 23, 6)
@@ -97,14 +97,14 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
-def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
+def test_models_without_a_document_mask_do_not_pack(kind, tmp_path):
     """Samples are not packed for models whose blocks do not pass the document mask to attention.
     Nemotron's blocks drop the mask, and the other models use custom attention code."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
-def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
+def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, monkeypatch):
     """Models with sliding windows or logit caps give correct results if only the ends of documents
     are known. In this case, other models use the document kernel, which supports neither."""
     _, model = build(make_folder(kind, tmp_path))
@@ -120,7 +120,7 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
-def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
+def test_chunked_loss_equals_the_full_loss(kind, tmp_path):
     """The gradients of the chunked loss equal the gradients of the loss over all tokens at once.
     The three models apply a cap, a bias and a factor to their logits, respectively."""
     _, model = build(make_folder(kind, tmp_path))
@@ -136,7 +136,7 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
         assert_near(chunked, expected)
 
 
-def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
+def test_a_model_that_computes_in_bf16_gets_its_initial_weights(tmp_path):
     """If a model computes in bf16, its modules read bf16 copies of their parameters. Initialization
     must still set the parameters themselves."""
     spec, _ = build(make_folder("gemma2", tmp_path))
@@ -151,7 +151,7 @@ def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "xglm"])  # xglm adds fp32 positions
-def test_arithmetic_in_bf16_rounds_weights_and_leaves_buffers(kind, tmp_path):
+def test_computing_in_bf16_rounds_weights_and_keeps_buffers(kind, tmp_path):
     folder = make_folder(kind, tmp_path)
     _, model = build(folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -164,7 +164,7 @@ def test_arithmetic_in_bf16_rounds_weights_and_leaves_buffers(kind, tmp_path):
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
-def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
+def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path):
     spec, _ = build(make_folder("gemma", tmp_path))
     once, again, other = (spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2))
     norms = [name for name in once if "norm" in name]
@@ -176,7 +176,7 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
     assert 0.015 < once[name].std() < 0.025
 
 
-def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
+def test_a_run_frees_its_weights_even_if_module_types_stay_cached(tmp_path):
     """A run's weights must be freed although Inductor's caches keep the types of compiled modules.
     On GPUs, the caches keep these types until the process ends."""
     folder = make_folder("gemma2", tmp_path / "theirs")
@@ -221,14 +221,14 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
         ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),
     ],
 )
-def test_what_is_no_dense_decoder_is_refused_in_one_line(changes, words, tmp_path):
+def test_models_other_than_dense_decoders_are_refused_in_one_line(changes, words, tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps({**shape, **changes}))
     with refused(str(tmp_path), *words):
         find_model(str(tmp_path))
 
 
-def test_options_that_a_native_family_lacks_are_computed_by_transformers(tmp_path):
+def test_options_missing_in_native_families_suggest_transformers_blocks(tmp_path):
     """A native model accepts a sliding window only if samples are no longer than the window."""
     windowed = make_folder("mistral-window", tmp_path / "windowed")
     with refused("max_length=64", f"model to 'hub:{windowed}'"):

@@ -16,7 +16,7 @@ from tests.support import fingerprint, read_model
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_neox", "opt"])
-def test_adapters_are_those_that_peft_opens(kind, tmp_path):
+def test_peft_loads_the_exported_adapters(kind, tmp_path):
     folder = make_folder(kind, tmp_path / "base")
     spec = find_model(f"{HUB_PREFIX}{folder}")
     config = build_config({"lora_rank": 4, "lora_alpha": 8.0, "model": spec.path})

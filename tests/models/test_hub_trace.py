@@ -13,7 +13,7 @@ from tests.planner.helpers import SPLIT, UNSPLIT, lay_out
 from tests.support import refused
 
 
-def test_a_traced_block_keeps_what_the_formulas_of_the_native_model_say():
+def test_traced_costs_of_a_block_equal_the_native_formulas():
     size = find_model("Qwen3-0.6B").size
     traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
     values = 4 * size.hidden_size + size.values_in + size.values_out + size.kept_values
@@ -25,7 +25,7 @@ def test_a_traced_block_keeps_what_the_formulas_of_the_native_model_say():
     assert eager > 1.3 * expected
 
 
-def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
+def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     folder = make_folder("gemma2", tmp_path / "gemma2")
     traced = find_model(f"{HUB_PREFIX}{folder}").size.traced
     assert not traced.fused
@@ -49,7 +49,7 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
-def test_a_block_with_tensors_of_its_own_is_traced(kind, tmp_path):
+def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
     """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
     inputs to the traced graphs."""
     folder = make_folder(kind, tmp_path)

@@ -32,7 +32,7 @@ def result(loss, x, weight, targets):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20, 60, 1000])
-def test_loss_and_gradients_are_those_of_all_tokens_at_once(tokens):
+def test_chunked_loss_and_gradients_equal_the_unchunked_ones(tokens):
     expected = result(summed_cross_entropy, *values())
     actual = result(ChunkedCrossEntropy(tokens, compiled=False), *values())
     for ours, theirs in zip(actual, expected, strict=True):
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(tokens):
     torch.testing.assert_close(evaluated, expected[0], rtol=1e-6, atol=0)
 
 
-def test_nothing_as_large_as_the_logits_is_kept():
+def test_chunked_loss_saves_nothing_as_large_as_the_logits():
     kept = []
 
     def pack(tensor):
@@ -72,13 +72,13 @@ def test_one_chunk_of_logits_exists_at_a_time():
     assert len(earlier) == 9
 
 
-def test_where_chunks_are_refused(tmp_path):
+def test_chunks_are_refused_with_fp16(tmp_path):
     values = {"model": "gpt2", "loss_chunk_tokens": 50}
     with refused("cannot be used with precision='fp16'"):
         plan_for(tmp_path, GPU_MACHINE, 2, **values, strategy="dp", precision="fp16")
 
 
-def test_chunks_are_predicted_to_take_less(tmp_path):
+def test_chunks_are_predicted_to_need_less_memory(tmp_path):
     """In bf16, the logits of 64 x 1,024 tokens need 6.1 GiB, and the logits of a chunk need
     0.8 GiB."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
@@ -88,7 +88,7 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
     assert 5.1 < unchunked - chunked < 5.4
 
 
-def test_chunks_by_default_cost_little(tmp_path):
+def test_default_chunks_cost_little(tmp_path):
     """The default chunk is small if additional chunks cost little. They cost little if the output
     layer is a small part of the model, or if adapters are trained, because the output layer then
     needs no gradient."""

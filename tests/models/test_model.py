@@ -49,7 +49,7 @@ def assert_equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_loss_is_the_sum_over_targets_that_count():
+def test_loss_is_the_sum_over_unmasked_targets():
     model = random_model()
     inputs, targets = random_batch()
     logits = model(inputs).detach().double()
@@ -64,7 +64,7 @@ def test_loss_is_the_sum_over_targets_that_count():
     assert all(not gradient.any() for gradient in gradients.values())
 
 
-def test_padding_rows_are_invisible():
+def test_padding_rows_do_not_affect_results():
     model = random_model()
     filled = copy.deepcopy(model)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_padding_rows_are_invisible():
     assert used.tolist() == [True] * SIZE.vocab_size + [False] * 84
 
 
-def test_initial_weights_are_gpt2s_and_of_the_seed_alone():
+def test_initial_weights_follow_gpt2_and_depend_only_on_the_seed():
     size = gpt2_size(vocab_size=500, num_positions=64, num_layers=8, num_heads=4, hidden_size=128)
     before = torch.get_rng_state()
     state = build_model(size, dropout=0.0, seed=5).state_dict()
@@ -104,7 +104,7 @@ def test_initial_weights_are_gpt2s_and_of_the_seed_alone():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
+def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
     """Activation checkpointing changes no result and saves fewer values. The test counts the
     elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike "full",
     "selective" does not repeat matrix multiplications."""
@@ -128,7 +128,7 @@ def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
         assert flops["none"] == flops["selective"] < flops["full"]
 
 
-def test_selective_checkpointing_repeats_adapters_and_no_other_product():
+def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():
     flops = {}
     config = RunConfig(lora_rank=2)
     for mode in ("none", "selective"):
@@ -145,7 +145,7 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
     assert flops["selective"] == flops["none"] + repeated
 
 
-def test_selective_checkpointing_saves_sums_over_processes_and_gathers_again():
+def test_selective_checkpointing_saves_all_reduces_and_repeats_all_gathers():
     model = random_model()
     apply_checkpointing(model, "selective", compiled=True)
     saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
@@ -171,7 +171,7 @@ def test_dropout_acts_in_training_only():
     torch.testing.assert_close(model(inputs), random_model()(inputs))
 
 
-def test_hashed_weights_depend_on_their_place_alone():
+def test_hashed_weights_depend_only_on_their_index():
     shape, cpu = (300, 70), torch.device("cpu")
     numbers = hashed_normal(shape, (), 5, cpu)
     box = (slice(90, 200), slice(30, 60))
@@ -192,7 +192,7 @@ def test_hashed_weights_depend_on_their_place_alone():
 
 
 @pytest.mark.parametrize("model", ["gpt2-tiny", "grouped", "untied"])
-def test_any_box_of_a_file_is_read(model, tmp_path):
+def test_any_slice_of_a_weight_file_is_read(model, tmp_path):
     folder = ROOT / "tests/models" / model
     spec = find_model(str(folder) if folder.is_dir() else model)
     model = spec.build(dropout=0.0, seed=1)

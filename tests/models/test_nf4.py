@@ -31,7 +31,7 @@ def nearest(values):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_the_papers_and_take_four_and_a_half_bits(dtype):
+def test_values_match_the_paper_and_take_four_and_a_half_bits(dtype):
     values = draw(96, 128).to(dtype)
     codes, scales = nf4.quantize(values)
     assert codes.dtype is scales.dtype is dtype, "FSDP casts other dtypes"
@@ -60,7 +60,7 @@ def quantized_model():
     return model
 
 
-def test_a_model_beside_codes_is_the_model_with_their_values():
+def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
     """A model with NF4 codes has the same outputs and gradients as a model with the dequantized
     values. `generate` and `export --merge` must use exactly these values."""
     model = quantized_model()
@@ -84,7 +84,7 @@ def test_a_model_beside_codes_is_the_model_with_their_values():
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
-def test_the_backward_pass_keeps_codes_not_matrices(backend):
+def test_backward_pass_saves_codes_instead_of_matrices(backend):
     """Test compiled code as well, because torch.compile may save dequantized matrices for the
     backward pass."""
     linear = quantized_model().blocks["0"].mlp_in

@@ -21,7 +21,7 @@ def planned(model, tmp_path, **others):
     return plan_for(tmp_path, CPU_MACHINE, 1, model=str(model), **values)
 
 
-def test_plans_of_folders(tmp_path):
+def test_plans_with_model_folders(tmp_path):
     """Plan with two model folders. One folder has weights. The other has no weights, and its config
     describes an unknown size."""
     folder = tmp_path / "four"
@@ -43,7 +43,7 @@ def test_plans_of_folders(tmp_path):
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
 
 
-def test_a_family_outside_of_the_package(tmp_path):
+def test_a_family_outside_the_package_is_found(tmp_path):
     (tmp_path / "__init__.py").write_text(
         "from distributed_training.models import gpt2\n"
         "from distributed_training.models.gpt2 import STORES_TRANSPOSED, build, to_config, to_hf\n"
@@ -61,7 +61,7 @@ def test_a_family_outside_of_the_package(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
-def test_what_sizes_say_is_what_modules_hold(name):
+def test_properties_of_sizes_match_the_modules(name):
     """The planner uses the properties of a model size, and parallel/ shards modules by their roles.
     Sizes and roles must both match the parameters of the built model."""
     spec = find_model(name)
@@ -91,7 +91,7 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
         find_model(str(tmp_path))
 
 
-def test_a_run_s_folder_lends_its_model_s_name():
+def test_exported_folders_are_labeled_with_the_model_of_their_run():
     label = {
         "weights/qwen": "qwen",
         "runs/20261125-032748-dp-gpt2-tiny-x2/hf": "gpt2-tiny-hf",

@@ -37,7 +37,7 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
         return list(pool.map(plan, (0, 1)))
 
 
-def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
+def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, monkeypatch):
     """Ranks wait for rank 0 without a time limit. The 30-minute timeout of process groups does not
     apply, because no process group exists yet."""
     waited = threading.Event()
@@ -66,13 +66,13 @@ def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
         agree.gather_in(dist.HashStore(), 0, 2)("here")
 
 
-def test_another_value_on_another_rank_is_named(tmp_path):
+def test_a_different_value_on_another_rank_is_named(tmp_path):
     for said in plan_on_two_ranks(tmp_path, seed=7):
         assert said.startswith(f"rank 1 on {os.uname().nodename} and rank 0 on ")
         assert "differ in seed. Rank 1 has 7, but rank 0 has 42. Start the same command" in said
 
 
-def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):
+def test_different_code_on_another_rank_is_named(tmp_path, monkeypatch):
     file = "distributed_training/train/loop.py"
     assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
     versions = iter([{file: "one"}, {file: "another"}])

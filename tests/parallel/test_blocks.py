@@ -22,7 +22,7 @@ block.forward(torch.ones(1, 2)).sum().backward()
 """
 
 
-def test_compiled_code_is_never_kept_in_a_folder_that_another_user_can_make_first(tmp_path):
+def test_compiled_code_is_never_stored_in_a_folder_that_another_user_could_create(tmp_path):
     """No compiled code, not even precompiled C++ headers, is stored in torchinductor_<user> in the
     shared temporary folder. Another user could create that folder first and replace its
     contents."""

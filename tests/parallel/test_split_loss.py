@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize("padding", [0, 1, 5])
-def test_it_is_torchs_cross_entropy_and_its_gradient(padding):
+def test_loss_and_gradient_equal_torchs_cross_entropy(padding):
     torch.manual_seed(padding)
     vocab_size = 11
     logits = (20 * torch.randn(7, vocab_size + padding)).requires_grad_()
@@ -30,7 +30,7 @@ def test_it_is_torchs_cross_entropy_and_its_gradient(padding):
 
 
 @pytest.mark.parametrize(("rows", "parts", "padded"), [(8, 4, 8), (8, 5, 10), (7, 2, 8)])
-def test_rows_are_appended_until_they_divide(rows, parts, padded):
+def test_rows_are_padded_to_a_multiple_of_the_ranks(rows, parts, padded):
     embedding = nn.Embedding(rows, 3)
     before = embedding.weight.detach().clone()
     _pad_rows(embedding, parts)

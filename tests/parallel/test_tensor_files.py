@@ -56,7 +56,7 @@ def save(folder, cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_any_cut_is_read_in_any_other(cut, tmp_path):
+def test_tensors_saved_under_any_sharding_load_under_any_other(cut, tmp_path):
     saved = save(tmp_path, CUTS[cut])
     assert torch.equal(saved.whole("w"), WHOLE)
     for other in CUTS.values():
@@ -78,14 +78,14 @@ def test_a_file_is_in_safetensors_format_and_holds_no_padding(tmp_path):
     assert torch.equal(load_file(tmp_path / "b")["state"], state)
 
 
-def test_what_another_process_writes_is_not_written(tmp_path):
+def test_parts_that_another_process_writes_are_skipped(tmp_path):
     file = tmp_path / "rank-00000.safetensors"
     write_parts(file, [part_of("w", WHOLE, SHAPE, (0, 0), writes=False)])
     with safe_open(file, "pt") as found:
         assert list(found.keys()) == []
 
 
-def test_missing_and_foreign_tensors_are_not_read(tmp_path):
+def test_missing_and_foreign_tensors_are_refused(tmp_path):
     save(tmp_path, boxes(0))
     kept = [path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"]
     saved = TensorFiles(kept)
@@ -98,7 +98,7 @@ def test_missing_and_foreign_tensors_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_memory_for_copies_is_page_locked_where_the_driver_does_that(code, monkeypatch):
+def test_copies_are_pinned_if_the_driver_supports_it(code, monkeypatch):
     runtime = Mock(cudaError=Mock(success=0), cudaHostRegister=Mock(return_value=code))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

@@ -53,7 +53,7 @@ def in_one_part(model, batches):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "bf16"])
-def test_two_parts_give_the_gradients_of_one(name):
+def test_split_and_unsplit_backward_give_equal_gradients(name):
     """Split and unsplit backward passes give bitwise equal gradients. With bf16, weights are
     rounded once per step and gradients are fp32."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
@@ -79,7 +79,7 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     assert counter.frame_count == 2  # one graph for the blocks and one for the loss
 
 
-def test_two_parts_take_the_products_of_one():
+def test_split_and_unsplit_backward_need_equally_many_flops():
     def products(function):
         with FlopCounterMode(display=False) as counter:
             function()
@@ -99,7 +99,7 @@ def test_two_parts_take_the_products_of_one():
     assert forward == products(lambda: build("gpt2")(*batch))
 
 
-def test_a_loss_that_is_kept_holds_no_inputs_of_products():
+def test_a_saved_loss_does_not_keep_activations_alive():
     """Losses must not keep activations alive, because a schedule keeps all micro-batches' losses
     until the end of the step."""
     model, (batch,) = build("gpt2"), micro_batches(1)
@@ -126,7 +126,7 @@ def summed_gradients(model, batches):
     return sums
 
 
-def test_gradients_are_those_of_rounded_weights_added_up_in_fp32():
+def test_gradients_use_rounded_weights_and_accumulate_in_fp32():
     model = build_bf16()
     before, batches = dict(model.named_parameters()), micro_batches(3)
     weights = RoundedWeights(model, torch.bfloat16)

@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-def test_one_local_step_and_all_of_top_k_are_data_parallelism():
+def test_one_local_step_and_full_top_k_equal_data_parallelism():
     names = ("dp", "one local step", "all of top-k")
     found = run_cases({name: CASES[name] for name in names}, 2, steps=8)
     assert_same_bits(found["all of top-k"], found["dp"])
@@ -42,7 +42,7 @@ TO_RESUME = {
 }
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
+def test_a_resumed_run_is_bitwise_equal():
     assert_resumes(TO_RESUME, 2)
 
 
@@ -67,7 +67,7 @@ def gathered_while(names):
     return found
 
 
-def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
+def test_buckets_and_prefetch_reschedule_exchanges_and_keep_results_bitwise():
     """Use two processes, because the sum of two values does not depend on their position in a
     bucket."""
     found = run_cases(MOVED, 2, steps=3, what="train_and_trace")

@@ -174,7 +174,7 @@ def test_layout_equals_one_process(what, count, name, results):
     assert_equal_runs(results(what, count)[name], expected)
 
 
-def test_adapters_drop_the_same_wherever_a_process_has_the_same_samples():
+def test_lora_dropout_agrees_between_layouts_with_the_same_samples():
     dropped = {**DEEP, **LORA, "lora_dropout": 0.3}
     cases = {
         "dp": {**dropped, "strategy": "dp", **cut(2)},
@@ -203,11 +203,11 @@ TO_RESUME = {
 
 
 @pytest.mark.parametrize("count", TO_RESUME)
-def test_a_resumed_layout_goes_on_bit_for_bit(count):
+def test_a_resumed_layout_is_bitwise_equal(count):
     assert_resumes({name: {**DEEP, **values} for name, values in TO_RESUME[count].items()}, count)
 
 
-def test_stages_in_bf16_follow_one_process():
+def test_a_bf16_pipeline_follows_one_process():
     """A pipeline in bf16 gives the same losses and gradient norms as one process. Both runs round
     weights once per step and add the micro-batches' gradients in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
@@ -218,7 +218,7 @@ def test_stages_in_bf16_follow_one_process():
         assert values["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
 
 
-def test_what_is_exported_after_an_evaluation_in_bf16():
+def test_a_bf16_evaluation_does_not_change_the_exported_state():
     """An evaluation must not change the exported state. `_ask` in cases.py compares the fp32 state
     before and after the evaluation. The states would differ if FSDP exported its gathered bf16
     weights."""

@@ -74,7 +74,7 @@ def test_adapters_train_as_in_a_plain_loop(folder, trained):
     assert_follows(trained[1], {**expected, "state": state})
 
 
-def test_the_first_step_has_the_weights_of_the_base(folder):
+def test_initial_adapters_do_not_change_the_base(folder):
     for name, values in draw(find_model(str(folder / "model")))[1].items():
         if "lora_B" in name:
             assert not values.any()
@@ -83,7 +83,7 @@ def test_the_first_step_has_the_weights_of_the_base(folder):
             assert 0.9 * limit < values.abs().max() <= limit, name
 
 
-def test_dropout_is_of_the_inputs_and_in_training_only():
+def test_dropout_acts_on_the_inputs_and_only_in_training():
     torch.manual_seed(0)
     a, b, x = torch.randn(3, 8), torch.randn(5, 3), torch.randn(8).expand(20_000, 1, 8)
     config = RunConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25)
@@ -109,7 +109,7 @@ def assert_exports_agree(adapters, merged, vocab_size):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_peft_opens_what_is_exported(trained, tmp_path):
+def test_peft_loads_the_exported_adapters(trained, tmp_path):
     from distributed_training.tools.models import export_checkpoint, find_trained
 
     run_dir, _ = trained
@@ -120,7 +120,7 @@ def test_peft_opens_what_is_exported(trained, tmp_path):
     torch.testing.assert_close(*(each.load(CPU)(ids) for each in found), rtol=1e-4, atol=1e-5)
 
 
-def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
+def test_fused_llama_matrices_are_exported_as_separate_peft_modules(tmp_path):
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -210,7 +210,7 @@ def test_training_continues_adapters_as_peft_does(options, tmp_path):
     torch.testing.assert_close(again(ids).logits, after, rtol=1e-3, atol=1e-4)
 
 
-def test_adapters_that_are_something_else_are_refused(tmp_path):
+def test_unsupported_adapters_are_refused(tmp_path):
     base, adapters = made_by_peft(tmp_path)
     file = adapters / "adapter_config.json"
     document = json.loads(file.read_text())
@@ -235,7 +235,7 @@ def test_adapters_that_are_something_else_are_refused(tmp_path):
         find_model(str(adapters))
 
 
-def test_a_plan_that_continues_adapters(tmp_path):
+def test_a_plan_can_continue_adapters(tmp_path):
     base, adapters = made_by_peft(tmp_path)
     given = {"weights": str(adapters), "dataset": "embedded", "max_length": 64}
     with refused("has weights but no tokenizer", "set tokenizer"):
@@ -254,7 +254,7 @@ def test_a_plan_that_continues_adapters(tmp_path):
         plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
 
 
-def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
+def test_a_run_continues_from_exported_adapters(folder, trained, tmp_path):
     run_dir, before = trained
     words = {"strategy": "dp", "weights": run_dir / "hf", "max_steps": 1}
     found = run(folder, tmp_path, 1, **words)

@@ -79,14 +79,14 @@ def results(request):
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)
-def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
+def test_packed_records_equal_separate_records(count, name, results):
     alone = reference(MODELS[name.split("/")[0]], what="train_apart", steps=NUM_STEPS)
     found = results(count)[name]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(found, alone)
 
 
-def test_processes_that_train_apart_do_with_packed_records_what_they_do_with_each_alone():
+def test_local_sgd_with_packed_records_equals_separate_records():
     """Local SGD gives different results from a single process, so both runs use two processes."""
     case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
     packed, alone = (

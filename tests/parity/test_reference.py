@@ -101,7 +101,7 @@ def assert_follows(found, expected, *, far=5e-5):
         assert error <= (20 * far if name.endswith("c_attn.bias") else far), f"{name}: {error:.1e}"
 
 
-def test_the_work_shows_what_it_should(folder):
+def test_settings_exercise_clipping_and_uneven_answers(folder):
     """In training, clipping must take effect, answers must have very different lengths, and weights
     must change a lot. Otherwise the comparisons would also pass without clipping, masks or weight
     decay."""
@@ -120,7 +120,7 @@ def test_a_strategy_follows_a_plain_loop(strategy, folder, tmp_path):
     assert_follows(run(folder, tmp_path, strategy=strategy), one_process(folder))
 
 
-def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(folder, tmp_path):
+def test_bf16_gradients_are_rounded_when_sent_and_when_added(folder, tmp_path):
     model, *records = load(folder)
 
     def exchange(gradients):
@@ -161,7 +161,7 @@ def random_gradients(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
+def test_powersgd_sends_low_rank_matrices_with_error_feedback():
     """Test error feedback (1905.09767, algorithm 2): the compression error of a step is added to
     the gradient of the next step. The sum of the updates therefore stays close to the sum of the
     gradients, which are constant."""
@@ -175,7 +175,7 @@ def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
     assert (found.sum(dim=0) - STEPS * mean).norm() < 0.2 * STEPS * mean.norm()
 
 
-def test_topk_int8_is_its_formula():
+def test_topk_int8_equals_its_formula():
     gradients = random_gradients(3, STEPS, ROWS, COLUMNS)
     share = 0.1
     found = exchanged(gradients, compression="topk-int8", compression_k=share)

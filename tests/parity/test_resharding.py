@@ -33,7 +33,7 @@ def assert_goes_on(pairs, folder, work):
     [(PAIRS, EIGHT), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS)],
     ids=["all", "lora", "records"],
 )
-def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, work, tmp_path):
+def test_a_run_resumed_under_another_layout_equals_one_process(pairs, work, tmp_path):
     assert_goes_on(pairs, tmp_path, work)
 
 

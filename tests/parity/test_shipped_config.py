@@ -16,7 +16,7 @@ SAME_EVERYWHERE = {"dataset": "embedded", "tokenizer": "embedded", "weights": "r
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_word_strategy_is_all_that_changes(count, tmp_path_factory):
+def test_changing_only_the_strategy_keeps_the_losses(count, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "tokenized-once"
     shipped = {**CONFIG, **SAME_EVERYWHERE, "output_dir": str(folder)}
     left_out = () if has_libaio() else ("infinity",)

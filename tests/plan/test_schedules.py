@@ -15,7 +15,7 @@ from distributed_training.settings.files import ROOT
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
 
-def test_micro_batches_that_a_schedule_takes():
+def test_each_schedule_accepts_certain_numbers_of_micro_batches():
     """Check which numbers of micro-batches, from 1 to 12, each schedule accepts on 4 processes."""
     expected = {name: list(range(1, 13)) for name in SCHEDULES}
     expected["1f1b"] = list(range(4, 13))
@@ -27,7 +27,7 @@ def test_micro_batches_that_a_schedule_takes():
             assert schedule.counts(4, number) == taken
 
 
-def test_a_message_takes_its_time_between_processes_and_none_within_one():
+def test_messages_take_time_only_between_processes():
     """A message between processes takes time, and a message within a process takes none. A forward
     pass takes 1, a backward pass takes 2 and a message takes 0.25. With one micro-batch on two
     stages, all operations run in sequence."""
@@ -39,7 +39,7 @@ def test_a_message_takes_its_time_between_processes_and_none_within_one():
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
+def test_orders_are_complete_and_match_the_closed_forms(name):
     """Every order is complete, and its idle share and held activations equal the closed forms.
     Stages are equal, and each half of a backward pass takes as long as a forward pass."""
     schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
@@ -65,7 +65,7 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
     assert compared > 80
 
 
-def test_zb_v_is_its_authors_order_at_any_durations():
+def test_zb_v_matches_its_authors_order_for_all_durations():
     """Compare with the orders that sail-sg's zbv.py builds. The tutorial stores their hashes."""
     file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
@@ -77,7 +77,7 @@ def test_zb_v_is_its_authors_order_at_any_durations():
         assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest, (p, m, f, i, w, message)
 
 
-def test_uneven_stages_count_as_the_middle_process():
+def test_uneven_stages_count_as_the_median_process():
     """The duration of an operation is the median, over all processes, of the mean over the two
     stages of each process."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))

@@ -34,7 +34,7 @@ def cut(mesh, name, **config):
         ("3d", 8, {"batch_size": 4}, (4, 4)),
     ],
 )
-def test_cuts_by_hand(strategy, processes, config, cut):
+def test_micro_batches_match_hand_calculations(strategy, processes, config, cut):
     batch = lay_out(processes, strategy=strategy, **config).batch
     assert (
         batch.global_batch_size
@@ -55,7 +55,7 @@ def typed(text):
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
+def test_impossible_micro_batches_are_refused_with_possible_ones(name, pp):
     mesh = {"pp": pp, "dp_replicate": 2, "dp_shard": 1, "tp": 1}
     numbers = ("auto", 1, 3, 5, 6, 100)
     refusals = 0

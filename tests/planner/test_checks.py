@@ -49,7 +49,7 @@ def with_gpus(**changes):
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(32, False), (63, False), (64, True), (-1, True)])
-def test_a_limit_on_open_files_that_a_run_exceeds(limit, fits, tmp_path, monkeypatch):
+def test_a_run_that_exceeds_the_limit_on_open_files_is_refused(limit, fits, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     plan = draft(tmp_path, "dp")
     here = this_machine(plan.machine, plan.num_processes, plan.processes_here)
@@ -63,7 +63,7 @@ def test_a_limit_on_open_files_that_a_run_exceeds(limit, fits, tmp_path, monkeyp
 SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
 
 
-def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
+def test_swapping_without_a_gpu_is_refused(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # these strategies swap no parameters
         checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
     checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
@@ -72,7 +72,7 @@ def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
         checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
-def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
+def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     gone = {"deepspeed", "mlflow", "torchao"}
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
         checks.check_packages(draft(tmp_path, "fsdp", optimizer="adamw-8bit"))
 
 
-def test_no_more_processes_than_gpus(tmp_path):
+def test_more_processes_than_gpus_are_refused(tmp_path):
     checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
     checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
     # Processes on other machines do not count.
@@ -99,7 +99,7 @@ def test_no_more_processes_than_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
-def test_what_a_refusal_suggests_fits(strategy, tmp_path):
+def test_suggestions_for_too_little_memory_fit(strategy, tmp_path):
     """Each suggestion for a batch that is far too large for four 16 GiB GPUs must give a plan that
     fits."""
     words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
@@ -115,14 +115,14 @@ def test_what_a_refusal_suggests_fits(strategy, tmp_path):
         check_fit(draft(tmp_path, other, **words, **cut, **numbers))
 
 
-def test_lora_that_does_not_fit_may_with_a_base_in_4_bits(tmp_path):
+def test_nf4_is_suggested_if_lora_does_not_fit(tmp_path):
     small = with_gpus(num_gpus=1, gpu_memory_bytes=12 * GIB)
     words = {"activation_checkpointing": "full", "batch_size": 1, "max_length": 1024}
     words |= {"model": "Qwen/Qwen3-8B", "lora_rank": 16, "precision": "bf16"}
     assert "set base_dtype=nf4" in suggest(draft(tmp_path, "dp", small, 1, **words))
 
 
-def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
+def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
     memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
     least, most = memory.likely_bytes
     assert least < memory.needed_bytes < most
@@ -190,7 +190,7 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
             checks.check_disk(draft(tmp_path, model="gpt2", **config))
 
 
-def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
+def test_space_needed_on_one_disk_is_added_up(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "offload").mkdir()
     here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
@@ -201,7 +201,7 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     checks.check_disk(here)
 
 
-def test_extensions_that_are_built():
+def test_each_strategy_names_the_extensions_it_builds():
     """The extensions of each strategy have the names of DeepSpeed's op builders."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -216,7 +216,7 @@ def test_extensions_that_are_built():
         assert checks.built_extensions(named_strategy(name)) == names
 
 
-def test_no_compiler(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))
     with refused(

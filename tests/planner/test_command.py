@@ -31,7 +31,7 @@ def plan(monkeypatch, *words):
     return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
 
 
-def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch, capsys):
+def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, capsys):
     words = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
     assert plan(monkeypatch, *words) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch
 
 
 @pytest.mark.parametrize(("gbit", "first"), [("400", "dp m8"), ("25", "pp 1f1b m64")])
-def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, gbit, first):
+def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, gbit, first):
     """For a fast and for a slow network, the first layout is the one that strategies/README.md
     names and explains."""
     words = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
@@ -72,7 +72,7 @@ def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, g
     assert rows[1].startswith("fastest pp pp=2 dp_shard=4 zb-v m16 ")
 
 
-def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
+def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys):
     """Without --batch_size, the batch size and activation checkpointing are searched. Typed values
     are kept."""
     words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
@@ -89,13 +89,13 @@ def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, ca
     assert re.search(r"dp \+full", capsys.readouterr().out)
 
 
-def test_strategy_filters(monkeypatch, capsys):
+def test_strategy_option_filters_the_layouts(monkeypatch, capsys):
     words = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
     assert plan(monkeypatch, *words) == 0
     assert {layout["strategy"] for layout in json.loads(capsys.readouterr().out)} == {"fsdp"}
 
 
-def test_offload_is_not_for_cpus_unless_it_is_asked_for(monkeypatch, capsys):
+def test_offload_on_cpus_is_ranked_only_when_asked_for(monkeypatch, capsys):
     for words, there in (([], False), (["--strategy", "offload"], True)):
         assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *words) == 0
         layouts = json.loads(capsys.readouterr().out)
@@ -121,7 +121,7 @@ def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
     assert "The model has 1024 positions" in capsys.readouterr().err
 
 
-def test_what_is_typed_is_typed_once(monkeypatch, capsys):
+def test_printed_commands_repeat_no_option(monkeypatch, capsys):
     typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
     assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
     table, _, commands = capsys.readouterr().out.partition("\nfirst: ")
@@ -162,11 +162,11 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
           "--model", "gpt2-xl"], ["does not fit on", "needs the least", "GPUs with"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_answered_in_one_line(words, said):
+def test_bad_input_gives_a_one_line_error(words, said):
     assert_refused(light_pool().script(["plan", *words]), *said)
 
 
-def test_clusters_are_read():
+def test_clusters_are_parsed():
     for text, expected in {
         "2x8xH100-80GB": (16, 8, "H100-80GB"),
         "2x8 H100-80GB": (16, 8, "H100-80GB"),
@@ -180,7 +180,7 @@ def test_clusters_are_read():
         assert found == expected
 
 
-def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
+def test_too_little_ram_is_distinguished_from_too_small_gpus(monkeypatch, capsys):
     poor = dataclasses.replace(GPU_MACHINE, ram_bytes=2**30)
     monkeypatch.setattr(command, "detect_machine", lambda: poor)
     assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
@@ -189,7 +189,7 @@ def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
     assert "GPUs with" not in said
 
 
-def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
+def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
     for machine, count in ((CPU_MACHINE, 2), (GPU_MACHINE, 1)):
         notes = []
         cluster = this_machine(machine, count, count)

@@ -48,7 +48,7 @@ def value_at(document, path):
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
-def test_filling_leaves_no_auto_and_takes_config(name):
+def test_every_auto_is_filled_in_from_config(name):
     strategy = named_strategy(name)
     before = json.dumps(strategy.document)
     filled = filled_in(strategy, build_config({**CONFIG, "strategy": name}))
@@ -59,7 +59,7 @@ def test_filling_leaves_no_auto_and_takes_config(name):
     assert json.dumps(strategy.document) == before
 
 
-def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
+def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
     path = "zero_optimization.offload_param.nvme_path"
     for given, expected in (("auto", "/fast/disk"), ("/own", "/own")):
         filled = fill(tmp_path, own_json("infinity", **{path: given}), "infinity")
@@ -77,12 +77,12 @@ def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
         ("gradient_clipping", True, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
     ],
 )
-def test_disagreement_names_both_sides(path, wrong, said, config, tmp_path):
+def test_conflicts_name_both_sources(path, wrong, said, config, tmp_path):
     with refused("given.json", f"{path}={wrong!r}", said, f"change {said.split('=')[0]}"):
         fill(tmp_path, own_json(**{path: wrong}), **config)
 
 
-def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
+def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
     document = own_json(
         **{path: value for path, (_, value) in DECIDED.items()},
         train_batch_size=60,
@@ -141,12 +141,12 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
     ],
     ids=str,
 )
-def test_what_config_decides_is_not_for_the_json(changes, words, tmp_path):
+def test_json_sections_that_config_decides_are_refused(changes, words, tmp_path):
     with refused("given.json", *words):
         fill(tmp_path, own_json(**changes))
 
 
-def test_what_every_engine_has_is_what_a_json_may_repeat():
+def test_a_json_may_repeat_the_constants_of_every_engine():
     from distributed_training.engines.base import ADAM
 
     assert OPTIMIZER["betas"] == ([*ADAM["betas"]],)
@@ -154,7 +154,7 @@ def test_what_every_engine_has_is_what_a_json_may_repeat():
     assert own_json()["fp16"] == {**FP16, "enabled": "auto"}
 
 
-def test_what_changes_nothing_is_accepted(tmp_path):
+def test_json_values_without_effect_are_accepted(tmp_path):
     usual = {"params": {"betas": [0.9, 0.999], "eps": 1e-8, "lr": "auto"}}
     off = {"amp": {"enabled": False}, "wandb": {"enabled": False, "project": "p"}, "elasticity": {}}
     none = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
@@ -179,7 +179,7 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
     assert plan.strategy.zero.reduce_bucket_size == 768 * 768
 
 
-def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
+def test_unusual_values_are_checked_by_deepspeed(tmp_path):
     """A child process imports DeepSpeed to check unusual values. JSONs with only usual values are
     checked without DeepSpeed, because the import takes seconds."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
@@ -202,7 +202,7 @@ def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
     ],
 )
-def test_a_json_runs_under_the_strategy_of_its_form_and_others_name_it(zero, strategy, tmp_path):
+def test_a_json_runs_only_under_its_strategy_and_others_name_it(zero, strategy, tmp_path):
     path = tmp_path / "given.json"
     path.write_text(json.dumps({"zero_optimization": zero}))
     given = {"deepspeed_config": str(path), "model": "gpt2-tiny"}

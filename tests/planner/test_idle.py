@@ -36,7 +36,7 @@ def test_every_key_is_tested():
 
 
 @pytest.mark.parametrize("key", TYPED)
-def test_a_typed_key_acts_or_is_refused(key):
+def test_a_typed_key_has_an_effect_or_is_refused(key):
     typed = f"{key}={TYPED[key]}"
     assert notes_of(USES[key], typed) == []
     unused = {"strategy": "zero3"} if USES[key] == {} else {}
@@ -49,7 +49,7 @@ def test_a_typed_key_acts_or_is_refused(key):
     [("pipeline_schedule", "gpipe"), ("offload_dir", "/tmp/offload"), ("lora_alpha", 8.0),
      ("lora_dropout", 0.1), ("lora_targets", "qkv")],
 )  # fmt: skip
-def test_config_serves_several_strategies(key, value):
+def test_a_key_without_effect_in_config_gives_a_note(key, value):
     (note,) = notes_of({key: value})
     assert note.startswith(f"{key}={value!r} has no effect, because ")
     assert notes_of({key: value, **USES[key]}) == []
@@ -70,7 +70,7 @@ def test_a_resolved_config_can_be_typed(typed):
     "typed", ["pipeline_schedule=auto", "sequence_parallel=False", "offload_dir=None",
               "lora_dropout=0", "lora_targets=None", "gradient_compression=none"],
 )  # fmt: skip
-def test_values_that_ask_for_nothing_are_always_accepted(typed):
+def test_values_that_turn_features_off_are_always_accepted(typed):
     assert notes_of({"strategy": "zero2"}, typed) == []
 
 
@@ -79,7 +79,7 @@ def test_values_that_ask_for_nothing_are_always_accepted(typed):
     [(POWERSGD, "compression_rank=2", "compression_k"),
      (TOPK, "compression_k=0.1", "compression_rank")],
 )  # fmt: skip
-def test_options_of_an_engine(config, typed, idle):
+def test_options_of_another_engine_are_refused(config, typed, idle):
     assert notes_of(config, typed) == []
     with refused(f"{idle}=1", "has no effect", f"Leave out {idle}"):
         notes_of(config, f"{idle}=1")

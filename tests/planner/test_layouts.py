@@ -31,7 +31,7 @@ def all_cuts(num_layers, num_stages):
     "size", [SIZES["gpt2-tiny"], SIZES["gpt2"], DEEP], ids=["tiny", "gpt2", "deep"]
 )
 @pytest.mark.parametrize("seq_len", [32, 1024])
-def test_no_cut_has_a_cheaper_costliest_process(size, pp, schedule, seq_len):
+def test_partition_minimizes_the_cost_of_the_costliest_process(size, pp, schedule, seq_len):
     ranks = SCHEDULES[schedule].ranks(pp)
     if len(ranks) > size.num_layers:
         return
@@ -50,7 +50,7 @@ def test_no_cut_has_a_cheaper_costliest_process(size, pp, schedule, seq_len):
     assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
 
 
-def test_a_cut_of_ones_own():
+def test_pipeline_cut_sets_the_partition():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
     for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
@@ -86,12 +86,12 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("'full' cannot be used", "zb-h1", "Set activation_checkpointing to none")),
     ],
 )  # fmt: skip
-def test_layouts_that_cannot_be(num_processes, config, words):
+def test_impossible_layouts_are_refused(num_processes, config, words):
     with refused(*words):
         layout_for(num_processes, **config)
 
 
-def test_tokens_that_tp_does_not_divide(tmp_path):
+def test_tokens_that_tp_does_not_divide_are_refused(tmp_path):
     words = {"strategy": "tp", "max_length": 255, "checked": False}
     with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
         plan_for(tmp_path, micro_batch_size=1, **words)

@@ -27,7 +27,7 @@ def plan_for(tmp_path, words, *, read=read_data, **config):
     return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), read)
 
 
-def test_a_short_text_is_taken_whole(tmp_path):
+def test_a_short_text_is_used_completely(tmp_path):
     plan = plan_for(tmp_path, 2000, epochs=3)
     num_samples = len(cut_data(plan).train)
     assert 8 < num_samples < 1000
@@ -46,20 +46,20 @@ def test_two_samples_are_enough(tmp_path):
         plan_for(tmp_path, 31)
 
 
-def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
+def test_max_steps_beyond_the_epochs_repeats_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
     said = "max_steps=9 makes 9 passes over the data and overrides epochs=2"
     assert said in plan.notes
 
 
-def test_a_trace_needs_a_step_before_it(tmp_path):
+def test_a_profile_needs_a_step_before_it(tmp_path):
     assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
     with refused("profile=4", "4 steps", "Lower profile"):
         plan_for(tmp_path, 2000, max_steps=4, profile=4)
 
 
-def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
+def test_a_dry_run_counts_the_samples_of_a_short_text_and_writes_nothing(tmp_path):
     plan = plan_for(tmp_path, 2000, read=peek_data)
     assert not (tmp_path / "runs").exists()
     whole = plan_for(tmp_path, 2000)
@@ -67,7 +67,7 @@ def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
     assert plan_for(tmp_path, 400_000, read=peek_data).num_steps is None
 
 
-def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_path, monkeypatch):
+def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, monkeypatch):
     plan = plan_for(tmp_path, 2000)
     expected = cut_data(plan).train
     (tmp_path / "mine.txt").write_text("another text " * 3000)
@@ -89,7 +89,7 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
         ({"dataset": "embedded"}, ["tokenizer='gpt2'", "hf download openai-community/gpt2 "]),
     ],
 )
-def test_a_strict_run_replaces_nothing(config, said, tmp_path):
+def test_a_strict_run_accepts_no_substitutes(config, said, tmp_path):
     values = {"model": "gpt2", "weights": "random", "strategy": "dp", **config}
     values["output_dir"] = str(tmp_path)
     built = build_config(values)

@@ -106,7 +106,9 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
         ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),
     ],
 )
-def test_a_strategys_open_axis_takes_what_is_left_or_it_is_refused(axes, world_size, expected):
+def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused(
+    axes, world_size, expected
+):
     asked = candidate(strategy="3d", model="gpt2")
     mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
     strategy = dataclasses.replace(asked.strategy, mesh=mesh, source=Path("x.json"))
@@ -118,7 +120,7 @@ def test_a_strategys_open_axis_takes_what_is_left_or_it_is_refused(axes, world_s
             fill_mesh(asked, world_size)
 
 
-def test_tp_is_innermost_and_every_place_is_taken_once():
+def test_tp_is_innermost_and_every_rank_has_a_unique_position():
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4}
     all_of_them = [
         Topology(world_size=48, rank=rank, local_rank=rank, device_type="cpu", **mesh)
@@ -136,7 +138,7 @@ def test_tp_is_innermost_and_every_place_is_taken_once():
         ({"NCCL_GRAPH_REGISTER": "1"}, {"NCCL_GRAPH_REGISTER": "1", "NCCL_MAX_P2P_NCHANNELS": "4"}),
     ],
 )
-def test_nccl_registers_no_buffers_of_a_graph_unless_told(monkeypatch, given, expected):
+def test_nccl_registers_no_graph_buffers_by_default(monkeypatch, given, expected):
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
     set_nccl_variables("pp")

@@ -77,7 +77,7 @@ def check_identities(plan, num_processes):
 
 
 @pytest.mark.parametrize(("offload_dir", "expected"), [(None, "runs/.offload"), ("~/fast", "fast")])
-def test_infinitys_files_lie_where_config_says(offload_dir, expected, tmp_path, monkeypatch):
+def test_infinitys_files_are_in_the_configured_folder(offload_dir, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     plan = plan_for(tmp_path, strategy="infinity", output_dir="~/runs", offload_dir=offload_dir)
     assert plan.run_dir.parent == tmp_path / "runs"
@@ -140,7 +140,9 @@ WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
     machines,
     st.sampled_from([1, 2, 3, 4, 8]),
 )
-def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine, num_processes):
+def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
+    scratch, config, machine, num_processes
+):
     config = {"output_dir": "out", **config}
     for key in PATHS:
         if config.get(key) not in WORDS:
@@ -177,7 +179,7 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert not plan.run_dir.exists()
 
 
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
+def test_runs_started_in_the_same_second_have_separate_folders(tmp_path):
     plans = [plan_for(tmp_path, strategy="infinity") for _ in range(2)]
     plans[1] = dataclasses.replace(plans[1], run_dir=plans[0].run_dir)
     first, second = map(reserve_run_dir, plans)

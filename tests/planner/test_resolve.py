@@ -37,7 +37,7 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     return SimpleNamespace(**{**found, "config": config, "size": draft.size}), notes
 
 
-def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
+def test_a_user_text_without_a_gpu_uses_the_words_preset():
     """The preset "words" applies except to typed values and to CONFIG values that differ from their
     defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
@@ -80,7 +80,7 @@ def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, 
         (gpu(compute_capability=(6, 1)), "gpt2-medium", "fp16", False),
     ],
 )
-def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compiled):
+def test_auto_values_follow_the_machine(machine, model, precision, compiled):
     plan, notes = decide(machine)
     config, said = plan.config, " / ".join(notes)
     assert (config.model, config.precision, config.compile) == (model, precision, compiled)
@@ -94,7 +94,7 @@ def sources_of(plan):
     return (*named, plan.tokenizer_dir, plan.weights_dir)
 
 
-def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
+def test_without_a_hub_auto_uses_shipped_files_with_a_note():
     plan, notes = decide(gpu())
     assert sources_of(plan) == ("embedded", "embedded", "random", EMBEDDED_DIR, None)
     text = " / ".join(notes)
@@ -149,12 +149,12 @@ TINY = {"model": "gpt2-tiny"}
         (OLD, {"precision": "bf16"}, ("'bf16' is not supported by Old", "Set precision to fp16")),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused(machine, values, said):
+def test_unavailable_files_and_dtypes_are_refused(machine, values, said):
     with refused(*said):
         decide(machine, **{"model": "gpt2", **values})
 
 
-def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
     file = tmp_path / "big" / "vocab.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
@@ -201,7 +201,7 @@ TWO = {"world_size": 2}
         ("async_tp", True, {"strategy": "fsdp", **TWO}, "tp=1"),
     ],
 )
-def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
+def test_unusable_auto_switches_are_turned_off_with_a_reason(key, asked, values, words):
     """If a switch is "auto" and cannot be used, it is turned off. Except for async_tp, a note gives
     the reason. An explicit True or "whole" is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
@@ -213,7 +213,7 @@ def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
         decide(gpu(num_gpus=2), **{**values, key: asked})
 
 
-def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
+def test_async_tp_is_on_for_compiled_tp_on_measured_gpus():
     ampere = gpu(num_gpus=2, compute_capability=(8, 0))
     assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **TP)[0].config.async_tp is True
     assert decide(ampere, **TP)[0].config.async_tp is False
@@ -228,7 +228,7 @@ def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
         decide(CPU_MACHINE, strategy="dp", cuda_graphs=True)
 
 
-def test_steps_that_are_compiled_and_one_cuda_graph():
+def test_compiled_steps_use_a_cuda_graph():
     for values in (
         {"strategy": "dp", "dropout": 0.1},
         {"strategy": "fsdp", "activation_checkpointing": "selective"},

@@ -47,12 +47,12 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
     ],
 )
-def test_refusals(values, said):
+def test_unsupported_exchange_settings_are_refused(values, said):
     with refused(said):
         plan_of(**{"strategy": "dp", "machine": H200.machine, **values})
 
 
-def test_what_goes_with_buckets_and_prefetch():
+def test_settings_that_combine_with_buckets_and_prefetch():
     words = {"gradient_compression": "bf16", "precision": "fp16", "bucket_cap_mb": 0.5}
     plan_of("dp", H200.machine, **words)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
@@ -73,7 +73,7 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
     assert predict(bare, H200.rates).as_record() == predict(ours, H200.rates).as_record()
 
 
-def test_state_bytes():
+def test_bytes_of_optimizer_state_and_checkpoint():
     """Check the number of bytes of optimizer state (8 per parameter for Adam) and of the checkpoint
     copy (12 per parameter, sharded over four replicas). State that differs between replicas is not
     sharded."""
@@ -91,7 +91,7 @@ def test_state_bytes():
         assert estimate_copy(plan, all_places(plan)) == copied * whole
 
 
-def test_slow_links_are_what_they_pay_on():
+def test_fewer_bytes_pay_off_only_on_slow_links():
     """Over a 1 Gbit/s link, the predicted step time falls with the number of bytes. Over NVLink, it
     hardly changes."""
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)

@@ -28,7 +28,7 @@ def peak(tmp_path, num_processes=1, **config):
     return estimate_memory(plan_for(tmp_path, machine, num_processes, **values))
 
 
-def test_a_compiled_dp_step_by_hand(tmp_path):
+def test_a_compiled_dp_step_matches_a_hand_calculation(tmp_path):
     """When the loss is computed, memory holds fp32 weights, Adam moments, rounded weights, the
     activations of 12 blocks, and logits. With a chunked loss, only one chunk's logits are held,
     together with the gradients of the hidden states and of the output layer's rows."""
@@ -48,7 +48,7 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
     assert parts["logits"] == pytest.approx(2 * TOKENS * VOCABULARY)
 
 
-def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
+def test_rank_0_of_a_v_schedule_has_the_first_and_last_stage(tmp_path):
     """In a V-shaped schedule, rank 0 has the first and the last stage. These contain blocks 0 and
     11, the embeddings, the final norm and the tied output layer."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
@@ -56,7 +56,7 @@ def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
 
 
-def test_ddp_keeps_gradients_in_buckets_and_fsdp_divides_state(tmp_path):
+def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
     one, two, four = (
         peak(tmp_path, count, strategy=name).fullest
         for count, name in ((1, "dp"), (2, "dp"), (4, "fsdp"))
@@ -76,7 +76,7 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
-def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
+def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parallel, whole):
     """Without tp, a block keeps 16 values per token. tp does not shard `whole` of these values. The
     batch grows with the number of processes, so each quarter of the model processes four times as
     many tokens."""
@@ -86,7 +86,7 @@ def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, w
     assert split / alone == pytest.approx(4 * (whole + (16 - whole) / 4) / 16, rel=0.05)
 
 
-def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
+def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
     """Under 1F1B, ranks keep p, p - 1, ... micro-batches. Under GPipe, every rank keeps all
     micro-batches."""
     words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
@@ -99,7 +99,7 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
-def test_tokenizing_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
+def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path / "cache"))
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
@@ -111,7 +111,7 @@ def test_tokenizing_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
     assert two.prediction["host_bytes"] < first.prediction["host_bytes"]
 
 
-def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
+def test_a_save_copies_the_state_to_ram_if_it_fits(tmp_path):
     """The copy of fp32 weights and Adam moments is sharded over the ranks that hold the same
     parameters. If RAM is short, no copy is made."""
     four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
@@ -146,7 +146,7 @@ def test_recomputing_rounds_weights_again(tmp_path):
     assert full["activations"] == pytest.approx(L * TOKENS * 2 * D + backward), "a block's input"
 
 
-def test_dropout_keeps_two_masks_a_block(tmp_path):
+def test_dropout_saves_two_masks_per_block(tmp_path):
     none, some = (peak(tmp_path, strategy="dp", dropout=d).fullest for d in (0.0, 0.1))
     assert some["activations"] - none["activations"] == pytest.approx(L * 2 * TOKENS * D)
 
@@ -167,7 +167,7 @@ def state(strategy, precision="bf16", **axes):
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zero_papers_example(stage, gigabytes):
+def test_model_state_matches_the_zero_paper(stage, gigabytes):
     """Compare with figure 1 in the ZeRO paper: 7.5B parameters on 64 GPUs."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
@@ -194,7 +194,7 @@ def test_state_bytes_on_four_processes(name, precision, parts):
     assert state(named_strategy(name), precision, **{axis: 4}) == pytest.approx(parts)
 
 
-def test_a_base_in_4_bits_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
+def test_an_nf4_base_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
     words = {"strategy": "dp", "lora_rank": 8}
     four, whole = (peak(tmp_path, **words, base_dtype=d).fullest for d in ("nf4", "auto"))
     values = L * 12 * D**2
@@ -206,7 +206,7 @@ def test_a_base_in_4_bits_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
 
 
 @pytest.mark.parametrize(("optimizer", "held"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)])
-def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
+def test_low_precision_optimizers_need_fewer_bytes(optimizer, held, tmp_path):
     less, most = (peak(tmp_path, strategy="dp", optimizer=o).fullest for o in (optimizer, "adamw"))
     assert less["optimizer"] == pytest.approx(held / 8 * most["optimizer"])
 

@@ -36,7 +36,7 @@ def test_every_fitted_value_says_where_it_comes_from():
         assert set(entry) == {"value", "unit", "what", "record", "range"}, name
 
 
-def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
+def test_results_of_calibrate_are_used_in_later_plans(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
     assert this_machine(GPU_MACHINE, 4, 4).rates == H200
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
@@ -46,7 +46,7 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
 
 
-def test_a_cpu_that_was_not_measured_has_a_wide_range(tmp_path):
+def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny")
     guess = cpu_rates(CPU_MACHINE.num_cpus, 1)
     assert predict(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
@@ -61,7 +61,7 @@ def test_a_cpu_that_was_not_measured_has_a_wide_range(tmp_path):
         ("a100-pcie", 245, 1750, 31.5), ("V100-PCIe", 95, 800, 15.75), ("B200", 1745, 4000, 900),
     ],
 )  # fmt: skip
-def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
+def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, link):
     rates = parse_cluster(f"4x{name}").rates
     assert rates.gemm_flops / 1e12 == pytest.approx(gemm, rel=0.03)
     assert rates.memory_bytes / 1e9 == pytest.approx(memory, rel=0.05)
@@ -69,7 +69,7 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
+def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
     """More processes must never increase the model state of the fullest process, including state in
     host memory and on disk."""
     found = []
@@ -84,7 +84,7 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_larger_takes_more(name, tmp_path):
+def test_longer_samples_need_more_memory_and_time(name, tmp_path):
     """Longer samples must need more memory and take at least as much time as shorter samples.
     Activation checkpointing must reduce memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
@@ -98,7 +98,7 @@ def test_what_is_larger_takes_more(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_ranked_is_what_starts(name, tmp_path):
+def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
     """The settings of every ranked layout must give a plan with the same mesh, batch, layout and
     schedule."""
     cluster = parse_cluster("4xH200")
@@ -112,7 +112,7 @@ def test_what_is_ranked_is_what_starts(name, tmp_path):
 
 
 @pytest.mark.parametrize("count", [8, 12])
-def test_what_is_ranked_is_all_that_starts(count, tmp_path):
+def test_every_layout_that_can_start_is_ranked(count, tmp_path):
     """Try every factorization of `count` into the four axes with every strategy. The accepted
     layouts must be exactly the ranked ones."""
     cluster = parse_cluster(f"{count}xH200")
@@ -146,7 +146,7 @@ def ranked(cluster, **words):
     return rank_layouts(lambda name: build(name, **words), parse_cluster(cluster))
 
 
-def test_one_gpu_and_a_thousand_are_ranked():
+def test_rankings_for_one_gpu_and_for_a_thousand():
     """On one GPU, dp is the best strategy. Over links of 31.5 GB/s, gathering the weights of
     gpt2-xl costs more than a pipeline's bubble."""
     best = ranked("H200", batch_size=8)[0]

@@ -57,7 +57,7 @@ def held(order, blocks):
 
 
 @pytest.mark.parametrize(("blocks", "m"), [(MEDIUM, 1), (MEDIUM, 8), ((3, 2, 2, 1), 12)])
-def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
+def test_found_orders_are_complete_and_shorter_and_fit_in_memory(blocks, m):
     seconds, p = durations(blocks), len(blocks) // 2
     found, known = search_order(seconds, blocks, m, MESSAGE), orders.build_orders("zb-v", p, m)
     for rank in range(p):
@@ -73,7 +73,7 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
         assert found[0][place + 1] == ("I", last, number)
 
 
-def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
+def test_search_shortens_gpt2_medium_steps_by_a_twentieth():
     """The order from the search is at least 4.5% shorter than the order of zb-v, and within 3% of a
     lower bound for all orders. The bound is the earliest start of the last process plus the total
     compute time of this process."""
@@ -96,7 +96,7 @@ def test_equal_operations_idle_as_the_formula_says():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
+def test_one_micro_batch_on_two_processes_equals_brute_force(seed):
     draw = random.Random(seed).uniform
     seconds = tuple((draw(1, 5), draw(1, 5), draw(1, 5)) for _ in range(4))
     needs = "F0<F3<I3<W3 I3<I0<W0 F1<F2<I2<W2 I2<I1<W1"
@@ -113,7 +113,7 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
     assert found == pytest.approx(best)
 
 
-def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
+def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypatch):
     """The planning process searches once, with the machine's rates. All other processes read the
     order from the plan."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
@@ -194,7 +194,7 @@ def run_blocking(found, ranks):
         {"strategy": "3d", "pp": 2, "tp": 2},
     ],
 )
-def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
+def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, more):
     """Sender and receiver must have the same order of messages, and no process may wait for a
     message that is produced later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}

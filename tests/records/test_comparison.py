@@ -50,7 +50,7 @@ def rows_of(comparison, title="Results"):
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
 
 
-def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_differ():
+def test_works_are_newest_first_with_oldest_runs_first_and_differences_named():
     work = made_record().work
     records = [
         made_record(run_dir="a-1", started_at="2026-01-03", config__precision="fp32"),
@@ -72,7 +72,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
     assert first.differs == {"data_fingerprint": "0123456789ab"}
 
 
-def test_a_run_that_did_not_end_says_how_far_it_came():
+def test_an_unfinished_run_shows_its_last_step():
     here = {"status": "running", "hostname": platform.node(), "pid": None, "step": 3}
     assert status(made_record(status="interrupted", step=12)) == "interrupted 12/64"
     assert status(made_record(**here)) == "killed 3/64"
@@ -88,11 +88,11 @@ def test_a_run_that_did_not_end_says_how_far_it_came():
         (["one"], [""]),
     ],
 )
-def test_runs_are_named_by_what_tells_their_folders_apart(folders, names):
+def test_runs_are_named_by_the_differences_of_their_folders(folders, names):
     assert run_names([made_record(run_dir=f"runs/{name}") for name in folders]) == names
 
 
-def test_means_and_spreads_are_those_of_the_runs(over_seeds):
+def test_means_and_spreads_are_taken_over_the_runs(over_seeds):
     rows = rows_of(over_seeds)
     mean, spread = statistics.fmean(SPEEDS), statistics.stdev(SPEEDS)
     assert rows["zero2"]["tokens/s"] == f"{mean:,.0f} ± {spread:,.0f}"
@@ -104,7 +104,7 @@ def test_means_and_spreads_are_those_of_the_runs(over_seeds):
     assert "because they differ in global_batch_size" in over_seeds.notes[-1]
 
 
-def test_predictions_stand_beside_what_was_measured(over_seeds):
+def test_predictions_are_shown_next_to_measurements(over_seeds):
     row = rows_of(over_seeds, "Prediction and measurement")["zero2"]
     assert list(row.values()) == [
         "zero2", "125.0 ± 0.0", "150.0", "+20%", "10.00 GiB", "9.00 GiB", "-10%", "network",
@@ -119,7 +119,7 @@ def test_predictions_stand_beside_what_was_measured(over_seeds):
     }  # fmt: skip
 
 
-def test_without_a_gpu_memory_is_a_process_s_ram():
+def test_without_a_gpu_memory_means_ram_per_process():
     on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
     comparison = Comparison(layouts=[Layout(name="dp", records=[on_cpu])])
     row = rows_of(comparison, "Prediction and measurement")["dp"]
@@ -127,7 +127,7 @@ def test_without_a_gpu_memory_is_a_process_s_ram():
     assert rows_of(comparison, "Memory by component")["dp"]["total"] == "1.00 GiB"
 
 
-def test_an_overfitted_run_is_said_to_be_one():
+def test_an_overfitted_run_is_reported():
     seen = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
     (work,) = group_by_work([made_record(evaluations=seen)])
     (note,) = work.notes

@@ -6,7 +6,7 @@ def header(**changes):
     return header_rows(made_record(finished=False, **changes))
 
 
-def test_header_says_what_runs():
+def test_header_describes_the_run():
     rows = header(from_strategy_defaults=["precision", "compile"])
     assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
     assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: shards optimizer state, gradients"
@@ -24,7 +24,7 @@ def test_header_says_what_runs():
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
 
 
-def test_summary_says_what_came_out():
+def test_summary_shows_the_results():
     assert summary_rows(made_record()) == {
         "perplexity": "33.12 before, 20.06 after 64 steps",
         "throughput": "131,072 tokens/s, 125.0 ms per step (median of 59 steps), MFU 31.4%",
@@ -54,7 +54,7 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
 
 
-def test_summary_says_only_what_was_measured():
+def test_summary_shows_only_measured_values():
     stopped = {"performance": {"num_timed_steps": 0, "tokens_per_s": None}, "evaluations": []}
     assert not {"perplexity", "throughput"} & summary_rows(made_record(**stopped)).keys()
     no_gpu = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
@@ -65,7 +65,7 @@ def test_summary_says_only_what_was_measured():
     assert rows["perplexity"] == "nan before, nan after 64 steps"
 
 
-def test_a_long_value_goes_on_below_and_a_path_is_not_cut(capsys):
+def test_long_values_are_wrapped_and_paths_are_not(capsys):
     path = "x" * 100
     Display(enabled=True).table({"a": "word " * 20, "none": "", "run": path})
     lines = capsys.readouterr().out.splitlines()
@@ -79,7 +79,7 @@ def row(step):
     return {"step": step, "epoch": 0, "loss": 2.0, "learning_rate": 3e-3, **timed}
 
 
-def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
+def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     display = Display(enabled=True)
@@ -105,7 +105,7 @@ def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
     assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM per process")
 
 
-def test_a_note_does_not_break_an_address(capsys):
+def test_notes_do_not_wrap_inside_urls(capsys):
     address = "https://huggingface.co/some-organization/" + "a-name-with-hyphens-" * 4
     Display(enabled=True).note(f"the weights of {address} are not available here")
     assert address in capsys.readouterr().out

@@ -37,7 +37,7 @@ def test_throughput_and_mfu_by_hand():
     assert summary["mfu"] == pytest.approx(2000 * 6e9 / (4 * 989.5e12))
 
 
-def test_steps_of_a_clock_that_stands_still_have_no_speed():
+def test_steps_without_elapsed_time_have_no_throughput():
     assert summarize([0.0] * 9)["tokens_per_s"] is None
     assert summarize([9.0] * 3 + [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])["tokens_per_s"] == 2000
 
@@ -52,13 +52,13 @@ def test_steps_of_a_clock_that_stands_still_have_no_speed():
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
-def test_peaks_of_gpus(name, peak):
+def test_peak_flops_of_gpus(name, peak):
     summary = summarize([1.0], device_name=name)
     assert summary["peak_flops_per_gpu"] == peak
     assert (summary["mfu"] is None) == (peak is None)
 
 
-def test_timer_leaves_out_what_lies_between_restart_and_mark(monkeypatch):
+def test_timer_excludes_the_time_between_a_mark_and_a_restart(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 100.0, 101.5, 103.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     timer = StepTimer(CPU)
@@ -132,7 +132,7 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
         assert word in hparams
 
 
-def test_tensorboard_has_each_step_once_where_a_killed_run_goes_on(tmp_path):
+def test_tensorboard_has_each_step_once_after_a_killed_run_resumes(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last in ((0, 10), (5, 12)):  # the second run resumes from step 5
@@ -160,7 +160,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_packages_are_called_by_their_own_interfaces(name, tmp_path, monkeypatch):
+def test_trackers_call_the_interfaces_of_their_packages(name, tmp_path, monkeypatch):
     """The packages are not installed, so fakes record the calls. Compare the order and the keyword
     names of the calls. A resumed run must continue its tracker run."""
     calls = []

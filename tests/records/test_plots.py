@@ -33,7 +33,7 @@ def curves(axes):
     return {label: data for label, data in lines.items() if not label.startswith("_")}
 
 
-def test_plots_show_the_records_figures():
+def test_plots_show_the_values_of_the_records():
     speeds = {"dp": 1000.0, "zero2": 2000.0, "fsdp": 3000.0}
     records = [
         made_record(strategy__name=name, performance__tokens_per_s=speed)
@@ -48,7 +48,7 @@ def test_plots_show_the_records_figures():
     assert (list(steps), list(losses)) == ([1, 64], [3.5, 3.0625])
 
 
-def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line(tmp_path):
+def test_non_finite_losses_are_gaps_and_runs_without_losses_have_no_line(tmp_path):
     gap = made_record(loss_curve=[[1, 3.5], [2, None], [3, 3.0]])
     never = made_record(strategy__name="dp", loss_curve=[[1, None], [2, None]])
     empty = made_record(strategy__name="fsdp", loss_curve=[])

@@ -36,7 +36,7 @@ from tests.support import record_values, refused, started
         ('{"schema_version": 1,}', "Line 1 has a comma before }"),
     ],
 )
-def test_what_is_no_record_is_refused(text, words, tmp_path):
+def test_files_that_are_not_records_are_refused(text, words, tmp_path):
     (tmp_path / RECORD_FILE).write_text(text)
     with refused(str(tmp_path / RECORD_FILE), words):
         load_record(tmp_path)
@@ -51,13 +51,13 @@ def test_what_is_no_record_is_refused(text, words, tmp_path):
         {"performance": {"tokens_per_s": "fast"}}, {"memory": {"peak_host_bytes": 10**400}},
     ],
 )  # fmt: skip
-def test_a_record_whose_values_no_run_writes_is_refused(changes, tmp_path):
+def test_records_with_invalid_values_are_refused(changes, tmp_path):
     (tmp_path / RECORD_FILE).write_text(json.dumps(record_values() | changes))
     with refused(str(tmp_path / RECORD_FILE), next(iter(changes))):
         load_record(tmp_path)
 
 
-def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_is_there(tmp_path):
+def test_a_run_is_alive_while_its_record_says_running_and_its_process_exists(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     record = started(tmp_path)
@@ -76,20 +76,20 @@ def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_
         record.update(**started(tmp_path).values)
 
 
-def test_what_is_taken_gets_a_number(tmp_path):
+def test_free_path_adds_a_number_to_names_in_use(tmp_path):
     for name in ("run", "run-2", "run-3"):
         folder = free_path(tmp_path, "run")
         folder.mkdir()
         assert folder.name == name
 
 
-def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
+def test_without_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("distributed_training.records.record.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
 
 
-def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, caplog):
+def test_metrics_are_appended_and_a_resumed_run_drops_the_rows_it_repeats(tmp_path, caplog):
     """A resumed run drops the rows of the steps that it repeats. It also drops lines that a power
     cut or a kill has damaged."""
     truncate_metrics(tmp_path, 2)
@@ -108,7 +108,7 @@ def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
-def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
+def test_the_record_of_a_diverged_run_is_valid_json(tmp_path):
     nan, inf = float("nan"), float("inf")
     start_record(tmp_path, loss_curve=[[1, nan], (2, 0.5)], memory={"peak": -inf})
     append_metrics(tmp_path, [{"step": 1, "loss": nan, "grad_norm": inf}])
@@ -121,7 +121,7 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
     assert row == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
+def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch):
     """The record must name the earliest cause, whichever rank writes last."""
 
     def state():
@@ -152,7 +152,7 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")
 
 
-def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
+def test_a_recorded_cause_is_kept_without_the_faults_file(tmp_path):
     started(tmp_path)
     mark_stopped(tmp_path, "failed", "rank 1: no room")
     (tmp_path / FAULTS_FILE).unlink()
@@ -180,7 +180,7 @@ def test_every_published_record_loads():
         assert record.performance["tokens_per_s"] * seconds == pytest.approx(tokens)
 
 
-def test_version_1_is_read_by_its_names_and_nothing_is_lost():
+def test_schema_version_1_loads_without_loss():
     old = record_values(schema_version=1, of_then=[1])
     old["topology"] = {"dp_replicate": 1, "dp_shard": 4}  # the earliest records lack tp and pp
     batch = old["batch"]

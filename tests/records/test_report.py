@@ -52,7 +52,7 @@ def printed(capsys, *arguments, output_dir=None):
     return capsys.readouterr().out.splitlines()
 
 
-def test_without_arguments_the_runs_of_config_are_shown_once_each(runs, tmp_path, capsys):
+def test_without_arguments_report_shows_each_run_in_output_dir_once(runs, tmp_path, capsys):
     lines = printed(capsys, output_dir=runs)
     assert lines[0] == "3 runs in runs"
     rows = [line.split() for line in lines if line[:6].isdecimal()]
@@ -92,7 +92,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
     assert "Not shown" not in text
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback(runs):
+def test_a_closed_output_pipe_gives_no_traceback(runs):
     """`report` prints no traceback if its reader closes the pipe before all output has been
     written, as `| head -1` does."""
     with subprocess.Popen(
@@ -128,7 +128,7 @@ def tables_of(text):
     ]
 
 
-def test_the_page_has_the_records_figures_and_asks_no_network():
+def test_the_page_has_the_values_of_the_records_and_needs_no_network():
     records = [
         made_record(run_dir="runs/1-a"),
         made_record(run_dir="runs/2-b", strategy__name="dp", performance__tokens_per_s=65536.0),
@@ -174,7 +174,7 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
     assert "interrupted 50/64" in text
 
 
-def test_errors_of_others_neither_rewrite_nor_fill_the_terminal():
+def test_error_texts_are_escaped_and_truncated_in_the_terminal():
     errors = ("\x1b[2Jgone", "x" * 10**6)
     records = [
         made_record(status="failed", run_dir=f"runs/{number}", error=error)

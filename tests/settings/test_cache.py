@@ -39,19 +39,19 @@ def start(tmp_path, dont_write, num_cores=2):
 
 
 @pytest.mark.parametrize(("dont_write", "place"), [("1", "cache/bytecode"), ("", "site/torch")])
-def test_bytecode_is_kept_by_python_or_else_in_our_cache(dont_write, place, tmp_path):
+def test_bytecode_is_cached_by_python_or_in_our_cache(dont_write, place, tmp_path):
     kept = start(tmp_path, dont_write)
     assert [str(path).startswith(place) for path in kept] == [True]
     assert start(tmp_path, "1") == kept, "once"
 
 
-def test_beside_a_compiled_torch_the_rest_is_kept_too(tmp_path):
+def test_other_modules_are_cached_even_if_torch_is_already_compiled(tmp_path):
     start(tmp_path, "")
     (tmp_path / "site" / "torch" / "__init__.py").write_text("import torch.more")
     assert {path.stem.partition(".")[0] for path in start(tmp_path, "1")} == {"__init__", "more"}
 
 
-def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
+def test_many_cores_compile_modules_before_they_are_imported(tmp_path):
     start(tmp_path, "1", num_cores=16)
     end = time.monotonic() + 60
     while not list((tmp_path / "cache").rglob("more.*.pyc")):
@@ -74,7 +74,7 @@ def refused_or_variables(**given):
     return (answer.stderr + answer.stdout).strip()
 
 
-def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
+def test_code_that_torch_compiles_is_stored_where_no_other_user_can_write(tmp_path):
     found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=tmp_path / "own"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
         folder = Path(found[name])
@@ -86,7 +86,7 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
 
 
-def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(tmp_path):
+def test_an_unusable_cache_folder_is_refused_and_a_fallback_to_tmp_gives_a_note(tmp_path):
     said = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
     assert said == (
         "/dev/null/cache is not a safe place for code that this user runs. "
@@ -108,7 +108,7 @@ def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(t
 @pytest.mark.parametrize(
     "name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", CACHE]
 )
-def test_folders_that_others_can_fill_are_refused(name, tmp_path):
+def test_cache_folders_writable_by_others_are_refused(name, tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     link = tmp_path / "link"
@@ -124,7 +124,7 @@ def test_folders_that_others_can_fill_are_refused(name, tmp_path):
     assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
 
 
-def test_a_folder_behind_a_link_in_the_cache_keeps_its_mode_and_is_checked(tmp_path):
+def test_a_symlinked_cache_folder_keeps_its_mode_and_is_checked(tmp_path):
     disk = tmp_path / "disk"
     for folder in (disk, tmp_path / "own"):
         folder.mkdir()
@@ -137,7 +137,7 @@ def test_a_folder_behind_a_link_in_the_cache_keeps_its_mode_and_is_checked(tmp_p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_strangers_folder_among_temporary_files_is_refused(tmp_path):
+def test_a_temporary_cache_folder_of_another_user_is_refused(tmp_path):
     (tmp_path / "distributed-training-0").mkdir()
     os.chown(tmp_path / "distributed-training-0", 12345, -1)
     said = refused_or_variables(**{CACHE: os.devnull, "TMPDIR": tmp_path})

@@ -56,7 +56,7 @@ OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
+def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     """Every source and every alias of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
@@ -93,7 +93,7 @@ DEFAULTS = {"pipeline_schedule": "gpipe", "pp": 2, "checkpoint_every": 0}
         ({"strategy": "pp", "save_steps": 3, "pp": 4}, ["pipeline_schedule=auto"], {}),
     ],
 )
-def test_a_strategys_defaults_decide_what_config_leaves_open(
+def test_defaults_of_a_strategy_apply_to_keys_that_config_does_not_set(
     config, overrides, decided, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -137,7 +137,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
         ({"fp16": True}, ("unknown key 'fp16'", "Use --precision fp16")),
     ],
 )
-def test_names_that_are_none_or_two_are_refused(config, words):
+def test_unknown_and_duplicate_names_are_refused(config, words):
     with refused(*words):
         build_config(config)
 
@@ -181,12 +181,12 @@ def test_bad_value_is_refused_with_key_value_and_rule(name):
         ("generate= The ", " The "),
     ],
 )
-def test_set_text_becomes_a_value(text, value):
+def test_set_arguments_are_parsed(text, value):
     parsed = getattr(build_config({}, overrides=[text]), text.partition("=")[0].strip())
     assert (type(parsed), parsed) == (type(value), value)
 
 
-def test_presets_that_ship_and_by_path_and_from_home(tmp_path, monkeypatch):
+def test_presets_load_by_name_by_path_and_from_home(tmp_path, monkeypatch):
     for path in PRESETS_DIR.glob("*.json"):
         named, by_path = (build_config({}, preset=name) for name in (path.stem, path.name))
         assert named.to_user_words() == by_path.to_user_words()
@@ -218,7 +218,7 @@ set_texts = st.text(max_size=30) | st.builds(
 
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
-def test_any_config_and_any_text_resolve_or_explain(config, texts, typed):
+def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, typed):
     """The result must be either a complete RunConfig or a one-line error."""
     try:
         built = build_config({}, overrides=texts) if typed else build_config(config)

@@ -17,14 +17,14 @@ from distributed_training.settings.request import build_config
 from tests.support import refused
 
 
-def test_home_is_expanded_and_else_a_path_is_taken_as_written(monkeypatch):
+def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
     monkeypatch.setenv("HOME", "/some/home")
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("a/b.txt", "a/b.txt")):
         assert expand_home("output_dir", text) == path
     assert expand_home("dataset", "b" * 255) == "b" * 255
 
 
-def test_a_changed_file_is_another(tmp_path, monkeypatch):
+def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
     file = tmp_path / "weights"
     for whole_bytes, change in ((10**9, 1), (10**6, 8200)):  # 8 MB, read whole or in part
         monkeypatch.setattr(files, "_WHOLE_BYTES", whole_bytes)
@@ -39,7 +39,7 @@ def test_a_changed_file_is_another(tmp_path, monkeypatch):
     assert sample_file(file) == sample_file(tmp_path / "not there") == ""
 
 
-def test_writing_is_tried_and_leaves_nothing(tmp_path):
+def test_require_writable_leaves_no_files(tmp_path):
     (tmp_path / "a.html").write_text("kept")
     require_writable(tmp_path / "to" / "be" / "made", "")
     require_writable(tmp_path, "", "a.html", "b.html")
@@ -59,7 +59,7 @@ def test_writing_is_tried_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
-def test_paths_that_the_system_refuses(text):
+def test_paths_that_the_system_rejects_are_refused(text):
     for key in PATHS:
         with refused(f"{key}=", "cannot be used as a path"):
             build_config({key: text})
@@ -80,14 +80,14 @@ def test_paths_that_the_system_refuses(text):
         ("large", b"[1]", ["does not exist", "Did you mean 'large'?"]),
     ],
 )
-def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path):
+def test_invalid_json_is_refused_with_its_location(name, content, words, tmp_path):
     (tmp_path / f"{name}.json").write_bytes(content)
     file = tmp_path / f"{name}.json".replace("large", "larg")
     with refused(f"preset {file}", *words):
         load_json(file, "preset", unique=True)
 
 
-def test_errors_are_one_line_of_a_bearable_length():
+def test_errors_are_one_line_of_limited_length():
     error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
     assert str(error) == "a is wrong. Because of b. Type c."
     assert shown([1, None]) == "[1, None]"

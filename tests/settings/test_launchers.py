@@ -77,12 +77,12 @@ def environment(monkeypatch):
     return replace
 
 
-def test_every_row_has_a_case():
+def test_every_launcher_has_a_test_case():
     assert {row for _, row, _ in CASES.values()} == {source.launcher for source in SOURCES}
 
 
 @pytest.mark.parametrize("launcher", CASES)
-def test_a_launcher_tells_the_rank(launcher, environment, capsys):
+def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
     told, row, local = CASES[launcher]
     assert find_source(told).launcher == row
     environment(**told, **MASTER)
@@ -152,7 +152,7 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
         ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
     ],
 )
-def test_launchers_that_tell_half_are_refused(told, words, environment, capsys):
+def test_incomplete_launcher_variables_are_refused(told, words, environment, capsys):
     environment(**told)
     with refused(words):
         current_process()
@@ -162,18 +162,18 @@ def test_launchers_that_tell_half_are_refused(told, words, environment, capsys):
 
 
 @pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])
-def test_a_rank_that_is_none_says_so_itself(rank, environment, capsys):
+def test_an_invalid_rank_is_reported(rank, environment, capsys):
     environment(**{**RANK_1, **MASTER, "RANK": rank})
     assert exit_code(lambda: current_process() and 0) == 2
     assert f"RANK={rank}" in capsys.readouterr().err.replace("'", "")
 
 
-def test_one_process_of_torchrun_is_no_cluster(environment):
+def test_one_process_of_torchrun_is_a_single_process(environment):
     environment(**ONE)
     assert current_process() == Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
-def test_settings_of_accelerate_are_named():
+def test_unused_settings_of_accelerate_are_named():
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
     assert describe_unread({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
     told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}

@@ -30,7 +30,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def test_the_weakest_gpu_counts(nvidia_smi):
+def test_a_machine_has_the_values_of_its_weakest_gpu(nvidia_smi):
     nvidia_smi()
     machine = machines.detect_machine()
     assert (machine.num_gpus, machine.gpu_name) == (3, "NVIDIA H200")
@@ -56,7 +56,7 @@ def test_hidden_gpus_do_not_count(visible, memories, nvidia_smi, monkeypatch):
     assert machine.gpu_memory_bytes == min(memories, default=0) * MIB
 
 
-def test_a_driver_without_gpus_is_a_machine_without(nvidia_smi):
+def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
     assert machines.detect_machine().num_gpus == 0, "no driver"
     for answer, code in (("", 0), ("NVIDIA-SMI has failed\n", 9)):
         nvidia_smi(answer, code)
@@ -64,13 +64,13 @@ def test_a_driver_without_gpus_is_a_machine_without(nvidia_smi):
         assert (machine.num_gpus, machine.gpu_name, machine.compute_capability) == (0, None, (0, 0))
 
 
-def test_memory_is_this_machines():
+def test_available_ram_is_at_most_the_total():
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(lines["MemTotal"].split()[0]) * 1024
     assert 0 < machines.available_ram_bytes() <= total
 
 
-def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
+def test_a_gpu_that_does_not_report_its_memory(nvidia_smi, monkeypatch):
     """Integrated GPUs (GB10, Jetson) report [N/A] because they share the host's memory."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1\n")
     monkeypatch.setattr(machines, "available_ram_bytes", lambda: 99 * MIB)
@@ -127,7 +127,7 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
         ("", {}, 10**6, 8),
     ],
 )  # fmt: skip
-def test_limits_of_a_container_count(groups, files, ram, cpus, tmp_path, monkeypatch):
+def test_limits_of_a_container_are_respected(groups, files, ram, cpus, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -151,7 +151,7 @@ def test_limits_of_a_container_count(groups, files, ram, cpus, tmp_path, monkeyp
         ("model name\t: bf16", False),
     ],
 )
-def test_instructions_for_bf16(tmp_path, line, expected):
+def test_bf16_support_is_read_from_cpuinfo(tmp_path, line, expected):
     assert not machines.has_bf16(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
     assert machines.has_bf16(tmp_path / "cpuinfo") == expected

@@ -18,7 +18,7 @@ from tests.planner.helpers import NAMES
 from tests.support import named_strategy, own_json, refused
 
 
-def test_strategies_in_the_folders_order_mean_what_they_say():
+def test_shipped_strategies_have_their_order_and_meaning():
     assert list(list_strategies()) == [*NAMES, "local_sgd", "compressed"]
     for name in NAMES:
         strategy = named_strategy(name)
@@ -44,14 +44,14 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         ("zero2", own_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
     ],
 )
-def test_json_of_another_strategy_or_of_none(strategy, document, words, tmp_path):
+def test_json_of_another_strategy_is_refused(strategy, document, words, tmp_path):
     path = tmp_path / "given.json"
     path.write_text(json.dumps(document))
     with refused("given.json", *words):
         load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
-def test_the_number_of_stages_may_be_set_beside_a_json_of_ones_own(tmp_path):
+def test_pp_may_be_set_together_with_a_deepspeed_json(tmp_path):
     path = tmp_path / "given.json"
     path.write_text(json.dumps(own_json("hybrid")))
     values = {"strategy": "hybrid", "deepspeed_config": str(path), "pp": 4}
@@ -115,7 +115,7 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
     ],
 )
-def test_a_folder_that_is_not_understood(document, words, folders):
+def test_invalid_strategy_folders_are_refused(document, words, folders):
     (folders(own=document) / "own" / "engine.py").write_text("OPTIONS = {}")
     with refused(*words):
         load_own()
@@ -139,7 +139,7 @@ class MyEngine:
 '''
 
 
-def test_an_engine_in_a_strategys_own_folder(folders):
+def test_a_strategy_folder_may_contain_an_engine(folders):
     root = folders(own={"name": "own", "mesh": {"dp_replicate": -1}, "engine": "engine.py"})
     file = root / "own" / "engine.py"
     file.write_text(ENGINE)

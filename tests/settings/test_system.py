@@ -30,7 +30,9 @@ def gone(tmp_path, monkeypatch):
         ("HF_HUB_DOWNLOAD_TIMEOUT", "abc", ["30"]),
     ],
 )
-def test_values_that_a_library_would_fail_on_later_are_refused(name, value, accepted, monkeypatch):
+def test_environment_values_that_a_library_rejects_later_are_refused(
+    name, value, accepted, monkeypatch
+):
     for good in accepted:
         monkeypatch.setenv(name, good)
         system.require_system()
@@ -39,7 +41,7 @@ def test_values_that_a_library_would_fail_on_later_are_refused(name, value, acce
         system.require_system()
 
 
-def test_a_system_in_which_nothing_works_is_named(monkeypatch):
+def test_an_unusable_system_is_refused(monkeypatch):
     monkeypatch.setattr(system, "_PROC_FILES", ("/proc/stat", "/proc/none"))
     with refused("/proc/none cannot be read", "mount -t proc proc /proc"):
         system.require_system()
@@ -62,7 +64,7 @@ def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, caps
     assert capsys.readouterr().err.startswith("error: the current folder has been removed.")
 
 
-def test_memory_that_is_refused_is_said_in_a_line(monkeypatch):
+def test_out_of_memory_errors_are_one_line(monkeypatch):
     for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
         explained = explain(error)
         assert isinstance(explained, RunError)

@@ -44,7 +44,7 @@ def test_number_of_processes():
             launch.requested_processes(wrong, CPU_MACHINE, {})
 
 
-def test_a_deepspeed_json_of_accelerate_must_be_configs(monkeypatch):
+def test_the_deepspeed_json_of_accelerate_must_be_the_one_in_config(monkeypatch):
     ours = ROOT / "configs/ds_config_zero2.json"
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ours))
     for values in ({}, {"deepspeed_config": str(ours)}):
@@ -93,7 +93,7 @@ def spawn(tmp_path, monkeypatch):
     return call
 
 
-def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
+def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
     for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
     started(tmp_path).update(status="interrupted")  # the record of another attempt is ignored
@@ -126,7 +126,7 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
         ("ok", {0: 1}, 0, "note: after the run had finished: a process ended with an error"),
     ],
 )
-def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
+def test_record_shows_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
     started(tmp_path).update(status=status)
     assert spawn(codes) == code
     printed = capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tm
         assert spawn(codes, push="user/name") == 1, "it was being sent to the Hub"
 
 
-def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
+def test_a_rank_that_was_killed_is_recorded_as_the_cause(spawn, tmp_path):
     started(tmp_path)
     mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
     assert spawn({0: 1}) == 1
@@ -153,7 +153,7 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
     )
 
 
-def test_one_process_is_a_launchers_only_one(monkeypatch):
+def test_a_single_process_equals_a_launcher_with_one_process(monkeypatch):
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth7"})
     process = single_process()
     assert process == current_process()
@@ -172,7 +172,7 @@ def test_processes_that_could_not_connect_are_not_started(monkeypatch):
         run_ranks(lambda: 0, 2)
 
 
-def test_a_port_that_is_taken_is_named(monkeypatch):
+def test_a_port_in_use_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -191,7 +191,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         ("192.0.2.1", 0, "MASTER_ADDR='192.0.2.1' is not an address of this machine. Set it to"),
     ],
 )
-def test_an_address_that_is_wrong_is_told_from_a_port(host, rank, words, monkeypatch):
+def test_a_wrong_address_is_distinguished_from_a_port_in_use(host, rank, words, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", "29555")
     process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
@@ -219,7 +219,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
         ("aabb", ("0", "1", "0", "0"), "rank 3 on b has LOCAL_RANK=0 instead of 1"),
     ],
 )
-def test_ranks_find_out_how_many_are_on_their_machine(machines, local_ranks, words, monkeypatch):
+def test_ranks_count_the_processes_on_their_machine(machines, local_ranks, words, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     told = {"local_world_size": 0, "wrong_interface": ""}
     places = [
@@ -250,7 +250,7 @@ def test_ranks_find_out_how_many_are_on_their_machine(machines, local_ranks, wor
         ("", "^lo,eth", "NCCL_SOCKET_IFNAME='^lo,eth' names"),
     ],
 )
-def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch):
+def test_missing_network_interfaces_are_named(gloo, nccl, wrong, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
     found = rendezvous.find_wrong_interface(["lo", "eth0"])
@@ -274,7 +274,7 @@ def run_without_planning(run_dir):
     launch.start_planned()
 
 
-def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
+def test_a_process_follows_plan_json_without_planning(tmp_path):
     plan = plan_for(tmp_path, CPU_MACHINE, 1, **SMALL, strategy="dp", max_steps=9)
     plan = run_dir.reserve_run_dir(plan)
     values = json.loads((plan.run_dir / "plan.json").read_text())
@@ -300,7 +300,7 @@ def run_without_deepspeed(arguments):
     run_script(*arguments)
 
 
-def test_native_strategies_train_where_deepspeed_is_not_installed(tmp_path):
+def test_native_strategies_train_without_deepspeed_installed(tmp_path):
     values = {**SMALL, "strategy": "fsdp", "max_steps": 2, "output_dir": tmp_path}
     arguments = [str(SCRIPT), *settings(values)]
     function = "tests.start.test_launch:run_without_deepspeed"
@@ -308,7 +308,7 @@ def test_native_strategies_train_where_deepspeed_is_not_installed(tmp_path):
     assert only_record(tmp_path)["versions"].keys() == {"python", "torch", "numpy", "tokenizers"}
 
 
-def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkeypatch):
+def test_strategy_auto_on_a_gpu_is_tried_and_a_named_strategy_is_not(tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: None)

@@ -54,7 +54,7 @@ def ranks(request, tmp_path, monkeypatch):
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
+def test_ranks_start_during_planning_and_end_if_planning_fails(tmp_path):
     script = tmp_path / "script.py"
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
     told = f"[input(), *map(os.environ.get, {names})]"
@@ -71,20 +71,20 @@ def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
     assert [process.returncode for process in begun] == [-signal.SIGTERM] * 2
 
 
-def test_only_who_failed_by_itself_is_blamed(ranks):
+def test_only_ranks_that_failed_by_themselves_are_blamed(ranks):
     began = time.monotonic()
     ended = ranks(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}")
     assert (ended.exit_code, ended.codes) == (1, {1: -signal.SIGKILL})
     assert time.monotonic() - began < 30
 
 
-def test_who_does_not_end_is_killed(ranks, monkeypatch):
+def test_ranks_that_ignore_sigterm_are_killed(ranks, monkeypatch):
     monkeypatch.setenv(PATIENCE, "0.5")
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
 
 
-def test_who_is_frozen_once_another_has_ended_is_killed(ranks, monkeypatch, capfd):
+def test_a_rank_frozen_after_another_has_ended_is_killed(ranks, monkeypatch, capfd):
     monkeypatch.setattr(ranks_module, "STOPPED_S", 1.0)
     monkeypatch.setattr(ranks_module, "FAILED_S", 0.5)
     ended = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
@@ -96,7 +96,7 @@ def test_who_is_frozen_once_another_has_ended_is_killed(ranks, monkeypatch, capf
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signals_are_passed_on(signum, ranks, tmp_path):
+def test_signals_are_forwarded_to_the_ranks(signum, ranks, tmp_path):
     def stop():
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.01)
@@ -114,7 +114,7 @@ def test_signals_are_passed_on(signum, ranks, tmp_path):
     assert signal.getsignal(signum) == before
 
 
-def test_a_fork_ends_though_a_second_signal_comes_while_it_does():
+def test_a_fork_ends_despite_a_second_signal():
     def body():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         sys.stdout = SimpleNamespace(flush=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -123,7 +123,7 @@ def test_a_fork_ends_though_a_second_signal_comes_while_it_does():
     assert fork(body).wait(30) == 3
 
 
-def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
+def test_ctrl_z_stops_all_ranks_and_they_continue_together(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEGIN + WAIT)
     program = (
@@ -156,7 +156,7 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
     assert not any(rank.is_running() for rank in ranks)
 
 
-def test_another_process_answers_meanwhile(capfd):
+def test_a_fork_computes_in_the_background(capfd):
     answer = compute_in_fork(lambda: "x" * 100_000)  # more than a pipe can hold
     assert answer() == "x" * 100_000
     with pytest.raises(RunError, match="killed by SIGKILL, usually because the host"):
@@ -181,6 +181,6 @@ def test_phases_are_counted_from_the_start_of_the_process():
     assert Startup({"import": 3.0}).seconds == {"import": 3.0}
 
 
-def test_ranks_are_ended_even_if_the_time_for_it_is_not_a_number(monkeypatch):
+def test_ranks_are_ended_despite_an_invalid_time_limit(monkeypatch):
     monkeypatch.setenv(PATIENCE, "x")
     ranks_module._end([], told=True)

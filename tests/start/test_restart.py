@@ -35,7 +35,7 @@ def begun(tmp_path):
 
 
 @pytest.mark.parametrize("batch", [(4, 1), (3, 2)], ids=str)
-def test_the_global_batch_stays(batch, begun, tmp_path):
+def test_restarting_keeps_the_global_batch(batch, begun, tmp_path):
     values = {"batch_size": batch[0], "grad_accum_steps": batch[1]}
     before = begun(4, **values)
     for count in (1, 2, 3, 4, 6):
@@ -53,13 +53,13 @@ def test_the_global_batch_stays(batch, begun, tmp_path):
         assert "from the beginning" in note
 
 
-def test_a_batch_that_was_left_to_the_planner_stays(begun, tmp_path):
+def test_restarting_keeps_an_automatic_batch_size(begun, tmp_path):
     before = begun(2, batch_size="auto", strategy="auto")
     config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
     assert planned(config, 1).work == before.work
 
 
-def test_it_is_the_run_of_these_launchers(begun, tmp_path):
+def test_restarting_continues_the_run_of_the_same_launchers(begun, tmp_path):
     asked = config_for(tmp_path)
     assert continue_run(asked, AGENTS, 2) == (asked, [])
     older, _ = begun(2), begun(2, launchers=["a 100 9.5"])
@@ -71,7 +71,7 @@ def test_it_is_the_run_of_these_launchers(begun, tmp_path):
     assert notes == ["restarted from step-00000007"]
 
 
-def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
+def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
     """A run that resumed from the older of two checkpoints is restarted, both before and after a
     save. The newer checkpoint must not be used."""
     older, newer, saved = (tmp_path / f"checkpoints/step-0000000{step}" for step in (2, 5, 3))
@@ -101,7 +101,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("count", [4, 2, 8])
-def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
+def test_resuming_a_named_run_keeps_its_work(count, saved):
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
     notes = []
     config = take_over(merged(shipped, f"resume={saved.run_dir}"), count, notes)
@@ -119,7 +119,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
-def test_what_was_typed_counts(typed, saved):
+def test_typed_values_override_those_of_the_saved_run(typed, saved):
     """Values that the user sets in CONFIG or on the command line replace those of the saved
     run."""
     own = {"strategy": "local_sgd"}
@@ -133,7 +133,7 @@ def test_what_was_typed_counts(typed, saved):
         assert not any(name in " ".join(notes) for name in typed)
 
 
-def test_a_strategy_that_is_typed_leaves_out_the_others_keys(saved):
+def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved):
     config = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4, [])
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
     with refused("3 processes", "global batch of 8 evenly"):

@@ -12,7 +12,7 @@ from tests.conftest import clean_environment
 from tests.pool import ROOT
 
 
-def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
+def test_a_stalled_or_closed_reader_does_not_block_the_run(monkeypatch):
     monkeypatch.setattr(streams, "STALLED_S", 0.2)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
@@ -38,7 +38,7 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_go_nowhere(closed, tmp_path):
+def test_output_to_closed_streams_is_discarded(closed, tmp_path):
     """A file that is opened later must not get the descriptor of a closed stream."""
     command = f'{sys.executable} real_model_example.py --dry-run --set output_dir="$0" {closed}'
     environment = clean_environment()
@@ -49,7 +49,7 @@ def test_closed_streams_go_nowhere(closed, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_characters_that_an_encoding_lacks_end_nothing():
+def test_unencodable_characters_do_not_end_the_run():
     command = [sys.executable, ROOT / "real_model_example.py", "--dry-run"]
     words = [
         "--generate",
@@ -79,7 +79,7 @@ assert not [name for name in sys.modules if name.startswith("distributed_trainin
 """
 
 
-def test_a_notebooks_kernel_is_left_as_it_was():
+def test_a_notebook_kernel_stays_unchanged():
     script = str(ROOT / "real_model_example.py")
     code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

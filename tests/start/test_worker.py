@@ -23,7 +23,7 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])
-def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monkeypatch):
+def test_initial_weights_are_rounded_to_the_compute_dtype(strategy, tmp_path, monkeypatch):
     """DeepSpeed starts from rounded weights. Therefore all strategies start from rounded weights,
     which are stored in fp32."""
     for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
@@ -40,7 +40,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
         assert torch.equal(parameter, expected[name].bfloat16().float()), name
 
 
-def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
+def test_advice_to_save_memory_is_given_only_if_it_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
     long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # a loss over many tokens
     for count, values, divide, chunk in (
@@ -57,7 +57,7 @@ def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch)
         assert "on rank 0: tried to allocate\n  The peak was 1.00 GiB" in text
 
 
-def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
+def test_the_cause_of_a_failure_is_known_on_all_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     store = dist.HashStore()
     for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
@@ -105,7 +105,7 @@ def test_each_process_gets_a_device_or_is_refused(planned, seen, device, variabl
             worker.prepare(planned, PROCESS)
 
 
-def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
+def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

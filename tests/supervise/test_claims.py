@@ -50,7 +50,7 @@ def claim_as(run_dir, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
+def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
     """A rank keeps the claim on the run folder after the rank's launcher has been killed."""
     run_dir = tmp_path / "a"
     run_dir.mkdir()
@@ -85,7 +85,7 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     assert not claims.is_locked(run_dir)
 
 
-def test_who_was_taken_over_meanwhile_stops(tmp_path):
+def test_a_run_whose_claim_was_taken_over_stops(tmp_path):
     claim_as(tmp_path / "a")
     claims.renew(tmp_path / "a")
     claim_as(tmp_path / "a", hostname="another-host", claimed_at=time.time() + 60)
@@ -97,9 +97,7 @@ def test_who_was_taken_over_meanwhile_stops(tmp_path):
 @pytest.mark.parametrize(
     ("end", "kernel"), [("renewed", "another"), ("renewed", ""), ("released", ""), ("silent", "")]
 )
-def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
-    end, kernel, tmp_path, monkeypatch
-):
+def test_a_claim_without_locks_expires_unless_it_is_renewed(end, kernel, tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "RENEWED_S", 30.0 if end == "renewed" else 1.0)
     claim_as(tmp_path / "a", hostname="another-host", kernel=kernel)
     os.close(claims._claim_fds.pop(tmp_path / "a"))
@@ -114,7 +112,7 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
     claims.refuse_held(tmp_path / "a")
 
 
-def test_a_machine_that_may_have_stopped_is_waited_for_once_and_with_a_note(
+def test_the_claim_of_a_silent_machine_is_waited_for_once_with_a_note(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(claims, "RENEWED_S", 1.0)
@@ -130,7 +128,7 @@ def test_a_machine_that_may_have_stopped_is_waited_for_once_and_with_a_note(
     assert "on '\\x1b[2Jother' started" in note
 
 
-def test_a_pipe_as_owner_file_is_not_waited_for(tmp_path):
+def test_a_pipe_as_owner_file_does_not_block(tmp_path):
     os.mkfifo(tmp_path / claims.OWNER_FILE)
     claims.hold(tmp_path)
     claims.refuse_held(tmp_path)
@@ -150,7 +148,7 @@ def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
     assert not run_dir.exists()
 
 
-def test_a_lock_of_another_user_is_shared_and_one_that_is_kept_is_named(tmp_path, monkeypatch):
+def test_the_lock_file_of_another_user_works_and_a_held_lock_is_named(tmp_path, monkeypatch):
     (tmp_path / ".lock").touch()
     real = os.open
 

@@ -26,7 +26,7 @@ from distributed_training.supervise import commands
         ("train --preset words", {"max_steps": 8}, "train --preset words --max_steps=8"),
     ],
 )  # fmt: skip
-def test_a_run_is_started_again_with_other_values(typed, changes, expected):
+def test_command_that_repeats_a_run_with_other_values(typed, changes, expected):
     plan = SimpleNamespace(command=f"python real_model_example.py {typed}")
     assert commands.again(plan, **changes) == f"python real_model_example.py {expected}"
 
@@ -54,7 +54,7 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
     assert longer == f"python real_model_example.py {expected}"
 
 
-def test_a_launcher_starts_its_run_again():
+def test_under_a_launcher_the_resume_option_is_printed():
     plan = SimpleNamespace(run_dir=Path("runs/a"), launchers=["torchrun"])
     assert commands.to_continue(plan)[1] == "--resume runs/a"
 

@@ -33,7 +33,7 @@ def watch():
         ("user/script", False),
     ],
 )
-def test_whether_it_waits_for_others(watch, file, waits):
+def test_stacks_that_wait_for_other_ranks_are_recognized(watch, file, waits):
     *callers, inner = (f"/site-packages/{name}.py" for name in file.split(" > "))
     gate = threading.Lock()
     there = {"gate": gate}
@@ -53,7 +53,7 @@ def test_whether_it_waits_for_others(watch, file, waits):
     thread.join(10)
 
 
-def test_a_look_at_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch):
+def test_inspecting_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch):
     class Tensor:
         pass
 
@@ -82,7 +82,7 @@ def test_a_look_at_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch
     assert left == [0]
 
 
-def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
+def test_time_limit_follows_measured_steps_and_is_ten_minutes_for_all_else(watch):
     watch.end()
     watch.world_size, watch._min_limit_s = 2, 60.0
     watch.at("saving step 3")
@@ -119,7 +119,7 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
         (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: no heartbeat"),
     ],
 )
-def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
+def test_a_frozen_rank_0_is_distinguished_from_a_lost_connection(
     watch, monkeypatch, heard_s, answered_s, reason
 ):
     watch.end()
@@ -132,7 +132,7 @@ def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
     assert re.match(reason or "$", reasons[-1])
 
 
-def test_the_rank_that_is_in_no_collective_is_waited_for():
+def test_the_rank_outside_of_a_collective_is_named_as_late():
     same = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _update"}
     states = [{**same, "waits": True}, {**same, "waits": False}, {**same, "waits": True}]
     text = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"

@@ -23,7 +23,7 @@ def of_all(_arguments):
         return calibrate.calibrate(group)
 
 
-def test_two_processes_measure_at_once():
+def test_two_processes_calibrate_together():
     document = heavy_pool().call("tests.tools.test_calibrate:of_all", None, num_processes=2)
     guess = cpu_rates(2, 2)
     rates = from_calibration(json.loads(json.dumps(document)), guess)
@@ -38,7 +38,7 @@ def test_two_processes_measure_at_once():
     assert rates.host == guess.host  # not measured
 
 
-def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
+def test_calibrated_rates_predict_the_measured_step_time(monkeypatch, tmp_path):
     """If matrix multiplications take less time than the whole step, the rates from measured steps
     must predict the measured times."""
     seconds = iter((0.1, 0.03, 0.005))
@@ -51,7 +51,7 @@ def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_
     assert taken == pytest.approx(0.105 + rates.host.step, rel=2e-3)
 
 
-def test_rates_are_those_that_the_measured_times_mean():
+def test_rates_are_recovered_from_measured_times():
     """Recover known rates from their times: 10 TFLOP/s for matrix multiplications in whole tiles,
     links of 100 GB/s, and a slow host."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048

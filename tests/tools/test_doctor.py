@@ -41,7 +41,7 @@ def levels(findings):
     return {finding.what: finding.level for finding in findings}
 
 
-def test_what_is_wrong_with_gpus_is_said(machine):
+def test_problems_with_gpus_are_reported(machine):
     fine = levels([*doctor.gpus(GPU_MACHINE), *doctor.torch_and_driver(GPU_MACHINE)])
     assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
     machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
@@ -59,14 +59,14 @@ def test_what_is_wrong_with_gpus_is_said(machine):
     assert levels(doctor.torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
 
 
-def test_the_cores_that_a_container_grants_are_said(monkeypatch):
+def test_cores_granted_by_a_container_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     texts = {finding.what: finding.text for finding in doctor.memory_and_files()}
     assert texts["cores"].startswith("3 of 64 cores are available")
 
 
-def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
+def test_a_full_or_unwritable_disk_fails(tmp_path, monkeypatch):
     room = SimpleNamespace(free=2**40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: room)
     monkeypatch.setattr(doctor, "PROBE_BYTES", 2**20)
@@ -79,7 +79,7 @@ def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
     assert [f.text for f in doctor.disk(runs)] == [f"You cannot write to {tmp_path}."]
 
 
-def test_the_screen_is_as_wide_as_a_terminal(tmp_path, monkeypatch, capsys):
+def test_output_fits_the_width_of_a_terminal(tmp_path, monkeypatch, capsys):
     code = doctor.main(tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in printed)

@@ -85,7 +85,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
 
 
-def test_of_chats_the_answers_are_evaluated_and_marks_are_no_text(model, tmp_path):
+def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_path):
     answers = ["One, zwei, 三.", "Yes"]
     rows = [{"messages": [SAID[0], {"role": "assistant", "content": one}]} for one in answers]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -124,7 +124,7 @@ def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tm
     assert found["loss"] == pytest.approx(nats / count, abs=2e-4)
 
 
-def test_a_run_is_evaluated_as_it_was_at_its_end(tmp_path):
+def test_evaluating_a_run_repeats_its_last_evaluation(tmp_path):
     assert_ok(train({"output_dir": tmp_path, "max_steps": 2}))
     record = only_record(tmp_path)
     last = record["evaluations"][-1]
@@ -136,7 +136,7 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(tmp_path):
     assert f"{last['bits_per_byte']:.4f}" in result.stdout
 
 
-def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
+def test_invalid_evaluations_are_refused(model, tmp_path):
     def refusal(*arguments):
         result = heavy_pool().script(["eval", *arguments])
         assert_refused(result)
@@ -160,7 +160,7 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize("place", [EMBEDDED_DIR, None])
-def test_bytes_of_tokens_are_those_of_the_text(place, folder):  # noqa: F811
+def test_bytes_of_tokens_add_up_to_the_text(place, folder):  # noqa: F811
     tokenizer = Tokenizer(place or folder)
     bytes_of = tokenizer.count_bytes()
     assert (bytes_of[tokenizer.special_ids] == 0).all()
@@ -170,7 +170,7 @@ def test_bytes_of_tokens_are_those_of_the_text(place, folder):  # noqa: F811
     assert np.flatnonzero(bytes_of == 0).tolist() == sorted(tokenizer.special_ids)
 
 
-def test_an_lm_eval_that_lacks_a_dependency_is_a_line(monkeypatch):
+def test_a_missing_dependency_of_lm_eval_gives_a_one_line_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with refused("lm-eval cannot be imported", "pip install 'lm-eval[hf]'"):
         _evaluate_tasks("anywhere", "", "arc_easy")

@@ -135,16 +135,16 @@ def assert_same_plans(call, capsys, words, tmp_path):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_planned_preset_is_the_presets_run(preset, call, capsys, tmp_path):
+def test_planning_a_preset_gives_the_presets_run(preset, call, capsys, tmp_path):
     assert assert_same_plans(call, capsys, ["--cluster", "2xH200", "--preset", preset], tmp_path)
 
 
-def test_printed_commands_make_the_plans_that_were_ranked(call, capsys, tmp_path):
+def test_printed_commands_give_the_ranked_plans(call, capsys, tmp_path):
     found = [assert_same_plans(call, capsys, random_words(n), tmp_path) for n in range(30)]
     assert sum(count > 0 for count in found) >= 15
 
 
-def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
+def test_a_job_uses_absolute_paths(call, tmp_path, monkeypatch):
     """A job must use absolute paths for its files, because it runs in the script's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("text")
@@ -163,5 +163,5 @@ def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
     ("seconds", "text"),
     [(1, "00:05:00"), (3600, "01:00:00"), (3601, "01:05:00"), (90_000, "1-01:00:00")],
 )
-def test_a_time_limit_is_written_as_slurm_reads_it(seconds, text):
+def test_time_limits_have_slurms_format(seconds, text):
     assert jobs.slurm_time(seconds) == text

@@ -29,7 +29,7 @@ def test_neither_latency_nor_rate_is_below_zero(points, latency):
     assert rate > 0
 
 
-def test_links_that_follow_the_ring_formula_have_its_times():
+def test_fitted_links_reproduce_the_times_of_the_ring_formula():
     """Simulate four processes whose links have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
     messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
@@ -68,7 +68,7 @@ def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
     assert (tmp_path / "links.png").stat().st_size > 10_000
 
 
-def test_refusals():
+def test_invalid_arguments_are_refused():
     for typed in (("--num_gpus", "1"), ("--largest", "0")):
         shown = light_pool().script(["links", *typed])
         assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
@@ -76,7 +76,7 @@ def test_refusals():
         mesh_of(argparse.Namespace(pp=1, dp_shard=1, tp=2), 3)
 
 
-def test_every_pair_of_three_processes_is_measured_and_of_many_a_chain():
+def test_few_processes_measure_every_pair_and_many_measure_a_chain():
     result = heavy_pool().script(["doctor", "--nodes"], num_processes=3)
     assert_ok(result)
     summary, *links = result.stdout.splitlines()[:4]

@@ -22,7 +22,7 @@ from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 
 @pytest.mark.parametrize("warmup", [0, 4, 30])
-def test_rates_rise_to_the_peak_and_follow_the_schedule(warmup):
+def test_learning_rate_warms_up_and_follows_the_schedule(warmup):
     for schedule, after_warmup in {
         "constant": lambda progress: 1.0,
         "linear": lambda progress: 1.0 - progress,
@@ -113,7 +113,7 @@ def make_trainer(engine=None, **config):
     )
 
 
-def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
+def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
     def finish(saver):
         saver.step = 4
         raise FloatingPointError("weight/w has non-finite values on rank 0")
@@ -129,9 +129,7 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
 @pytest.mark.parametrize(
     ("every", "steps"), [(None, [5, 10, 12]), (0, []), ("signal", []), (4, [4, 8, 12])]
 )
-def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
-    every, steps, monkeypatch
-):
+def test_checkpoints_are_saved_when_due_and_after_the_record(every, steps, monkeypatch):
     """Before a checkpoint is saved, the record must contain all its steps. Otherwise a kill after
     the save would lose these steps permanently."""
     monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
@@ -147,7 +145,7 @@ def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to
     assert curves == [(step, list(range(1, step + 1)), step) for step in steps]
 
 
-def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
+def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     done = []
     row = {"copied": True}
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: done.append(step))
@@ -166,7 +164,7 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     assert done[-1] == "finished"
 
 
-def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monkeypatch, capsys):
+def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(monkeypatch, capsys):
     def finish(saver):
         saver.ending = None
         return Path("checkpoints/step"), {"copied": True}
@@ -195,7 +193,7 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monke
         (signal.SIGQUIT, 100, [7]),
     ],
 )
-def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
+def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(signum, every, steps, saved):
     engine = CountingEngine(at_step=lambda step: step == 7 and os.kill(os.getpid(), signum))
     before = signal.getsignal(signum)
     assert make_trainer(engine, checkpoint_every=every).run() == signum
@@ -215,7 +213,7 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
         ([5, 6, 7, 8, 9, 9, 9], 12, 12),
     ],
 )
-def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, steps, saved):
+def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, saved):
     trainer = make_trainer(
         CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
     )
@@ -232,7 +230,7 @@ def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, step
     assert saved[-1] == steps
 
 
-def test_a_signal_that_comes_later_is_left_to_the_handler_before_training(monkeypatch):
+def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
     clock, raised, trainer = [1000.0], [], make_trainer()
     trainer._handlers_before = {signal.SIGTERM: "end the run"}
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -268,9 +266,7 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
         ([9.0, float("nan"), 3.0, 5.0, 4.0, 3.0, 6.0], [5]),
     ],
 )
-def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
-    losses, steps, exported
-):
+def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, exported):
     engine = CountingEngine(losses=[*range(NUM_STEPS)])
     trainer = make_trainer(engine, keep_best=True, eval_every=3)
     values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))

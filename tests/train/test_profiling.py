@@ -22,7 +22,7 @@ from distributed_training.train.profiling import steps_to_trace
         (3, False, 98, 100, [100]),
     ],
 )
-def test_steps(count, graphs, done, num_steps, traced):
+def test_steps_that_are_traced(count, graphs, done, num_steps, traced):
     config = build_config({"profile": count, "cuda_graphs": graphs})
     plan = SimpleNamespace(config=config, num_steps=num_steps)
     assert list(steps_to_trace(plan, done)) == traced
