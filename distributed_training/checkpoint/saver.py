@@ -29,15 +29,15 @@ from distributed_training.checkpoint import resume
 from distributed_training.checkpoint.earlier import is_earlier_fingerprint
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
-from distributed_training.parallel.agree import failing_together, gather
+from distributed_training.parallel.agree import gather, raise_on_all_ranks
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import (
-    COPY,
+    COPY_PREFIX,
     HostMemory,
     Part,
     TensorFiles,
+    build_part,
     bytes_to_copy,
-    part_of,
     write_parts,
 )
 from distributed_training.plan.plan import Plan
@@ -127,7 +127,7 @@ class Saver:
         if all(gather(self.memory is not None and len(self.memory.memory) >= needed_bytes)):
             return
         if self.memory is not None:  # free the old memory before allocating more
-            self.memory.finding.join()
+            self.memory.pinning.join()
             self.memory = None
         fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
         # A strategy that swaps to disk leaves no free memory.
@@ -166,7 +166,7 @@ class Saver:
         is_rank_0 = self.topology.rank == 0
         final = writing.with_name(name_of(meta.step))
         file = writing / resume.file_of(self.topology.rank)
-        with failing_together(self._group):
+        with raise_on_all_ranks(self._group):
             written = (socket.gethostname(), *write_parts(file, parts))
         for rank, (host, size, checksum) in enumerate(gather(written, self._group)):
             name = resume.file_of(rank)
@@ -177,12 +177,12 @@ class Saver:
         # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
         # nodes.
         for has_turn in (not is_rank_0, is_rank_0):
-            with failing_together(self._group):
+            with raise_on_all_ranks(self._group):
                 if self._leads and has_turn:
                     _publish(writing, final, meta)
         # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
         # and this run repeats their steps.
-        with failing_together(self._group):
+        with raise_on_all_ranks(self._group):
             checkpoints = list_checkpoints(self.plan.run_dir) if self._leads else []
             older = [checkpoint for checkpoint in checkpoints if checkpoint <= final]
             for checkpoint in set(checkpoints).difference(
@@ -257,7 +257,7 @@ def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
         holders = [rank for rank, keys in keys_by_rank.items() if key in keys]
         if holders[number % len(holders)] == topology.rank:
             part = part_by_key[key]
-            copies.append(replace(part, name=COPY + part.name, writes=True))
+            copies.append(replace(part, name=COPY_PREFIX + part.name, writes=True))
     return copies
 
 
@@ -265,23 +265,24 @@ def own_parts(engine: Engine, topology: Topology) -> list[Part]:
     """Return the state that only this rank has: engine-private tensors and the states of the random
     number generators."""
     rank = topology.rank
-    tensors = {f"own/{rank}/{name}": tensor for name, tensor in engine.own_state().items()}
+    tensors = {f"own/{rank}/{name}": tensor for name, tensor in engine.local_state().items()}
     tensors[f"random/cpu/{rank}"] = torch.get_rng_state()
     if topology.device_type == "cuda":
         tensors[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
     return [
-        part_of(name, tensor, tensor.shape, (0,) * tensor.dim()) for name, tensor in tensors.items()
+        build_part(name, tensor, tensor.shape, (0,) * tensor.dim())
+        for name, tensor in tensors.items()
     ]
 
 
 def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
     """Restore random number generators and engine-private state in place."""
-    torch.set_rng_state(saved.whole(f"random/cpu/{topology.rank}"))
+    torch.set_rng_state(saved.read_whole(f"random/cpu/{topology.rank}"))
     if topology.device_type == "cuda":
-        torch.cuda.set_rng_state(saved.whole(f"random/cuda/{topology.rank}"))
+        torch.cuda.set_rng_state(saved.read_whole(f"random/cuda/{topology.rank}"))
     prefix = f"own/{topology.rank}/"
-    names = [name for name in saved.stored if name.startswith(prefix)]
-    engine.load_own({name.removeprefix(prefix): saved.whole(name) for name in names})
+    names = [name for name in saved.stored_parts if name.startswith(prefix)]
+    engine.load_local_state({name.removeprefix(prefix): saved.read_whole(name) for name in names})
 
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:

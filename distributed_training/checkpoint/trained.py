@@ -24,11 +24,11 @@ class Saved(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: TensorFiles) -> None:
         self.files = files
-        names = (name for name in files.stored if name.startswith(WEIGHT))
+        names = (name for name in files.stored_parts if name.startswith(WEIGHT))
         self.names = [name.removeprefix(WEIGHT) for name in names]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.files.whole(f"{WEIGHT}{name}")
+        return self.files.read_whole(f"{WEIGHT}{name}")
 
     def check(self, plan: Plan) -> None:
         """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
@@ -43,7 +43,7 @@ class Saved(Mapping[str, torch.Tensor]):
                 raise
             except Exception:  # such as an error for a size of -1
                 shapes = {}
-            stored = self.files.stored
+            stored = self.files.stored_parts
             fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
         if not fits:
             what = (

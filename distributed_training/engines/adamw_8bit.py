@@ -18,7 +18,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         super().__init__(groups, lr, **ADAM)
         self.compiled = compiled
 
-    def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+    def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`. torchao would keep
         the counter on the host, where a CUDA graph cannot increment it."""
         first, second = (self._new_buffer(parameter, signed) for signed in (True, False))
@@ -28,7 +28,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         if not self.state:
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self.begin(parameter, torch.zeros((), device=parameter.device))
+                    self.init_state(parameter, torch.zeros((), device=parameter.device))
         stance = contextlib.nullcontext()
         if not self.compiled:
             stance = torch.compiler.set_stance("force_eager")
@@ -36,7 +36,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
             super().step()
 
 
-def restore(moment: Any, values: torch.Tensor) -> None:
+def requantize(moment: Any, values: torch.Tensor) -> None:
     """Quantize `values`, which come from an earlier quantization, into `moment`. The codes stay the
     same, and the scales change at most in the last bit.
 
@@ -47,7 +47,7 @@ def restore(moment: Any, values: torch.Tensor) -> None:
     if moment.signed:
         scale = torch.maximum(scale, blocks.amin(1) / moment.qmap[0])
     scale = scale.clamp(min=1e-12)
-    middles = (moment.qmap[1:] + moment.qmap[:-1]) / 2
-    codes = torch.searchsorted(middles, blocks / scale[:, None])
+    midpoints = (moment.qmap[1:] + moment.qmap[:-1]) / 2
+    codes = torch.searchsorted(midpoints, blocks / scale[:, None])
     moment.codes.copy_(codes.view(moment.codes.shape))
     moment.scale.copy_(scale)

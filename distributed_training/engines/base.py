@@ -33,7 +33,7 @@ class StepResult:
     skipped: torch.Tensor | bool  # whether the update was skipped because gradients overflowed
     # Norm of this rank's shard of each parameter's gradient, [len(Engine.gradient_names)] on the
     # device. None if the engine does not compute it.
-    gradients: torch.Tensor | None = None
+    param_grad_norms: torch.Tensor | None = None
 
 
 class Engine(abc.ABC):
@@ -89,32 +89,32 @@ class Engine(abc.ABC):
         fp16."""
 
     @abc.abstractmethod
-    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
         """Restore the state described by `state_parts` and `counters` from a checkpoint. Any engine
         and layout may have written the checkpoint."""
 
-    def own_state(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         """Return fp32 tensors that only this rank has. They are needed for an exact resumption if
         the layout has not changed."""
         return {}
 
-    def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Restore this rank's `own_state`. Call this after `load`."""
+    def load_local_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Restore this rank's `local_state`. Call this after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """Return all weights by parameter name, gathered on rank 0's CPU. Return None on other
         ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
-        own_parts = [part for part in weights if part.writes and math.prod(part.size)]
-        ranks = gather([(part.name, part.shape, part.start, part.size) for part in own_parts])
+        local_parts = [part for part in weights if part.writes and math.prod(part.size)]
+        ranks = gather([(part.name, part.shape, part.start, part.size) for part in local_parts])
         if dist.get_rank() > 0:
-            for part in own_parts:
+            for part in local_parts:
                 dist.send(part.get().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
         for sender, positions in enumerate(ranks):
             for number, (name, shape, start, size) in enumerate(positions):
-                values = own_parts[number].get() if sender == 0 else torch.empty(size)
+                values = local_parts[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
                     dist.recv(values, sender)
                 tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))

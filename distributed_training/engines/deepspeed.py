@@ -32,7 +32,7 @@ class DeepSpeedEngine(base.Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         private.import_muon()
         # This must precede init_distributed, which the pipeline's constructor calls.
-        private.leave_out_extensions()
+        private.disable_default_extensions()
         self.topology = topology
         self.plan = plan
         config = plan.config
@@ -45,14 +45,14 @@ class DeepSpeedEngine(base.Engine):
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
-        self.copied = tables if model.size.tied else set()
+        self.tied_names = tables if model.size.tied else set()
         self.shapes = {  # shapes before sharding, without padding
             name: (rows if name in tables else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
         blocks.apply_checkpointing(model, config.activation_checkpointing, config.lora_rank)
         blocks.apply_chunked_loss(model, config)
-        blocks.apply_compile(model, config, ends=False)
+        blocks.apply_compile(model, config, compile_outer_layers=False)
         if strategy.zero.stage == 3:
             # Gather all parameters of a block together. This results in fewer, larger all-gathers
             # and in no hooks inside compiled blocks.
@@ -64,8 +64,8 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
-        with contextlib.nullcontext() if config.verbose else quiet:
+        discard_stdout = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
+        with contextlib.nullcontext() if config.verbose else discard_stdout:
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -148,7 +148,7 @@ class DeepSpeedEngine(base.Engine):
             flat_range = slice(offset, offset + count)
             # The last stage also has a copy of the tied embedding, but only the first stage writes
             # it.
-            writes = name not in self.copied or self.topology.pp_rank == 0
+            writes = name not in self.tied_names or self.topology.pp_rank == 0
             for tensor_name in tensor_names:
 
                 def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:
@@ -170,7 +170,7 @@ class DeepSpeedEngine(base.Engine):
         }
 
     @torch.no_grad()
-    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         steps = int(counters["adam_steps"])
@@ -186,7 +186,7 @@ class DeepSpeedEngine(base.Engine):
                     state[moment] = torch.zeros_like(flat)
                 tensors |= {moment: state[moment].zero_()} if steps else {}
             for part in self._parts(group, tensors, lambda _, tensors=tensors: tensors):
-                part.get().copy_(saved.read(part))
+                part.get().copy_(files.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from distributed_training.parallel.agree import works_everywhere
+from distributed_training.parallel.agree import succeeds_on_all_ranks
 
 NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first 11 steps
 # Memory that a graph needs, in bytes per byte of tensors at their peak. With FSDP and an
 # 8B-parameter model, 28.9 GiB was measured for 23.0 GiB of tensors.
-POOL_SHARE = 1.25
-LAUNCHING = "Each step is launched op by op instead of as one CUDA graph"
+POOL_BYTES_PER_TENSOR_BYTE = 1.25
+FALLBACK_WARNING = "Each step is launched op by op instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -41,12 +41,12 @@ class StepGraph:
         self.step = step
         self.device = device
         self.captures = captures
-        self.num_steps = 0  # steps since the last `forget`
+        self.num_steps = 0  # steps since the last `drop_graph`
         self.graph: torch.cuda.CUDAGraph | None = None
         # Tensors that the graph reads and writes
         self.inputs: list[torch.Tensor] = []
         self.outputs: tuple[torch.Tensor, ...] = ()
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if captures:
             # Capture, and DDP's hooks during capture, need a stream other than the default one.
             torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -75,7 +75,7 @@ class StepGraph:
             with torch.cuda.use_mem_pool(self.pool, self.device):
                 yield
 
-    def forget(self) -> None:
+    def drop_graph(self) -> None:
         """Drop the graph. Call this method when state has moved in memory. A later step captures a
         new graph."""
         if self.graph is not None:
@@ -84,10 +84,10 @@ class StepGraph:
 
     def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copy arrays to the device while the previous step runs."""
-        with torch.cuda.stream(self.copies):
+        with torch.cuda.stream(self.copy_stream):
             tensors = to_device(self.device, *arrays)
-        if self.copies is not None:
-            torch.cuda.current_stream().wait_stream(self.copies)
+        if self.copy_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.copy_stream)
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream())
         return tensors
@@ -98,17 +98,19 @@ class StepGraph:
         The check precedes the capture, because a capture cannot be undone halfway, and the
         allocator cannot return memory to the driver during a capture."""
         torch.cuda.synchronize(self.device)
-        compute = torch.cuda.current_stream(self.device).cuda_stream
+        compute_stream = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()
         # Communication streams have their own memory segments.
-        communication = sum(s["total_size"] for s in segments if s["stream"] != compute)
-        tensors = torch.cuda.max_memory_allocated(self.device)
-        tensors -= torch.cuda.memory_allocated(self.device)
-        needed_bytes = int(POOL_SHARE * tensors) + communication
+        communication_bytes = sum(
+            s["total_size"] for s in segments if s["stream"] != compute_stream
+        )
+        tensor_bytes = torch.cuda.max_memory_allocated(self.device)
+        tensor_bytes -= torch.cuda.memory_allocated(self.device)
+        needed_bytes = int(POOL_BYTES_PER_TENSOR_BYTE * tensor_bytes) + communication_bytes
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if needed_bytes > free:
-            sizes = f"{needed_bytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB is free"
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        if needed_bytes > free_bytes:
+            sizes = f"{needed_bytes / 2**30:.1f} GiB, but only {free_bytes / 2**30:.1f} GiB is free"
             raise RuntimeError(f"a CUDA graph of the step would need {sizes}")
 
     def _release(self) -> None:
@@ -124,13 +126,13 @@ class StepGraph:
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
         """Capture a step without running it, either on every rank or on no rank. All ranks must
         call this method."""
-        if not works_everywhere(self._check_memory, LAUNCHING):
+        if not succeeds_on_all_ranks(self._check_memory, FALLBACK_WARNING):
             self._release()
             return
         self.inputs = [t.clone() for t in tensors]
         graph = torch.cuda.CUDAGraph()
 
-        def record() -> None:
+        def capture_step() -> None:
             # Other threads, such as NCCL's watchdog, may query GPU events during the capture.
             with torch.cuda.graph(
                 graph,
@@ -140,7 +142,7 @@ class StepGraph:
             ):
                 self.outputs = self.step(*self.inputs)
 
-        if works_everywhere(record, LAUNCHING):
+        if succeeds_on_all_ranks(capture_step, FALLBACK_WARNING):
             self.graph = graph
         else:
             del graph

@@ -21,16 +21,16 @@ from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.engines.optimizers import build_optimizer, moment_part
 from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, gradients
-from distributed_training.parallel.agree import works_everywhere
+from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
-from distributed_training.parallel.private import foreach_mul_, overlap_products, share_memory
+from distributed_training.parallel.private import foreach_mul_, overlap_matmuls, share_memory
 from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
+    build_part,
     locate_copy,
     locate_local,
-    part_of,
 )
 from distributed_training.plan.plan import Plan
 
@@ -53,7 +53,7 @@ class NativeEngine(base.Engine):
         mesh = None if plan.only_copies else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
-        self.step = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
+        self.step_graph = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
         stages = {
             index: model.stage(blocks_of_stage)
             for index, blocks_of_stage in enumerate(plan.layout.stages)
@@ -61,20 +61,20 @@ class NativeEngine(base.Engine):
         }
         # Keys are stage indices. With zb-v, rank 0 has the first and the last stage, and each has
         # an embedding.
-        self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
-        self.overlaps = bool(config.async_tp) and works_everywhere(
+        self.uses_async_tp = bool(config.async_tp) and succeeds_on_all_ranks(
             partial(share_memory, self.tp_group), "async_tp has no effect"
         )
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []
-        modules = [self._parallelize(part, mesh) for part in stages.values()]
+        modules = [self._parallelize(stage, mesh) for stage in stages.values()]
         self.module = modules[0]  # the whole model if there is no pipeline
         # Trained parameters of each stage. They are collected now, because FSDP's modules contain
         # gathered and rounded copies instead of them after an evaluation.
         self.params_by_stage = [
-            (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
-            for part in stages.values()
+            (stage, [(name, p) for name, p in stage.named_parameters() if p.requires_grad])
+            for stage in stages.values()
         ]
         self.parameters = [
             parameter for _, named_params in self.params_by_stage for _, parameter in named_params
@@ -83,80 +83,80 @@ class NativeEngine(base.Engine):
             name for _, named_params in self.params_by_stage for name, _ in named_params
         ]
         self.pipeline: Any = None
-        self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
             from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
-                self.rounded = RoundedWeights(self.parts, self.compute_dtype)
+                self.rounded_weights = RoundedWeights(self.stages, self.compute_dtype)
         # AdamW and clipping are element-wise, so they operate on local shards.
-        self.local = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
-        groups = parameter_groups(self.local.values(), config.weight_decay)
+        self.local_params = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
+        groups = parameter_groups(self.local_params.values(), config.weight_decay)
         rate = float(config.learning_rate)
         self.optimizer: Any = build_optimizer(config, groups, topology.device)
         # A CUDA graph and compiled code read the learning rate of each step from memory.
-        is_read = on_gpu or config.optimizer != "adamw"
-        self.rate = torch.tensor(rate, device=topology.device) if is_read else None
+        needs_rate_tensor = on_gpu or config.optimizer != "adamw"
+        self.rate = torch.tensor(rate, device=topology.device) if needs_rate_tensor else None
         # If the optimizer can skip an update on the GPU, the host need not wait for the norm.
         self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)
         self.fp16 = self.compute_dtype is torch.float16
         # fp32 scalars at fixed addresses, because a CUDA graph reads and writes them
-        first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
-        self.loss_scale = torch.tensor(first, device=topology.device)
+        initial_scale = INITIAL_LOSS_SCALE if self.fp16 else 1.0
+        self.loss_scale = torch.tensor(initial_scale, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
 
-    def _parallelize(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
+    def _parallelize(self, stage: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """Apply tp, LoRA, activation checkpointing, torch.compile and the data-parallel axes, in
         this order."""
         topology = self.topology
         config = self.config
         tp_partial_names: set[str] = set()
-        if part.fill is None:
-            part.to(topology.device)
+        if stage.fill is None:
+            stage.to(topology.device)
         if topology.tp > 1:
             from distributed_training.parallel.tensor import apply_tp
 
-            tp_partial_names = apply_tp(part, mesh["tp"], self.plan.tp_parts)
+            tp_partial_names = apply_tp(stage, mesh["tp"], self.plan.tp_parts)
         if config.lora_rank:
             from distributed_training.parallel.lora import apply_lora
 
-            tp_partial_names = apply_lora(part, config, topology.device)
+            tp_partial_names = apply_lora(stage, config, topology.device)
         mode, compiled = config.activation_checkpointing, bool(config.compile)
-        blocks.apply_checkpointing(part, mode, config.lora_rank, compiled=compiled)
-        blocks.apply_chunked_loss(part, config)
-        blocks.apply_compile(part, config, ends=topology.tp == 1)
+        blocks.apply_checkpointing(stage, mode, config.lora_rank, compiled=compiled)
+        blocks.apply_chunked_loss(stage, config)
+        blocks.apply_compile(stage, config, compile_outer_layers=topology.tp == 1)
         if self.plan.uses_fsdp:
             # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
             # needs whole models.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
-            blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
-            blocks.apply_prefetch(part, config.fsdp_prefetch)
-        if part.fill is not None:  # reads or draws only the values of this rank's shards
-            part.fill(part, device=topology.device, locate=locate_local)
-            blocks.reset_shards(part)
+            blocks.apply_fsdp(stage, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
+            blocks.apply_prefetch(stage, config.fsdp_prefetch)
+        if stage.fill is not None:  # reads or draws only the values of this rank's shards
+            stage.fill(stage, device=topology.device, locate=locate_local)
+            blocks.reset_shards(stage)
         if self.plan.uses_ddp:
-            return self.replicate(part)
+            return self.replicate(stage)
         self.tp_partial_params += [
-            p for name, p in part.named_parameters() if name in tp_partial_names
+            p for name, p in stage.named_parameters() if name in tp_partial_names
         ]
-        return part
+        return stage
 
-    def replicate(self, part: Decoder) -> nn.Module:
-        """Wrap `part` in DDP, whose backward pass averages gradients over all ranks in fp32 or bf16
-        buckets."""
-        module = self.build_ddp(part, self.config.bucket_cap_mb)
+    def replicate(self, stage: Decoder) -> nn.Module:
+        """Wrap `stage` in DDP, whose backward pass averages gradients over all ranks in fp32 or
+        bf16 buckets."""
+        module = self.build_ddp(stage, self.config.bucket_cap_mb)
         if self.config.gradient_compression == "bf16":
             module.register_comm_hook(None, gradients.bf16_hook)
         return module
 
-    def build_ddp(self, part: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
-        """Wrap `part` in DDP and fix the order of its buckets. A communication hook may be added
+    def build_ddp(self, stage: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
+        """Wrap `stage` in DDP and fix the order of its buckets. A communication hook may be added
         afterwards."""
         module = DistributedDataParallel(
-            part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
+            stage, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
         self._arrange_buckets(module)
         return module
@@ -191,10 +191,10 @@ class NativeEngine(base.Engine):
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # The backward pass averages over dp ranks, but the loss is the mean over all real tokens.
         torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.scale)
-        self.parts.train()
+        self.stages.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        with overlap_products(self.overlaps):  # has an effect only when the first step compiles
-            loss_sum, grad_norm, param_grad_norms = self.step(*arrays)
+        with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
+            loss_sum, grad_norm, param_grad_norms = self.step_graph(*arrays)
         skipped = grad_norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
@@ -205,13 +205,13 @@ class NativeEngine(base.Engine):
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
-            with self.rounded:
+            with self.rounded_weights:
                 flat = [tensor.flatten(0, 1) for tensor in tensors]
                 loss_sum = self.pipeline.forward_backward(self.scale, *flat)
-        gradients.match_layouts(self.parameters)
+        gradients.match_placements(self.parameters)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]
-            gradients.add_up(partial_grads, self.tp_group)
+            gradients.all_reduce_sum(partial_grads, self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         # Ranks along tp see the same samples, so only the first one reports a loss.
@@ -238,13 +238,17 @@ class NativeEngine(base.Engine):
         """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
         overflowed or, with on_nonfinite=skip, if any gradient is non-finite. Return the norms
         before clipping."""
-        for parameter, local in self.local.items():
+        for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
-            foreach_mul_([local.grad for local in self.local.values()], 1.0 / self.loss_scale)
-        counted_elsewhere = self.pipeline.counted_twice() if self.pipeline is not None else set()
+            foreach_mul_(
+                [local.grad for local in self.local_params.values()], 1.0 / self.loss_scale
+            )
+        duplicate_params = (
+            self.pipeline.find_duplicate_params() if self.pipeline is not None else set()
+        )
         grad_norm, param_grad_norms = gradients.global_norm(
-            self.parameters, self.topology, counted_elsewhere
+            self.parameters, self.topology, duplicate_params
         )
         overflow = grad_norm.isfinite().logical_not()
         step = True
@@ -259,7 +263,7 @@ class NativeEngine(base.Engine):
                 # Otherwise, the Adam moments would fragment the memory segments of activations.
                 torch.cuda.empty_cache()
             self.optimizer.step()
-        for parameter in (*self.parameters, *self.local.values()):
+        for parameter in (*self.parameters, *self.local_params.values()):
             parameter.grad = None
         if self.fp16:
             self._scale_loss(overflow)
@@ -274,7 +278,7 @@ class NativeEngine(base.Engine):
             # The fused kernel divides by this number, which saves one pass over the gradients.
             self.optimizer.grad_scale = ((grad_norm + 1e-6) / limit).clamp(min=1.0)
         else:
-            nn.utils.clip_grads_with_norm_(self.local.values(), limit, grad_norm)
+            nn.utils.clip_grads_with_norm_(self.local_params.values(), limit, grad_norm)
 
     def _scale_loss(self, overflow: torch.Tensor) -> None:
         """Update the loss scale for the next step."""
@@ -286,7 +290,7 @@ class NativeEngine(base.Engine):
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
-        with base.evaluating(self.parts), self.step.memory():
+        with base.evaluating(self.stages), self.step_graph.memory():
             loss = self._forward(*to_device(self.topology.device, *arrays))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
@@ -297,7 +301,7 @@ class NativeEngine(base.Engine):
         samples, tokens = self.plan.tp_parts
         # Attention is causal, so padding does not change the logits before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
-        with base.evaluating(self.parts):
+        with base.evaluating(self.stages):
             logits = self._forward(ids) if past is None else self._forward(ids, past=past)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -305,11 +309,11 @@ class NativeEngine(base.Engine):
 
     def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
         """Run the forward pass and return its output, or None on ranks without the last stage."""
-        run = self.module if self.pipeline is None else self.pipeline.relay
+        run = self.module if self.pipeline is None else self.pipeline.forward
         output = run(*tensors, **options)
         # Free gathered parameters. A replayed step gathers its own copies and would not update
         # these.
-        for module in self.parts.modules():
+        for module in self.stages.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return output
@@ -334,30 +338,30 @@ class NativeEngine(base.Engine):
                 rows = stage.size.vocab_size if name in tables else parameter.shape[0]
                 start, copy_rank, num_copies = locate_copy(parameter, self.topology)
                 writes = name not in copied and number % num_copies == copy_rank
-                adam_state = self.optimizer.state.get(self.local[parameter], {})
+                adam_state = self.optimizer.state.get(self.local_params[parameter], {})
                 shape = (rows, *parameter.shape[1:])
                 local = local_part(parameter)
-                yield part_of(f"weight/{name}", local, shape, start, writes=writes)
+                yield build_part(f"weight/{name}", local, shape, start, writes=writes)
                 for moment in base.MOMENTS:
                     if moment in adam_state:
-                        part = part_of(f"{moment}/{name}", local, shape, start, writes=writes)
+                        part = build_part(f"{moment}/{name}", local, shape, start, writes=writes)
                         yield moment_part(part, adam_state[moment])
 
     def counters(self) -> dict[str, float]:
-        steps = self.optimizer.state.get(self.local[self.parameters[0]], {}).get("step", 0)
+        steps = self.optimizer.state.get(self.local_params[self.parameters[0]], {}).get("step", 0)
         scale = {"loss_scale": float(self.loss_scale), "good_steps": int(self._good_steps)}
         return {"adam_steps": float(steps), **scale}
 
     @torch.no_grad()
-    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
         self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
             step = torch.tensor(float(counters["adam_steps"]), device=self.topology.device)
-            for local in self.local.values():
-                self.optimizer.begin(local, step)
+            for local in self.local_params.values():
+                self.optimizer.init_state(local, step)
         for part in self.state_parts():
-            values = saved.read(part)
+            values = files.read(part)
             part.write(values) if part.write else part.get().copy_(values)
         self.loss_scale.fill_(counters["loss_scale"])
         self._good_steps.fill_(counters["good_steps"])
-        self.step.forget()
+        self.step_graph.drop_graph()

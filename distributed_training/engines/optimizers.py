@@ -16,7 +16,7 @@ from distributed_training.parallel.tensor_files import Part
 from distributed_training.settings.config import RunConfig
 
 # Maximum number of values per update. If the update is not compiled, the limit saves memory.
-CHUNK = 2**24
+MAX_CHUNK_SIZE = 2**24
 
 
 def build_optimizer(
@@ -39,26 +39,26 @@ def build_optimizer(
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
     """Return a copy of `part` that reads and writes the Adam moment `moment`, converted to and from
     fp32, instead of the weight."""
-    inside = tuple(map(slice, part.size))
+    unpadded = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:
         padded = torch.zeros(moment.shape, device=moment.device)
-        padded[inside] = values.to(moment.device)
+        padded[unpadded] = values.to(moment.device)
         if hasattr(moment, "codes"):
-            from distributed_training.engines.adamw_8bit import restore
+            from distributed_training.engines.adamw_8bit import requantize
 
-            restore(moment, padded)
+            requantize(moment, padded)
         else:
             moment.copy_(padded)
 
     # If a tensor is not quantized, `dequantize` converts it to fp32.
-    return replace(part, get=lambda: moment.dequantize()[inside], write=write)
+    return replace(part, get=lambda: moment.dequantize()[unpadded], write=write)
 
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW with a method that creates its state before the first step."""
 
-    def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+    def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
         self.state[parameter] = {"step": step.clone(), **moments}
@@ -74,7 +74,7 @@ class AdamWBf16(torch.optim.Optimizer):
         # One graph serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
 
-    def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+    def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
         moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         self.state[parameter] = {"step": step, **moments}
@@ -85,17 +85,17 @@ class AdamWBf16(torch.optim.Optimizer):
         if not self.state:
             step = torch.zeros((), device=parameters[0].device)
             for parameter in parameters:
-                self.begin(parameter, step)
+                self.init_state(parameter, step)
         step = self.state[parameters[0]]["step"]
         skip = None if self.found_inf is None else self.found_inf > 0
         step += 1 if skip is None else ~skip
         beta1, beta2 = ADAM["betas"]
-        unbiased = (1 - beta2**step).rsqrt()
+        bias_correction2_rsqrt = (1 - beta2**step).rsqrt()
         for group in self.param_groups:
             scalars = {
                 "decay": 1 - group["lr"] * group["weight_decay"],
-                "size": group["lr"] / (1 - beta1**step),
-                "unbiased": unbiased,
+                "step_size": group["lr"] / (1 - beta1**step),
+                "bias_correction2_rsqrt": bias_correction2_rsqrt,
                 "step": step.int(),
                 "skip": skip,
             }
@@ -110,7 +110,7 @@ class AdamWBf16(torch.optim.Optimizer):
             return
         moments = (self.state[parameter][key].view(-1) for key in MOMENTS)
         flat = (parameter.detach().view(-1), parameter.grad.flatten(), *moments)
-        yield from zip(*(tensor.split(CHUNK) for tensor in flat), strict=True)
+        yield from zip(*(tensor.split(MAX_CHUNK_SIZE) for tensor in flat), strict=True)
 
 
 def _update(
@@ -120,8 +120,8 @@ def _update(
     exp_avg_sq: torch.Tensor,
     *,
     decay: torch.Tensor,
-    size: torch.Tensor,
-    unbiased: torch.Tensor,
+    step_size: torch.Tensor,
+    bias_correction2_rsqrt: torch.Tensor,
     step: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> None:
@@ -131,12 +131,14 @@ def _update(
     layouts therefore round in the same way, and the state of the random number generators has no
     effect."""
     beta1, beta2 = ADAM["betas"]
-    first = exp_avg.float().lerp(gradient, 1 - beta1)
-    second = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
-    updated = parameter * decay - size * first / (second.sqrt() * unbiased + ADAM["eps"])
+    new_exp_avg = exp_avg.float().lerp(gradient, 1 - beta1)
+    new_exp_avg_sq = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
+    updated = parameter * decay - step_size * new_exp_avg / (
+        new_exp_avg_sq.sqrt() * bias_correction2_rsqrt + ADAM["eps"]
+    )
     bits = _mix(parameter.view(torch.int32) ^ _mix(gradient.view(torch.int32) ^ _mix(step)))
-    rounded = (_round(first, bits), _round(second, bits >> 16))
-    for old, new in zip((exp_avg, exp_avg_sq, parameter), (*rounded, updated), strict=True):
+    rounded_moments = (_round(new_exp_avg, bits), _round(new_exp_avg_sq, bits >> 16))
+    for old, new in zip((exp_avg, exp_avg_sq, parameter), (*rounded_moments, updated), strict=True):
         old.copy_(new if skip is None else torch.where(skip, old, new))
 
 

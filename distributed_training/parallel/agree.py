@@ -17,9 +17,9 @@ import torch.distributed as dist
 from distributed_training.settings.errors import RunError, UserError, first_line
 from distributed_training.settings.files import shown
 
-PATIENCE_S = 24 * 3600.0  # timeout of `gather_in`
-_RAISED_ON_ALL = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
-Ask = Callable[[Any], list[Any]]
+GATHER_TIMEOUT_S = 24 * 3600.0  # timeout of `build_store_gather`
+_ERROR_CLASSES = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
+Gather = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
@@ -28,12 +28,12 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     become lists. If given, `group` must contain all ranks and is used instead of the default group.
     All ranks must call this function."""
     text = json.dumps(value).encode()
-    longest = torch.tensor(len(text))
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
-    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
-    ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, padded, group)
-    return [json.loads(rank.numpy().tobytes()) for rank in ranks]
+    max_length = torch.tensor(len(text))
+    dist.all_reduce(max_length, dist.ReduceOp.MAX, group)
+    padded = torch.frombuffer(bytearray(text.ljust(int(max_length))), dtype=torch.uint8)
+    buffers = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(buffers, padded, group)
+    return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
 
 def from_rank_0(value: Any) -> Any:
@@ -42,47 +42,49 @@ def from_rank_0(value: Any) -> Any:
     return gather(value)[0]
 
 
-def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
+def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
     longer than a process group's timeout, for example for a rank that is still tokenizing. The
-    function raises RunError if another rank has not called it after PATIENCE_S seconds."""
+    function raises RunError if another rank has not called it after GATHER_TIMEOUT_S seconds."""
     numbers = itertools.count()
 
-    def ask(value: Any) -> list[Any]:
+    def gather_from_store(value: Any) -> list[Any]:
         number = next(numbers)
         keys = [f"answer {number} of rank {sender}" for sender in range(world_size)]
         store.set(keys[rank], json.dumps(value))
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + GATHER_TIMEOUT_S
         pause = 0.01
         while not store.check(keys):
             if time.monotonic() > end:
-                raise RunError(f"Another rank has not answered for {PATIENCE_S / 3600:g} hours")
+                raise RunError(
+                    f"Another rank has not answered for {GATHER_TIMEOUT_S / 3600:g} hours"
+                )
             time.sleep(pause)
             pause = min(1.0, 1.2 * pause)
         return [json.loads(answer) for answer in store.multi_get(keys)]
 
-    return ask
+    return gather_from_store
 
 
-def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
+def check_ranks_agree(values_by_name: Mapping[str, Any], gather_values: Gather) -> None:
     """Raise UserError on all ranks if any rank's `values_by_name` differ from rank 0's. All ranks
     must call this function."""
-    ranks = ask((socket.gethostname(), values_by_name))
-    host_0, first = ranks[0]
-    for rank, (host, values) in enumerate(ranks):
-        for name in {**first, **values}:
-            if values.get(name) != first.get(name):
+    reports = gather_values((socket.gethostname(), values_by_name))
+    host_0, values_0 = reports[0]
+    for rank, (host, values) in enumerate(reports):
+        for name in {**values_0, **values}:
+            if values.get(name) != values_0.get(name):
                 what = f"rank {rank} on {host} and rank 0 on {host_0} differ in {name}"
                 why = (
                     f"rank {rank} has {shown(values.get(name))}, but rank 0 has "
-                    f"{shown(first.get(name))}"
+                    f"{shown(values_0.get(name))}"
                 )
                 fix = "start the same command on every node, with the same code, packages and data"
                 raise UserError(what, why, fix)
 
 
 @contextlib.contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise an error on all ranks if any rank raises an OSError, FloatingPointError or UserError in
     the `with` block. If several ranks fail, all ranks raise the error of the lowest failing rank.
     All ranks of `group` must enter the block."""
@@ -97,10 +99,10 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         failure = (type(error).__name__, str(error))
     for first_failure in filter(None, gather(failure, group)):
         name, *arguments = first_failure
-        raise _RAISED_ON_ALL.get(name, UserError)(*arguments)
+        raise _ERROR_CLASSES.get(name, UserError)(*arguments)
 
 
-def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
+def succeeds_on_all_ranks(attempt: Callable[[], Any], consequence: str) -> bool:
     """Return whether `attempt` succeeds on all ranks. If `attempt` raises a RuntimeError on any
     rank, all ranks log the `consequence` as a warning. All ranks must call this function."""
     failure = ""

@@ -32,13 +32,13 @@ def apply_checkpointing(
     also cheap and are recomputed. Recomputation uses the same dropout masks as the forward pass."""
     if mode == "none":
         return
-    checkpointed = functools.partial(checkpoint.checkpoint, use_reentrant=False)
+    checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode == "selective":
         policy = _SelectivePolicy(lora_rank, compiled)
         context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
-        checkpointed = functools.partial(checkpointed, context_fn=context)
+        checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context)
     for block in model.blocks.values():
-        block.forward = functools.partial(checkpointed, block.forward)
+        block.forward = functools.partial(checkpoint_fn, block.forward)
 
 
 class _SelectivePolicy:
@@ -53,18 +53,18 @@ class _SelectivePolicy:
     def __init__(self, lora_rank: int, compiled: bool) -> None:
         self.lora_rank = lora_rank
         self.compiled = compiled
-        self.sums = False  # whether the latest collective computes a sum
+        self.latest_is_sum = False  # whether the latest collective computes a sum
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = self._saves(op, args)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        must_save = self._must_save(op, args)
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _saves(self, op: Any, args: tuple[Any, ...]) -> bool:
+    def _must_save(self, op: Any, args: tuple[Any, ...]) -> bool:
         name = str(op)
         if name == "_c10d_functional.wait_tensor.default":
-            return self.compiled and self.sums
+            return self.compiled and self.latest_is_sum
         if name.startswith("_c10d_functional."):
-            self.sums = "reduce" in name
+            self.latest_is_sum = "reduce" in name
             return False
         if op in ATTENTION_OPS or name == "distributed_training.nf4_product.default":
             return True
@@ -79,11 +79,11 @@ def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
     function after apply_tp and before apply_compile."""
     if not config.loss_chunk_tokens or not model.is_last:
         return
-    chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
+    chunked_loss = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
     if model.loss is summed_cross_entropy:
-        model.loss = chunked
+        model.loss = chunked_loss
     else:  # the loss that apply_tp has set
-        model.loss = functools.partial(model.loss, chunked=chunked)
+        model.loss = functools.partial(model.loss, chunked_loss=chunked_loss)
 
 
 def _compile(function: Any) -> Any:
@@ -92,30 +92,30 @@ def _compile(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
 
 
-def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
+def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
     """Compile a model in place if `config.compile` is set.
 
     Each block's forward is compiled, and all blocks share one graph. The loss is also compiled,
-    except for a chunked loss, which apply_chunked_loss compiles. If `ends` is set, the embedding
-    and the final norm are also compiled, which is impossible with the hooks of ZeRO stage 3.
-    `compile=whole` compiles everything before the final norm as one graph, which also fuses
-    operations across blocks."""
+    except for a chunked loss, which apply_chunked_loss compiles. If `compile_outer_layers` is set,
+    the embedding and the final norm are also compiled, which is impossible with the hooks of ZeRO
+    stage 3. `compile=whole` compiles everything before the final norm as one graph, which also
+    fuses operations across blocks."""
     if not config.compile:
         return
     keep_headers_private()
-    chunked = bool(config.loss_chunk_tokens)
+    has_chunked_loss = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():
             block.forward = _compile(block.forward)
-        if ends:
+        if compile_outer_layers:
             model.enter = _compile(model.enter)
-    if ends and not chunked:
+    if compile_outer_layers and not has_chunked_loss:
         model.leave = _compile(model.leave)
-    elif ends and model.is_last:
+    elif compile_outer_layers and model.is_last:
         model.norm_out.forward = _compile(model.norm_out.forward)
-    elif not chunked:
+    elif not has_chunked_loss:
         model.loss = _compile(model.loss)
 
 
@@ -149,14 +149,14 @@ def reset_shards(model: Decoder) -> None:
             module._apply(lambda tensor: tensor, recurse=False)
 
 
-def apply_prefetch(model: Decoder, ahead: int) -> None:
-    """Let each FSDP block prefetch the `ahead` blocks that run next in the forward and backward
+def apply_prefetch(model: Decoder, num_ahead: int) -> None:
+    """Let each FSDP block prefetch the `num_ahead` blocks that run next in the forward and backward
     passes. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
     blocks: list[Any] = list(model.blocks.values())
-    if ahead == 0:
+    if num_ahead == 0:
         for module in (model, *blocks):
             gather_on_use(module)
-    elif ahead > 1:
+    elif num_ahead > 1:
         for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])

@@ -23,7 +23,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def match_layouts(parameters: list[Any]) -> None:
+def match_placements(parameters: list[Any]) -> None:
     """Redistribute each gradient to the layout of its parameter."""
     for parameter in parameters:
         gradient = parameter.grad
@@ -32,7 +32,7 @@ def match_layouts(parameters: list[Any]) -> None:
 
 
 @torch.no_grad()
-def add_up(
+def all_reduce_sum(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1
 ) -> None:
     """Sum each tensor over `group` and divide it by `divisor`, in place with one all-reduce."""
@@ -43,20 +43,20 @@ def add_up(
         tensor.copy_(total.view(tensor.shape))
 
 
-def average(tensors: Sequence[torch.Tensor]) -> None:
+def all_reduce_mean(tensors: Sequence[torch.Tensor]) -> None:
     """Average each tensor over all processes, in place with one all-reduce."""
-    add_up(tensors, divisor=dist.get_world_size())
+    all_reduce_sum(tensors, divisor=dist.get_world_size())
 
 
 @torch.no_grad()
 def global_norm(
-    parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
+    parameters: list[nn.Parameter], topology: Topology, duplicate_params: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
 
     Each rank sums the squares of its shards, divided by the number of ranks in its stage that have
-    the same shard. Parameters in `counted_elsewhere` add nothing, because another stage counts
+    the same shard. Parameters in `duplicate_params` add nothing, because another stage counts
     them. The sum over ranks needs one all-reduce of a scalar, unless every rank has all
     gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
@@ -65,7 +65,7 @@ def global_norm(
         return torch.linalg.vector_norm(param_grad_norms), param_grad_norms
     ranks_per_stage = topology.world_size // topology.pp
     shares = [
-        0.0 if parameter in counted_elsewhere else _num_shards(parameter.grad) / ranks_per_stage
+        0.0 if parameter in duplicate_params else _num_shards(parameter.grad) / ranks_per_stage
         for parameter in parameters
     ]
     total = torch.stack(foreach_mul(foreach_mul(norms, norms), shares)).sum()
@@ -78,7 +78,7 @@ def _num_shards(gradient: Any) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, layout in sizes if not layout.is_replicate())
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.tensor import with_own_masks
+from distributed_training.parallel.tensor import call_with_rank_dropout
 from distributed_training.settings.config import RunConfig
 
 
@@ -24,7 +24,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
     matrix by columns, each rank has its own columns of A and all of B. Values in the model's
     `initial_adapters` replace the random initialization. Returns the names of parameters whose
     gradients must be summed over tp."""
-    initial = model.initial_adapters
+    initial_values = model.initial_adapters
     model.requires_grad_(False)
     tp_partial_names = set()
     targets = model.size.adapted(config.lora_targets)
@@ -39,21 +39,21 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
         a = torch.empty(config.lora_rank, columns)
         a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-        a = initial.get(f"{name}.adapter.a", a)
-        b = initial.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
+        a = initial_values.get(f"{name}.adapter.a", a)
+        b = initial_values.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
         a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
-        mask = initial.get(f"{name}.adapter.mask")
+        mask = initial_values.get(f"{name}.adapter.mask")
         mask_rank = None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
             by_columns = weight.placements[0].is_shard(1)
-            layout_a, layout_b = Replicate(), Shard(0)
+            placement_a, placement_b = Replicate(), Shard(0)
             if by_columns:
-                layout_a, layout_b = Shard(1), Replicate()
-            a = distribute_tensor(a, mesh, [layout_a], src_data_rank=None)
-            b = distribute_tensor(b, mesh, [layout_b], src_data_rank=None)
+                placement_a, placement_b = Shard(1), Replicate()
+            a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
+            b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
             if mask is not None:
-                mask = distribute_tensor(mask, mesh, [layout_b], src_data_rank=None).to_local()
+                mask = distribute_tensor(mask, mesh, [placement_b], src_data_rank=None).to_local()
             tp_partial_names.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
             if by_columns and config.lora_dropout and not config.sequence_parallel:
                 mask_rank = mesh.get_local_rank()
@@ -87,18 +87,20 @@ class Adapter(nn.Module):
         inputs = x
         if isinstance(x, DTensor):
             # If x is replicated, each process computes only one term of the gradient of x.
-            layouts = [Partial() if layout.is_replicate() else layout for layout in x.placements]
-            inputs = x.to_local(grad_placements=layouts)
+            placements = [
+                Partial() if placement.is_replicate() else placement for placement in x.placements
+            ]
+            inputs = x.to_local(grad_placements=placements)
         if self.mask_rank is None:
-            inputs = self._drop(inputs)
+            inputs = self._apply_dropout(inputs)
         else:
-            inputs = with_own_masks(self._drop, self.mask_rank, inputs)
+            inputs = call_with_rank_dropout(self._apply_dropout, self.mask_rank, inputs)
         hidden = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
         b = local_part(self.b).to(x.dtype)
-        added = F.linear(hidden, b if self.mask is None else b * self.mask.to(x.dtype))
+        delta = F.linear(hidden, b if self.mask is None else b * self.mask.to(x.dtype))
         if isinstance(y, DTensor):
-            added = DTensor.from_local(added, y.device_mesh, y.placements, run_check=False)
-        return y + added
+            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
+        return y + delta
 
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_dropout(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout, self.training)

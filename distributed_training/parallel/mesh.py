@@ -66,8 +66,12 @@ class Topology:
         not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"}
-        return init_device_mesh(self.device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        mesh_axes = {
+            axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"
+        }
+        return init_device_mesh(
+            self.device_type, tuple(mesh_axes.values()), mesh_dim_names=tuple(mesh_axes)
+        )
 
     def new_pipeline_group(self) -> dist.ProcessGroup:
         """Return a second communicator for this process's pipeline. All ranks must call this

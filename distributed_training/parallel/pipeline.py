@@ -16,17 +16,17 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_copy_
-from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayStage
+from distributed_training.parallel.private_pipelining import PlannedSchedule, TwoGroupStage
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 
-RUN_BY: dict[str, Any] = {  # schedule -> torch's schedule class, or a subclass of one
+SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class, or a subclass of one
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
-    "zb-h1": GivenOrder,  # torch's InterleavedZeroBubble needs m to be a multiple of p
-    "zb-v": GivenOrder,  # torch's ZBVZeroBubble has a fixed order for all durations
-    "zb-auto": GivenOrder,
+    "zb-h1": PlannedSchedule,  # torch's InterleavedZeroBubble needs m to be a multiple of p
+    "zb-v": PlannedSchedule,  # torch's ZBVZeroBubble has a fixed order for all durations
+    "zb-auto": PlannedSchedule,
 }
 
 
@@ -50,10 +50,10 @@ class Pipeline:
         any_stage = next(iter(stages.values()))
         self.size = any_stage.size
         # True if the first and the last stage train the same embedding
-        self.ties = self.size.tied and not config.lora_rank
+        self.has_tied_embedding = self.size.tied and not config.lora_rank
         self.dtype = any_stage.compute_dtype or torch.float32
-        self.first = stages.get(0)
-        self.last = stages.get(len(ranks) - 1)
+        self.first_stage = stages.get(0)
+        self.last_stage = stages.get(len(ranks) - 1)
         self._scale = torch.ones((), device=device)
         second_group = topology.new_pipeline_group()
         # At the first message between two processes, NCCL connects them and blocks both, so connect
@@ -66,20 +66,22 @@ class Pipeline:
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        wrapped = []
+        pipeline_stages = []
         for index, stage in stages.items():
-            weight_gradients = None
+            dw_builder = None
             if plan.schedule.splits_backward:
-                weight_gradients = WeightGradients(stage, device, self.tp_parts).take
+                dw_builder = WeightGradients(stage, device, self.tp_parts).build_dw_runner
             example_input = ids if stage.is_first else hidden
             example_output = loss if stage.is_last else hidden
             arguments: Any = (stage, index, len(ranks), device, example_input, example_output)
-            wrapped.append(TwoWayStage(*arguments, group=group, dw_builder=weight_gradients))
-            wrapped[-1].second_group = second_group
-        schedule_class = RUN_BY[config.pipeline_schedule]
-        options = {"plan": plan} if schedule_class is GivenOrder else {}
+            pipeline_stages.append(TwoGroupStage(*arguments, group=group, dw_builder=dw_builder))
+            pipeline_stages[-1].second_group = second_group
+        schedule_class = SCHEDULE_CLASSES[config.pipeline_schedule]
+        options = {"plan": plan} if schedule_class is PlannedSchedule else {}
         self.schedule = schedule_class(
-            wrapped[0] if issubclass(schedule_class, PipelineScheduleSingle) else wrapped,
+            pipeline_stages[0]
+            if issubclass(schedule_class, PipelineScheduleSingle)
+            else pipeline_stages,
             n_microbatches=plan.batch.num_microbatches,
             loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
@@ -97,18 +99,18 @@ class Pipeline:
         `scale` x loss. Return the summed loss on the process with the last stage, and 0 on other
         processes."""
         self._scale = scale
-        arguments = () if self.first is None else (inputs,)
+        arguments = () if self.first_stage is None else (inputs,)
         losses: list[torch.Tensor] = []
         # torch passes `target` to loss_fn, but the last stage itself needs `targets`.
         kwargs = {"targets": targets, "target": targets, "losses": losses}
         kwargs |= dict(zip(("positions", "ends"), documents, strict=False))
         self.schedule.step(*arguments, return_outputs=False, **kwargs)
-        if self.last is None:
+        if self.last_stage is None:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / scale
 
     @torch.no_grad()
-    def relay(
+    def forward(
         self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
@@ -121,10 +123,10 @@ class Pipeline:
             out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(out.contiguous(), group=self.group, group_dst=self.ranks[index + 1])
-        return out if self.last is not None else None
+        return out if self.last_stage is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Broadcast the logits [B, T, V] that `relay` returned on the last stage to all processes
+        """Broadcast the logits [B, T, V] that `forward` returned on the last stage to all processes
         of the pipeline. Return the logits."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
@@ -135,29 +137,33 @@ class Pipeline:
 
     def add_tied_gradients(self) -> None:
         """Replace the tied embedding's gradients in the first and the last stage with their sum."""
-        ends = [part for part in (self.first, self.last) if part is not None and self.ties]
-        gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
-        if len(ends) == 2:
+        tied_stages = [
+            stage
+            for stage in (self.first_stage, self.last_stage)
+            if stage is not None and self.has_tied_embedding
+        ]
+        gradients: list[Any] = [local_part(stage.output_weight.grad) for stage in tied_stages]
+        if len(tied_stages) == 2:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
-        elif ends:
-            peer = self.ranks[0 if self.first is None else -1]
+        elif tied_stages:
+            peer = self.ranks[0 if self.first_stage is None else -1]
             peer_gradient = torch.empty_like(gradients[0])
             _exchange(self.group, [(peer, gradients[0], peer_gradient)])
             # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
-    def counted_twice(self) -> set[torch.Tensor]:
+    def find_duplicate_params(self) -> set[torch.Tensor]:
         """Return the parameters that another stage also has and counts in the gradient norm."""
-        copied = self.last is not None and not self.last.is_first and self.size.tied
-        return {self.last.output_weight} if copied else set()
+        has_copy = self.last_stage is not None and not self.last_stage.is_first and self.size.tied
+        return {self.last_stage.output_weight} if has_copy else set()
 
     def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
         """Return an uninitialized tensor for this process's shard of the activations [B, T, D] that
         stages send each other. `shape` is the shape [B, T] of the token ids."""
         samples, tokens = self.tp_parts
-        hidden = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
-        return torch.empty(hidden, dtype=self.dtype, device=device)
+        hidden_shape = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
+        return torch.empty(hidden_shape, dtype=self.dtype, device=device)
 
 
 def _exchange(
@@ -166,9 +172,9 @@ def _exchange(
     """Send and receive all messages concurrently, and wait for their completion. A message is (rank
     of the peer in `group`, tensor to send, tensor to receive into)."""
     operations = []
-    for peer, sent, received in messages:
-        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
-        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=peer))
+    for peer, outgoing, incoming in messages:
+        operations.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))
+        operations.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

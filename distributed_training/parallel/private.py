@@ -79,7 +79,7 @@ def gather_on_use(module: Any) -> None:
     module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
 
 
-class GivenPartition:
+class PlannedPartition:
     """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layer indices in
     `parts`. List the mixin before PipelineModule in the bases."""
 
@@ -167,7 +167,7 @@ def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], e
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Let processes on one machine read each other's GPU memory, as overlap_products requires.
+    """Let processes on one machine read each other's GPU memory, as overlap_matmuls requires.
     Raises RuntimeError if the GPUs cannot do this. All ranks of `group` must call this function."""
     name = group.group_name
     with warnings.catch_warnings():
@@ -176,7 +176,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
     symmetric_memory.rendezvous(symmetric_memory.empty((1024,), device=torch.device("cuda")), name)
 
 
-def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
+def overlap_matmuls(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Return a context manager. If `enabled` is set, code compiled in its block gathers and reduces
     tensors in chunks, and this communication overlaps with matrix multiplications on other
     chunks."""
@@ -227,7 +227,7 @@ def forget_pipeline_grid() -> None:
     deepspeed.utils.groups.mpu = None
 
 
-def leave_out_extensions() -> None:
+def disable_default_extensions() -> None:
     """Disable DeepSpeed's shared-memory all-reduce between CPUs, the only extension that DeepSpeed
     builds by default. Only DeepSpeed's inference uses this extension. It takes 40 s to compile and
     needs 66 MiB of /dev/shm per process."""

@@ -12,28 +12,28 @@ from distributed_training.plan.plan import Plan
 from distributed_training.predict.simulate import expect_spans
 
 
-class TwoWayStage(PipelineStage):
+class TwoGroupStage(PipelineStage):
     """PipelineStage that alternates between two communicators from one pair of neighboring stages
     to the next. With a single NCCL communicator, a pending receive from the previous stage would
     block a send to the next stage."""
 
     second_group: dist.ProcessGroup
 
-    def _over(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        group = self.second_group if edge % 2 else self.group
+    def _assign_group(self, pair: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        group = self.second_group if pair % 2 else self.group
         return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._assign_group(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._assign_group(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._assign_group(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._assign_group(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out messages from this process to itself. torch 2.11 includes such messages in a
@@ -41,7 +41,7 @@ class TwoWayStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
-class GivenOrder(schedules._PipelineScheduleRuntime):
+class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
@@ -52,47 +52,49 @@ class GivenOrder(schedules._PipelineScheduleRuntime):
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
-            rank: [schedules._Action(stage, _COMPUTING[name], n) for name, stage, n in order]
+            rank: [
+                schedules._Action(stage, _COMPUTATION_TYPES[name], n) for name, stage, n in order
+            ]
             for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
         if plan.orders is not None:
             spans = expect_spans(plan)
             self.pipeline_order_with_comms = {
-                rank: _in_order_of_messages(actions, spans)
+                rank: _sort_messages(actions, spans)
                 for rank, actions in self.pipeline_order_with_comms.items()
             }
 
 
 _Type = schedules._ComputationType
-_COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
-_OPERATIONS = {action_type: name for name, action_type in _COMPUTING.items()}
+_COMPUTATION_TYPES = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
+_OPERATION_NAMES = {action_type: name for name, action_type in _COMPUTATION_TYPES.items()}
 # Message type -> (kind of the operation that produces the message, stage of the message's action
 # minus stage of that operation)
-_MESSAGES = {
+_PRODUCERS = {
     _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
 }  # fmt: skip
 
 
-def _in_order_of_messages(
+def _sort_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
     """Return the actions, with the messages sorted by the time at which they are produced. Each
     message directly precedes the operation that this process runs at that time."""
     messages = []
     for action in actions:
-        if action.computation_type in _MESSAGES:
-            operation, distance = _MESSAGES[action.computation_type]
+        if action.computation_type in _PRODUCERS:
+            operation, distance = _PRODUCERS[action.computation_type]
             producer = (operation, action.stage_index - distance, action.microbatch_index)
             messages.append((spans[producer][1], producer, action))
     messages.sort(key=lambda message: message[:2], reverse=True)
     ordered = []
     for action in actions:
-        if action.computation_type in _OPERATIONS:
-            name = _OPERATIONS[action.computation_type]
+        if action.computation_type in _OPERATION_NAMES:
+            name = _OPERATION_NAMES[action.computation_type]
             begin, end = spans[name, action.stage_index, action.microbatch_index]
             while messages and (messages[-1][0] < end or messages[-1][0] <= begin):
                 ordered.append(messages.pop()[2])
-        if action.computation_type not in _MESSAGES:
+        if action.computation_type not in _PRODUCERS:
             ordered.append(action)
     return ordered + [message[2] for message in reversed(messages)]

@@ -38,16 +38,17 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
 
     Parameters become DTensors. Between sharded layers, tensors are local, and samples and tokens
     are split into `tp_parts`. Returns the names of parameters that each process applies to its own
-    tokens. The gradients of these parameters must be summed over `mesh` (gradients.add_up)."""
+    tokens. The gradients of these parameters must be summed over `mesh`
+    (gradients.all_reduce_sum)."""
     sequence_parallel = max(tp_parts) > 1
-    layout: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
+    placement: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
-        "column": parallel.ColwiseParallel(input_layouts=layout),
-        "row": _Layer(Shard(-1), layout, dim=1),
-        "whole": _Layer(),
-        "heads": _Layer(),
-        "positions": _Layer(parts=tp_parts),
-        "vocabulary": _Layer(Replicate(), layout, dim=0),
+        "column": parallel.ColwiseParallel(input_layouts=placement),
+        "row": _LayerParallel(Shard(-1), placement, dim=1),
+        "whole": _LayerParallel(),
+        "heads": _LayerParallel(),
+        "positions": _LayerParallel(position_parts=tp_parts),
+        "vocabulary": _LayerParallel(Replicate(), placement, dim=0),
     }
     roles = model.find_roles()
     for name, role in roles.items():
@@ -56,10 +57,12 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
     if model.dropout and not sequence_parallel:
         for block in model.blocks.values():  # each head has its own dropout mask
-            block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
+            block.attention = partial(
+                call_with_rank_dropout, block.attention, mesh.get_local_rank()
+            )
     if model.is_last:
-        model.loss = partial(_split_loss, mesh, layout)
-        model.project = partial(_split_projection, mesh, layout)
+        model.loss = partial(_vocab_parallel_loss, mesh, placement)
+        model.project = partial(_vocab_parallel_logits, mesh, placement)
     return {
         f"{name}.{parameter}"
         for name, role in roles.items()
@@ -71,7 +74,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
 
 
 @dataclass
-class _Layer(parallel.ParallelStyle):
+class _LayerParallel(parallel.ParallelStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
@@ -88,29 +91,29 @@ class _Layer(parallel.ParallelStyle):
     # For position inputs: the numbers of parts into which (samples, tokens) are split, with one
     # part per process. The inputs are [T / R], counted from the process's first token, or [B, T]
     # for all tokens.
-    parts: tuple[int, int] = (1, 1)
+    position_parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_name: str, layer: Any, mesh: DeviceMesh) -> None:
+        def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
             if self.dim is not None:
                 layer.adds_bias = False
                 weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(self.dim)]))
                 layer.register_parameter("weight", weight)
 
-        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        def input_fn(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             (x,) = inputs
-            x = _own_positions(x, self.parts, mesh.get_local_rank())
+            x = _local_positions(x, self.position_parts, mesh.get_local_rank())
             return DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
 
-        def leave(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+        def output_fn(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             y = output.redistribute(placements=[self.output_layout]).to_local()
             bias = None if self.dim is None else getattr(layer, "bias", None)
             return y if bias is None else y + bias.to_local().to(y.dtype)
 
-        return distribute_module(module, device_mesh, split, enter, leave)
+        return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
 
 
-def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
+def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
     """Return this rank's share of the token positions `x`. Samples are split into `parts[0]` parts,
     and tokens are split into `parts[1]` parts."""
     for dim, count in enumerate(parts):
@@ -129,79 +132,87 @@ def _pad_rows(table: Any, multiple: int) -> None:
         table.num_embeddings += num_missing
 
 
-def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
+def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
     """Gather all tokens on every process. The backward pass sums the gradients of the processes."""
-    gathered = DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()])
+    gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
 
 
-def _split_projection(
-    mesh: DeviceMesh, layout: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
+def _vocab_parallel_logits(
+    mesh: DeviceMesh, placement: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
 ) -> torch.Tensor:
     """Return the logits [B, T, V] on every process, for generation."""
-    local = F.linear(_gather_tokens(x, mesh, layout), weight.to_local())
+    local = F.linear(_gather_tokens(x, mesh, placement), weight.to_local())
     return DTensor.from_local(local, mesh, [Shard(2)]).full_tensor()[..., :vocab_size]
 
 
-def _split_loss(
+def _vocab_parallel_loss(
     mesh: DeviceMesh,
-    layout: Placement,
+    placement: Placement,
     x: torch.Tensor,
     weight: DTensor,
     targets: torch.Tensor,
     vocab_size: int,
-    chunked: ChunkedCrossEntropy | None = None,
+    chunked_loss: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
     """Return the loss of `decoder.summed_cross_entropy` if the rows of the output layer's `weight`
-    are sharded over the processes. Compute the loss in chunks if `chunked` is set."""
+    are sharded over the processes. Compute the loss in chunks if `chunked_loss` is set."""
     rows = weight.to_local()  # (P / R, D)
-    first = mesh.get_local_rank() * rows.shape[0]
+    vocab_start = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
-    x = _gather_tokens(x, mesh, layout)
-    if chunked is not None:
-        return chunked(x, rows, targets, vocab_size, Split(first, group, all_gather_functional))
+    x = _gather_tokens(x, mesh, placement)
+    if chunked_loss is not None:
+        return chunked_loss(
+            x, rows, targets, vocab_size, Split(vocab_start, group, all_gather_functional)
+        )
     logits = F.linear(x, rows).flatten(0, 1)  # (B T, P / R)
-    return split_cross_entropy(logits, targets.flatten(), first, vocab_size, group)
+    return vocab_parallel_cross_entropy(logits, targets.flatten(), vocab_start, vocab_size, group)
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Summed cross entropy of N targets. The result is the same on every process.
 
-    This process has the logits [N, P / R] for token ids starting at `first`. Two fp32 all-reduces
-    over `group` compute the largest logit, the sum of exponentials and the target's logit for each
-    target."""
+    This process has the logits [N, P / R] for token ids starting at `vocab_start`. Two fp32
+    all-reduces over `group` compute the largest logit, the sum of exponentials and the target's
+    logit for each target."""
 
     @staticmethod
-    def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, targets, vocab_start, vocab_size, group):  # type: ignore[no-untyped-def]
         columns = torch.arange(logits.shape[1], device=logits.device)
-        x = logits.float().masked_fill(first + columns >= vocab_size, -torch.inf)
+        x = logits.float().masked_fill(vocab_start + columns >= vocab_size, -torch.inf)
         # All logits of a process may belong to padding rows.
-        top = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
-        top = all_reduce_functional(top, "max", group)
-        exponentials = (x - top[:, None]).exp()
-        local = targets - first
-        is_local = (local >= 0) & (local < x.shape[1])
-        local = torch.where(is_local, local, 0)
-        target_logits = torch.where(is_local, x.gather(1, local[:, None])[:, 0] - top, 0.0)
+        max_logits = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
+        max_logits = all_reduce_functional(max_logits, "max", group)
+        exponentials = (x - max_logits[:, None]).exp()
+        local_targets = targets - vocab_start
+        is_local = (local_targets >= 0) & (local_targets < x.shape[1])
+        local_targets = torch.where(is_local, local_targets, 0)
+        target_logits = torch.where(
+            is_local, x.gather(1, local_targets[:, None])[:, 0] - max_logits, 0.0
+        )
         sums = torch.stack([exponentials.sum(dim=1), target_logits])
-        total, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
+        exp_sums, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
         loss_mask = targets != IGNORE_INDEX
-        ctx.save_for_backward(exponentials / total[:, None], local, is_local & loss_mask, loss_mask)
+        ctx.save_for_backward(
+            exponentials / exp_sums[:, None], local_targets, is_local & loss_mask, loss_mask
+        )
         ctx.dtype = logits.dtype
-        return torch.where(loss_mask, total.log() - target_logits, 0.0).sum()
+        return torch.where(loss_mask, exp_sums.log() - target_logits, 0.0).sum()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        probabilities, local, is_local, loss_mask = ctx.saved_tensors
+        probabilities, local_targets, is_local, loss_mask = ctx.saved_tensors
         grad_logits = probabilities * loss_mask[:, None]
-        grad_logits = grad_logits.scatter_add(1, local[:, None], -is_local[:, None].float())
+        grad_logits = grad_logits.scatter_add(1, local_targets[:, None], -is_local[:, None].float())
         return (grad_logits * gradient).to(ctx.dtype), None, None, None, None
 
 
-split_cross_entropy = _SplitCrossEntropy.apply
+vocab_parallel_cross_entropy = _VocabParallelCrossEntropy.apply
 
 
-def with_own_masks(function: Any, rank: int, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def call_with_rank_dropout(
+    function: Any, rank: int, x: torch.Tensor, *arguments: Any
+) -> torch.Tensor:
     """Call `function` with x and with dropout masks that differ by `rank`, because each rank has
     different heads or columns. Recomputation restores the shared generator and therefore draws the
     same seed again."""

@@ -29,7 +29,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
 # Name prefix of a part that the files of another node contain under its name without the prefix
-COPY = "copy of "
+COPY_PREFIX = "copy of "
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -48,7 +48,7 @@ class Part:
     write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
 
-def part_of(
+def build_part(
     name: str,
     tensor: torch.Tensor,
     shape: Sequence[int],
@@ -63,18 +63,18 @@ def part_of(
         max(0, min(length, limit - first))
         for length, limit, first in zip(tensor.shape, limits, start, strict=True)
     )
-    inside = tensor.detach()[tuple(map(slice, size))]
+    unpadded = tensor.detach()[tuple(map(slice, size))]
     return Part(
         name=name, shape=tuple(shape), start=tuple(start), size=size, writes=writes,
-        dtype=tensor.dtype, get=inside.detach,
+        dtype=tensor.dtype, get=unpadded.detach,
     )  # fmt: skip
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return this process's shard of a parameter, without copying it, and the shard's first
     index."""
-    is_split = isinstance(parameter, DTensor)
-    start = first_index(parameter) if is_split else (0,) * parameter.dim()
+    is_sharded = isinstance(parameter, DTensor)
+    start = first_index(parameter) if is_sharded else (0,) * parameter.dim()
     return local_part(parameter.detach()), start
 
 
@@ -85,7 +85,7 @@ def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int,
     sharded_axes = set[str]()
     if isinstance(parameter, DTensor):
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        sharded_axes = {axis for axis, layout in axes if not layout.is_replicate()}
+        sharded_axes = {axis for axis, placement in axes if not placement.is_replicate()}
     replica, shard = divmod(topology.dp_rank, topology.dp_shard)
     copy_rank = 0
     num_copies = 1
@@ -102,40 +102,40 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if
     a part has a non-finite value."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
-    ends = itertools.accumulate(map(_bytes_of, parts), initial=0)
+    boundaries = itertools.accumulate(map(_num_bytes, parts), initial=0)
     header: dict[str, Any] = {
         part.name: {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": offsets}
-        for part, offsets in zip(parts, itertools.pairwise(ends), strict=True)
+        for part, offsets in zip(parts, itertools.pairwise(boundaries), strict=True)
     }
-    places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
-    text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
+    positions = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
+    text = json.dumps({**header, "__metadata__": {"places": json.dumps(positions)}}).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
-    numbers = (_finite(part).numpy().data.cast("B") for part in parts)
-    syncing = Future[None]()
-    syncing.set_result(None)
+    arrays = (_finite_values(part).numpy().data.cast("B") for part in parts)
+    sync_future = Future[None]()
+    sync_future.set_result(None)
     # The checksum and fdatasync take as long as writing, so they run in other threads.
     with open(path, "wb") as file, ThreadPoolExecutor(2) as pool:
-        for data in itertools.chain([struct.pack("<Q", len(text)) + text], numbers):
+        for data in itertools.chain([struct.pack("<Q", len(text)) + text], arrays):
             checksum_future = pool.submit(zlib.crc32, data, checksum)
             file.write(data)
-            if syncing.done():
-                syncing.result()
-                syncing = pool.submit(os.fdatasync, file.fileno())
+            if sync_future.done():
+                sync_future.result()
+                sync_future = pool.submit(os.fdatasync, file.fileno())
             checksum = checksum_future.result()
             del data, checksum_future  # otherwise the part would stay in memory with the next one
-        syncing.result()
+        sync_future.result()
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), checksum
 
 
-def _finite(part: Part) -> torch.Tensor:
+def _finite_values(part: Part) -> torch.Tensor:
     """Return the values of a part on the CPU. Raises FloatingPointError if they are not finite."""
-    numbers = part.get().cpu().contiguous()
-    if not all_finite(numbers):
+    values = part.get().cpu().contiguous()
+    if not all_finite(values):
         raise FloatingPointError(f"{part.name} has non-finite values")
-    return numbers
+    return values
 
 
 class HostMemory:
@@ -147,10 +147,10 @@ class HostMemory:
         page-locks the memory, so that copies run at the full speed of the link to the GPU."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
-        self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
-        self.finding.start()
+        self.pinning = threading.Thread(target=self._pin, args=(gpu,), daemon=True)
+        self.pinning.start()
 
-    def _find(self, gpu: torch.device | None) -> None:
+    def _pin(self, gpu: torch.device | None) -> None:
         if gpu is None:
             return
         torch.cuda.set_device(gpu)  # Each thread must do this. Otherwise, the driver opens GPU 0.
@@ -164,7 +164,7 @@ class HostMemory:
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
         """Copy the parts and return the copies. This overwrites earlier copies."""
-        self.finding.join()
+        self.pinning.join()
         copies: list[Part] = []
         first = 0
         # On a separate stream, a copy neither waits for later kernels nor delays them.
@@ -173,11 +173,11 @@ class HostMemory:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for part in parts:
-                data = self.memory[first : first + _bytes_of(part)]
+                data = self.memory[first : first + _num_bytes(part)]
                 target = data.view(part.dtype).view(part.size)
                 target.copy_(part.get(), non_blocking=self.page_locked)
                 copies.append(replace(part, get=target.detach))
-                first += _bytes_held(part)
+                first += _aligned_bytes(part)
         if stream is not None:
             stream.synchronize()
         return copies
@@ -185,19 +185,19 @@ class HostMemory:
 
 def bytes_to_copy(parts: Iterable[Part]) -> int:
     """Return the size in bytes of the HostMemory that copies of the parts need."""
-    return sum(map(_bytes_held, parts))
+    return sum(map(_aligned_bytes, parts))
 
 
-def _bytes_of(part: Part) -> int:
+def _num_bytes(part: Part) -> int:
     return math.prod(part.size) * part.dtype.itemsize
 
 
-def _bytes_held(part: Part) -> int:
-    return -(-_bytes_of(part) // 64) * 64  # aligned for every dtype
+def _aligned_bytes(part: Part) -> int:
+    return -(-_num_bytes(part) // 64) * 64  # aligned for every dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredPart:
     """Part of a tensor in a file."""
 
     shape: tuple[int, ...]
@@ -209,38 +209,38 @@ class _Stored:
     def read(self, *box: slice) -> torch.Tensor:
         """Return the whole part or a box of it. This method opens the file each time, because the
         pages of a mapped file would stay in this process's memory."""
-        with safe_open(self.file, "pt") as opened:
-            return opened.get_slice(self.name)[box or slice(None)]
+        with safe_open(self.file, "pt") as file:
+            return file.get_slice(self.name)[box or slice(None)]
 
-    def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
-        """Copy the overlap of this part and `box` into `box`, which begins at index `start` of the
-        tensor or the flattened tensor. Return the number of copied values."""
-        box_slices = []
+    def copy_into(self, target: torch.Tensor, start: Sequence[int]) -> int:
+        """Copy the overlap of this part and `target` into `target`, which begins at index `start`
+        of the tensor or the flattened tensor. Return the number of copied values."""
+        target_slices = []
         part_slices = []
-        for a, n, b, m in zip(start, box.shape, self.start, self.size, strict=True):
+        for a, n, b, m in zip(start, target.shape, self.start, self.size, strict=True):
             low = max(a, b)
             high = min(a + n, b + m)
             if low >= high:
                 return 0
-            box_slices.append(slice(low - a, high - a))
+            target_slices.append(slice(low - a, high - a))
             part_slices.append(slice(low - b, high - b))
-        common = self.read(*part_slices)
-        box[tuple(box_slices)] = common
-        return common.numel()
+        overlap = self.read(*part_slices)
+        target[tuple(target_slices)] = overlap
+        return overlap.numel()
 
 
 class TensorFiles:
     """Tensors that are stored in several files. Any part of a tensor can be read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self.stored: dict[str, list[_Stored]] = {}
+        self.stored_parts: dict[str, list[_StoredPart]] = {}
         for path in paths:
             with safe_open(path, "pt") as file:
                 for name, position in json.loads(file.metadata()["places"]).items():
                     size = tuple(file.get_slice(name).get_shape())
                     shape, start = tuple(position["shape"]), tuple(position["start"])
-                    stored_part = _Stored(shape, start, size, path, name)
-                    self.stored.setdefault(name, []).append(stored_part)
+                    stored_part = _StoredPart(shape, start, size, path, name)
+                    self.stored_parts.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
         """Return the values of a part, [size], on the CPU.
@@ -248,40 +248,42 @@ class TensorFiles:
         If the files store exactly this part, or store the tensor only as boxes, only the required
         bytes are read. Otherwise, the rows that contain the part are read in full. Raises
         ValueError if the tensor is missing, is incomplete or has a different shape."""
-        stored = self.stored.get(part.name, [])
+        stored_parts = self.stored_parts.get(part.name, [])
         start = part.start
         size = part.size
-        for stored_part in (*stored, *self.stored.get(COPY + part.name, ())):
+        for stored_part in (*stored_parts, *self.stored_parts.get(COPY_PREFIX + part.name, ())):
             if stored_part.shape != part.shape:
                 expected = f"{list(stored_part.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
             if stored_part.start == start and stored_part.size == size:
                 return stored_part.read()
         is_box = len(start) == len(part.shape)
-        if is_box and all(len(stored_part.start) == len(start) for stored_part in stored):
-            return self._fill(part, size, start)
+        if is_box and all(len(stored_part.start) == len(start) for stored_part in stored_parts):
+            return self._read_box(part, size, start)
         # Otherwise, read whole rows, which are both boxes and ranges.
         row_shape = part.shape[1:]
         width = 1 if is_box else math.prod(row_shape)
         first = start[0] // width
         last = -(-(start[0] + size[0]) // width) if all(size) else first
-        rows = self._fill(part, (last - first, *row_shape), (first, *(0 for _ in row_shape)))
+        rows = self._read_box(part, (last - first, *row_shape), (first, *(0 for _ in row_shape)))
         if is_box:
             columns = zip(start[1:], size[1:], strict=True)
             return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
         return rows.flatten()[start[0] - first * width :][: size[0]]
 
-    def whole(self, name: str) -> torch.Tensor:
+    def read_whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
-        shape = self.stored[name][0].shape
-        return self.read(part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape)))
+        shape = self.stored_parts[name][0].shape
+        return self.read(
+            build_part(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape))
+        )
 
-    def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
+    def _read_box(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
         """Return a box of the part's tensor. The box must consist of whole rows if the files store
         ranges of the flattened tensor."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
-        for stored_part in self.stored.get(part.name, []):
+        for stored_part in self.stored_parts.get(part.name, []):
             if len(stored_part.start) == len(start):
                 filled += stored_part.copy_into(box, start)
             else:

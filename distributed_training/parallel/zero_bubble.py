@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
 
-Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in], dY [.., out])
+PendingMatmuls = list[
+    tuple[Linear, torch.Tensor, torch.Tensor]
+]  # (layer, x [.., in], dY [.., out])
 
 
 class WeightGradients:
@@ -30,9 +32,9 @@ class WeightGradients:
         """Add taps to the stage's blocks. Sequence parallelism splits the input of a block into
         `tp_parts` (see Plan), but it does not split the inputs of the block's Linears."""
         self.tp_parts = tp_parts
-        self.pending: Products = []
+        self.pending: PendingMatmuls = []
         dtype = stage.compute_dtype or torch.float32
-        self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        self.tap_source = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         for block in stage.blocks.values():
             linears: list[Any] = [
                 module
@@ -44,15 +46,15 @@ class WeightGradients:
                 continue
             for linear in linears:
                 linear.tap = linear.saved_input = None
-                linear.product_override = _product_with_tap
+                linear.product_override = _matmul_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
 
-    def take(self) -> Callable[[], None]:
+    def build_dw_runner(self) -> Callable[[], None]:
         """Return a function that runs the second part of the backward passes since the last
         call."""
-        products = self.pending
+        matmuls = self.pending
         self.pending = []
-        return functools.partial(_add_weight_gradients, products)
+        return functools.partial(_add_weight_gradients, matmuls)
 
     def _forward(
         self,
@@ -68,10 +70,10 @@ class WeightGradients:
         shapes = [(*batch_shape, local_part(linear.weight).shape[0]) for linear in linears]
         inputs: list[torch.Tensor] = []
 
-        def keep(gradients: tuple[torch.Tensor, ...]) -> None:
+        def save_gradients(gradients: tuple[torch.Tensor, ...]) -> None:
             self.pending += zip(linears, inputs, gradients, strict=True)
 
-        taps = _Taps.apply(self.start, shapes, keep)
+        taps = _CreateTaps.apply(self.tap_source, shapes, save_gradients)
         for linear, tap in zip(linears, taps, strict=True):
             linear.tap = tap
         out = forward(x, **options)
@@ -81,7 +83,7 @@ class WeightGradients:
         return out
 
 
-def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
+def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a Linear. If it has a tap, save the input and pass the gradient of the
     output to the tap."""
     if linear.tap is None:
@@ -90,14 +92,16 @@ def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     linear.saved_input = local_part(x.detach())
     y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))
     if not isinstance(y, DTensor):
-        return _Tapped.apply(y, linear.tap)
+        return _AttachTap.apply(y, linear.tap)
     # The gradient of a sum is also the gradient of each term.
-    grad_placements = [Replicate() if layout.is_partial() else layout for layout in y.placements]
-    tapped = _Tapped.apply(y.to_local(grad_placements=grad_placements), linear.tap)
+    grad_placements = [
+        Replicate() if placement.is_partial() else placement for placement in y.placements
+    ]
+    tapped = _AttachTap.apply(y.to_local(grad_placements=grad_placements), linear.tap)
     return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
 
 
-class _Tapped(torch.autograd.Function):
+class _AttachTap(torch.autograd.Function):
     """Return y unchanged. The tap receives the same gradient as y."""
 
     @staticmethod
@@ -109,28 +113,28 @@ class _Tapped(torch.autograd.Function):
         return gradient, gradient
 
 
-class _Taps(torch.autograd.Function):
-    """Create taps of `shapes`, which use no memory. In the backward pass, `keep` receives the
-    gradients of the taps."""
+class _CreateTaps(torch.autograd.Function):
+    """Create taps of `shapes`, which use no memory. In the backward pass, `save_gradients` receives
+    the gradients of the taps."""
 
     @staticmethod
-    def forward(ctx, start, shapes, keep):  # type: ignore[no-untyped-def]
-        ctx.keep = keep
-        return tuple(start.expand(shape) for shape in shapes)
+    def forward(ctx, tap_source, shapes, save_gradients):  # type: ignore[no-untyped-def]
+        ctx.save_gradients = save_gradients
+        return tuple(tap_source.expand(shape) for shape in shapes)
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
         # Drop the reference, because the losses keep this node alive until the end of the step.
-        keep = ctx.keep
-        ctx.keep = None
-        keep(gradients)
+        save_gradients = ctx.save_gradients
+        ctx.save_gradients = None
+        save_gradients(gradients)
         return None, None, None
 
 
 @torch.no_grad()
-def _add_weight_gradients(products: Products) -> None:
+def _add_weight_gradients(matmuls: PendingMatmuls) -> None:
     """Add this process's shards of the weight gradients to .grad, in fp32 as in FSDP."""
-    for linear, x, dy in products:
+    for linear, x, dy in matmuls:
         weight: Any = linear.weight
         if weight.grad is None:
             weight.grad_dtype = torch.float32

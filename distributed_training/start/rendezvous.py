@@ -319,7 +319,7 @@ def standalone_note(process: Process) -> list[str]:
 
 
 def agree_on_plan(
-    config: Request, process: Process, ask: agree.Ask, agent: str | None = None
+    config: Request, process: Process, gather_values: agree.Gather, agent: str | None = None
 ) -> Plan:
     """Make the plan on rank 0 and return it on all ranks. If the ranks' torchrun agents already
     began a run, that run is continued. `agent` identifies this process's agent. All ranks raise
@@ -327,8 +327,8 @@ def agree_on_plan(
     ranks must call this function."""
     typed = config.to_user_words()
     del typed["output_dir"]  # paths of checkouts may differ
-    agree.check_ranks_agree({**typed, **versions(), **code()}, ask)
-    launchers = sorted(set(ask(agent))) if agent else []
+    agree.check_ranks_agree({**typed, **versions(), **code()}, gather_values)
+    launchers = sorted(set(gather_values(agent))) if agent else []
 
     def make() -> Plan:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
@@ -336,7 +336,9 @@ def agree_on_plan(
         plan = make_plan(continued, cluster, plan_data.read_data)
         return run_dir.reserve_run_dir(plan, launchers, [*notes, *standalone_note(process)])
 
-    return run_dir.plan_from_text(ask(run_dir.plan_as_text(make) if process.rank == 0 else "")[0])
+    return run_dir.plan_from_text(
+        gather_values(run_dir.plan_as_text(make) if process.rank == 0 else "")[0]
+    )
 
 
 def continue_run(
@@ -371,7 +373,7 @@ def check_disks(plan: Plan, process: Process) -> None:
     label = f"rank {process.rank} on {socket.gethostname()}"
     mark = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
-        with agree.failing_together():
+        with agree.raise_on_all_ranks():
             if leads and plan.own_disks:
                 _make_folder(plan, mark, label)
             elif leads:
@@ -386,7 +388,7 @@ def check_disks(plan: Plan, process: Process) -> None:
         )
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
-        with agree.failing_together():
+        with agree.raise_on_all_ranks():
             if leads and process.rank:  # rank 0 read its node's files when it planned
                 resume.check_files(plan.checkpoint, meta, plan, process.rank)
 

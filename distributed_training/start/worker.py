@@ -36,9 +36,11 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
     set_nccl_variables(config.strategy)
     with process_group(device, store):
-        ask = agree.gather_in(store, process.rank, process.world_size)
+        gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         if isinstance(plan, Request):
-            plan = rendezvous.agree_on_plan(plan, process, ask, rendezvous.current_agent())
+            plan = rendezvous.agree_on_plan(
+                plan, process, gather_values, rendezvous.current_agent()
+            )
             rendezvous.check_disks(plan, process)
             # Called again with the plan's number of GPUs, because a torch build without CUDA sees
             # no GPU
@@ -58,7 +60,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 
         with handling(dict.fromkeys(STOPS, leave)):
             try:
-                code = train(plan, topology, watch, ask, startup)
+                code = train(plan, topology, watch, gather_values, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
                 watch.end()  # otherwise the watch may report the same error a second time
                 if watch.activity == THE_END and records.has_finished(plan.run_dir):

@@ -67,8 +67,8 @@ class Faults:
         if skips and step in skipped and not too_many:
             return None
         name = None
-        if result.gradients is not None and not result.gradients.isfinite().all():
-            first = result.gradients.isfinite().logical_not().nonzero()[0]
+        if result.param_grad_norms is not None and not result.param_grad_norms.isfinite().all():
+            first = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first)]
         ranks = gather((math.isfinite(float(result.loss_sum)), name))
         faults = []

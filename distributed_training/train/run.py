@@ -27,7 +27,9 @@ from distributed_training.train.build import build_engine, build_extensions, bui
 from distributed_training.train.loop import Trainer
 
 
-def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
+def train(
+    plan: Plan, topology: Topology, watch: Watch, gather_values: agree.Gather, startup: Startup
+) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
     first = topology.rank == 0
@@ -37,7 +39,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     data = cut_data(plan)
     # Machines may have different files under the same name. They may also have different versions
     # of Python, whose source code is the embedded corpus.
-    agree.check_ranks_agree({"training data": data.fingerprint}, ask)
+    agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
     build_extensions(plan, topology, display)
     startup.end("data")
     sampler = build_sampler(plan, data, topology)

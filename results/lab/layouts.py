@@ -220,7 +220,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         config.cuda_graphs and topology.pp > 1
     ):  # A graph does not show when its parts begin and end.
         engine: Any = run.engine
-        engine.step.graph = None
+        engine.step_graph.graph = None
         _train(run, spans, StepTimer(topology.device))
     num_timed = NUM_STEPS - NUM_WARMUP
     phases, reductions, computing = (

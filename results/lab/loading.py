@@ -68,7 +68,7 @@ def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
         measured["gpu"] = torch.cuda.memory_allocated() / GIB
         measured["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
     held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
-               for p in engine.parts.parameters())  # type: ignore[attr-defined]  # fmt: skip
+               for p in engine.stages.parameters())  # type: ignore[attr-defined]  # fmt: skip
     measured["own part"] = held / GIB
     engine.close()
     return gather(measured)

@@ -59,7 +59,7 @@ class LigerLoss:
 def measure(run: Run) -> dict[str, Any]:
     """Return this rank's milliseconds per step, losses and memory in GiB."""
     on_gpu = run.topology.device_type == "cuda"
-    part = next(iter(run.engine.parts.values()))  # type: ignore[attr-defined]
+    part = next(iter(run.engine.stages.values()))  # type: ignore[attr-defined]
     loss = part.loss
     gib: dict[str, float] = {}
 
@@ -98,7 +98,7 @@ def measure(run: Run) -> dict[str, Any]:
     measured = {
         "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:] if on_gpu else launched),
         "ms op by op": 1000 * statistics.median(launched),
-        "graph": bool(getattr(run.engine.step, "graph", None)),  # type: ignore[attr-defined]
+        "graph": bool(getattr(run.engine.step_graph, "graph", None)),  # type: ignore[attr-defined]
         "losses": losses,
     }
     if on_gpu:
@@ -108,7 +108,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 def measure_liger(run: Run) -> dict[str, Any]:
     """Run `measure` with Liger's loss."""
-    next(iter(run.engine.parts.values())).loss = LigerLoss()  # type: ignore[attr-defined]
+    next(iter(run.engine.stages.values())).loss = LigerLoss()  # type: ignore[attr-defined]
     return measure(run)
 
 

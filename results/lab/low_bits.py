@@ -111,7 +111,7 @@ def measure(run: Run, num_steps: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         measured |= {
             "loading_peak_bytes": loaded, "peak_bytes": torch.cuda.max_memory_allocated(),
-            "graph": run.engine.step.graph is not None,  # type: ignore[attr-defined]
+            "graph": run.engine.step_graph.graph is not None,  # type: ignore[attr-defined]
         }  # fmt: skip
     return measured
 

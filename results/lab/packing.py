@@ -72,7 +72,7 @@ def measure_speed(run: Run) -> dict[str, Any]:
         "real_share": train.real_share,
         "records_per_block": len(train.starts) / len(train),
         "mean_length": packing and packing.mean_length,
-        "graph": run.engine.step.graph is not None,  # type: ignore[attr-defined]
+        "graph": run.engine.step_graph.graph is not None,  # type: ignore[attr-defined]
         "losses": losses,
     }
     if torch.cuda.is_available():

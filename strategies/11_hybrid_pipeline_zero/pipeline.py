@@ -37,7 +37,7 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
     return spec
 
 
-class PipelinedDecoder(private.GivenPartition, PipelineModule):
+class PipelinedDecoder(private.PlannedPartition, PipelineModule):
     """One process's stage of a model. DeepSpeed represents a model as one list of layers: the
     embeddings, the blocks, the final norm, and the rows of the output layer. `head` uses these
     rows."""

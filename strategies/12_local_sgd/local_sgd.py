@@ -15,7 +15,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder, Past
-from distributed_training.parallel.gradients import average
+from distributed_training.parallel.gradients import all_reduce_mean
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
@@ -45,12 +45,12 @@ class LocalSGD(NativeEngine):
         self.outer = torch.optim.SGD(
             self.starts, self.options.outer_lr, momentum, nesterov=momentum > 0
         )
-        if momentum:  # `load_own` needs the state that exists after a first step
+        if momentum:  # `load_local_state` needs the state that exists after a first step
             for start in self.starts:
                 self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
-    def replicate(self, part: Decoder) -> nn.Module:
-        return part  # without DDP, so the backward pass exchanges nothing
+    def replicate(self, stage: Decoder) -> nn.Module:
+        return stage  # without DDP, so the backward pass exchanges nothing
 
     def train_step(self, batch: StepBatch) -> StepResult:
         self._restore_own()
@@ -59,7 +59,7 @@ class LocalSGD(NativeEngine):
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.averages_gradients:
             gradients = [parameter.grad for parameter in self.parameters]
-            average([gradient for gradient in gradients if gradient is not None])
+            all_reduce_mean([gradient for gradient in gradients if gradient is not None])
         norms = super().update()
         self.since = (self.since + 1) % self.options.local_steps
         if self.since == 0 and not self.averages_gradients:
@@ -68,7 +68,7 @@ class LocalSGD(NativeEngine):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        average(self.parameters)
+        all_reduce_mean(self.parameters)
         if self.outer is not None:
             for start, mean in zip(self.starts, self.parameters, strict=True):
                 start.grad = start - mean
@@ -89,7 +89,7 @@ class LocalSGD(NativeEngine):
         """Between two synchronizations, replace the weights with the mean of the replicas."""
         if self.since and not self.saved:
             self.saved = [parameter.detach().clone() for parameter in self.parameters]
-            average(self.parameters)
+            all_reduce_mean(self.parameters)
 
     @torch.no_grad()
     def _restore_own(self) -> None:
@@ -102,16 +102,16 @@ class LocalSGD(NativeEngine):
         self._take_mean()
         return super().state_parts()
 
-    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Start all replicas at the saved mean. `load_own` may then restore the weights of each
-        replica."""
-        super().load(saved, counters)
+    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
+        """Start all replicas at the saved mean. `load_local_state` may then restore the weights of
+        each replica."""
+        super().load(files, counters)
         self.since = 0
         self.saved = []
         if self.outer is not None:
             self._begin_outer()
 
-    def own_state(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         """Return this replica's weights, Adam moments and counters, and the state of the outer
         step. In fp16, counters differ between replicas, because each replica skips steps and
         changes its loss scale independently."""
@@ -126,7 +126,7 @@ class LocalSGD(NativeEngine):
         return state
 
     @torch.no_grad()
-    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+    def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
             return
         since, adam_steps, loss_scale, good_steps = state["counts"].tolist()
@@ -143,7 +143,7 @@ class LocalSGD(NativeEngine):
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return this replica's tensors by name. Adam moments exist only after the first step."""
         tensors = {"weight": self.saved or list(self.parameters)}
-        adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
+        adam = [self.optimizer.state.get(self.local_params[p], {}) for p in self.parameters]
         tensors |= {name: [state[name] for state in adam] for name in MOMENTS if name in adam[0]}
         if self.outer is not None:
             momenta = [state["momentum_buffer"] for state in self.outer.state.values()]

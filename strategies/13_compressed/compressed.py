@@ -34,21 +34,21 @@ class Compressed(NativeEngine):
         self.compression_state: State = {}
         super().__init__(model, plan, topology)
 
-    def replicate(self, part: Decoder) -> nn.Module:
+    def replicate(self, stage: Decoder) -> nn.Module:
         # gloo matches collectives by their order, and a hook starts its second collective as soon
         # as the first has finished. With several buckets, this time differs between processes.
-        module = self.build_ddp(part, 2**20 if self.topology.device_type == "cpu" else None)
+        module = self.build_ddp(stage, 2**20 if self.topology.device_type == "cpu" else None)
         self.compression_state = apply_compression(module, self.options)
         return module
 
-    def own_state(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         return {
             f"{name}/{bucket}": tensor
             for name, by_bucket in self.compression_state.items()
             for bucket, tensor in by_bucket.items()
         }
 
-    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+    def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         for key, tensor in state.items():
             name, _, bucket = key.partition("/")
             self.compression_state[name][int(bucket)] = tensor.to(self.topology.device)

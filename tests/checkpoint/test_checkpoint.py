@@ -19,7 +19,7 @@ from distributed_training.checkpoint.saver import Saver, load_checkpoint
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
-from distributed_training.parallel.tensor_files import part_of
+from distributed_training.parallel.tensor_files import build_part
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
@@ -50,7 +50,7 @@ class FakeEngine(Engine):
         return value
 
     def state_parts(self):
-        yield part_of("weight/w", self.state, (10, 4), (0, 0))
+        yield build_part("weight/w", self.state, (10, 4), (0, 0))
 
     def counters(self):
         return {"adam_steps": self.value}
@@ -215,7 +215,7 @@ def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
     several pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
-    engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]
+    engine.state_parts = lambda: [build_part("weight/w", engine.state, (2**20, 4), (0, 0))]
     engine.counters = dict
     folder = save(tmp_path, 1, engine=engine)
     check_files(folder, read_meta(folder))

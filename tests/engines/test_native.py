@@ -35,13 +35,13 @@ def build_engine(plan):
 
 def train(engine, *seeds):
     """For each seed, train for one step on random tokens. Return the results of the steps."""
-    found = []
+    results = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(0, 2048, (2, 8), generator=generator).numpy() for _ in range(4)]
         batch = StepBatch([(ids[0], ids[1]), (ids[2], ids[3])], 32, 32)
-        found.append(engine.train_step(batch))
-    return found
+        results.append(engine.train_step(batch))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,14 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     resumed.load(TensorFiles([tmp_path / "state"]), engine.counters())
     train(engine, 4)
     train(resumed, 4)
-    for ours, theirs in zip(engine.parameters, resumed.parameters, strict=True):
+    for parameter, resumed_parameter in zip(engine.parameters, resumed.parameters, strict=True):
         # Checkpoints drop the last bit of the scales for 8-bit Adam moments.
-        assert torch.allclose(ours, theirs, rtol=0, atol=2e-6 if optimizer == "adamw-8bit" else 0)
+        assert torch.allclose(
+            parameter, resumed_parameter, rtol=0, atol=2e-6 if optimizer == "adamw-8bit" else 0
+        )
 
 
-def fp16_engine(folder, loss_scale):
+def build_fp16_engine(folder, loss_scale):
     """Return an fp16 engine with the same loss scaling as on a GPU."""
     options = {"precision": "fp16", "cuda_graphs": False, "compile": False}
     engine = build_engine(plan_for(folder, GPU_MACHINE, 1, **WORK, **options))
@@ -71,7 +73,7 @@ def fp16_engine(folder, loss_scale):
 
 
 def test_loss_scale_does_not_change_norms_and_weights(tmp_path):
-    small, large = (fp16_engine(tmp_path, 2.0**power) for power in (4, 12))
+    small, large = (build_fp16_engine(tmp_path, 2.0**power) for power in (4, 12))
     for ours, theirs in zip(train(small, 0, 1), train(large, 0, 1), strict=True):
         assert float(ours.grad_norm) == pytest.approx(float(theirs.grad_norm), rel=1e-3)
     ours, theirs = (parameters_to_vector(engine.parameters) for engine in (small, large))
@@ -80,20 +82,20 @@ def test_loss_scale_does_not_change_norms_and_weights(tmp_path):
 
 def test_learning_rate_is_updated_in_place_for_cuda_graphs(plan):
     engine = build_engine(plan)
-    engine.rate = place = torch.tensor(1.0)
+    engine.rate = rate_tensor = torch.tensor(1.0)
     engine.set_learning_rate(0.5)
-    assert float(place) == 0.5
-    assert all(group["lr"] is place for group in engine.optimizer.param_groups)
+    assert float(rate_tensor) == 0.5
+    assert all(group["lr"] is rate_tensor for group in engine.optimizer.param_groups)
 
 
 def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "LOSS_SCALE_WINDOW", 3)
-    engine = fp16_engine(tmp_path, 2.0**40)
-    before = [parameter.clone() for parameter in engine.parameters]
+    engine = build_fp16_engine(tmp_path, 2.0**40)
+    weights_before = [parameter.clone() for parameter in engine.parameters]
     (overflow,) = train(engine, 0)
     assert overflow.skipped
     assert engine.loss_scale == 2.0**39
-    assert all(map(torch.equal, engine.parameters, before))
+    assert all(map(torch.equal, engine.parameters, weights_before))
     engine.loss_scale.fill_(2.0**4)
     steps = train(engine, 0, 1, 2)
     assert not any(step.skipped for step in steps)

@@ -29,7 +29,7 @@ def train(name, gradients):
     return parameter.detach(), optimizer.state[parameter]
 
 
-def normal(seed, *, scale=1.0):
+def random_tensor(seed, *, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(16, 512, generator=generator)
 
@@ -37,7 +37,7 @@ def normal(seed, *, scale=1.0):
 def test_bf16_moments_follow_fp32_moments_on_average_despite_tiny_updates():
     """If optimizer state were rounded to nearest instead of stochastically, small decays would
     never shrink the second moment."""
-    gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
+    gradients = [random_tensor(seed) for seed in range(20)] + [random_tensor(0, scale=0.01)] * 700
     exact, state = train("adamw", gradients)
     rounded, moments = train("adamw-bf16", gradients)
     assert moments["exp_avg_sq"].dtype is torch.bfloat16
@@ -48,38 +48,40 @@ def test_bf16_moments_follow_fp32_moments_on_average_despite_tiny_updates():
     assert (rounded - exact).norm() < 0.02 * (exact - start).norm()
 
 
-@pytest.mark.parametrize(("name", "far"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])
-def test_first_steps_are_close_to_adamw(name, far):
-    gradients = [normal(0).sign() * (0.5 + normal(seed).abs()) for seed in range(3)]
+@pytest.mark.parametrize(("name", "tolerance"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])
+def test_first_steps_are_close_to_adamw(name, tolerance):
+    gradients = [random_tensor(0).sign() * (0.5 + random_tensor(seed).abs()) for seed in range(3)]
     exact, _ = train("adamw", gradients)
-    close, moments = train(name, gradients)
+    approximate, moments = train(name, gradients)
     start = torch.linspace(-1, 1, 16 * 512).view(-1, 512)
-    assert (close - exact).norm() < far * (exact - start).norm()
+    assert (approximate - exact).norm() < tolerance * (exact - start).norm()
     assert float(moments["step"]) == 3
 
 
 def test_stochastic_rounding_does_not_depend_on_the_global_random_state(monkeypatch):
     torch.manual_seed(1)
-    first, _ = train("adamw-bf16", [normal(0), normal(1)])
+    first, _ = train("adamw-bf16", [random_tensor(0), random_tensor(1)])
     torch.manual_seed(2)
-    monkeypatch.setattr(optimizers, "CHUNK", 1000)  # several chunks per tensor
-    second, _ = train("adamw-bf16", [normal(0), normal(1)])
+    monkeypatch.setattr(optimizers, "MAX_CHUNK_SIZE", 1000)  # several chunks per tensor
+    second, _ = train("adamw-bf16", [random_tensor(0), random_tensor(1)])
     assert torch.equal(first, second)
 
 
 def test_a_skipped_update_changes_nothing():
-    parameter = torch.nn.Parameter(normal(0))
+    parameter = torch.nn.Parameter(random_tensor(0))
     optimizer = build("adamw-bf16", parameter)
     assert isinstance(optimizer, AdamWBf16)
-    parameter.grad = normal(1)
+    parameter.grad = random_tensor(1)
     optimizer.step()
-    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    state_before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
     weights = parameter.detach().clone()
     optimizer.found_inf = torch.tensor(1.0)
     parameter.grad = torch.full_like(parameter, torch.inf)
     optimizer.step()
     assert torch.equal(parameter, weights)
-    assert all(torch.equal(before[key], now) for key, now in optimizer.state[parameter].items())
+    assert all(
+        torch.equal(state_before[key], now) for key, now in optimizer.state[parameter].items()
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -91,9 +93,11 @@ def test_clipping_equals_clip_grad_norm(fused):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))
         optimizer = torch.optim.AdamW([parameter], lr=RATE, fused=fused)
         config = merged({"max_grad_norm": 3.0})
-        engine = SimpleNamespace(config=config, optimizer=optimizer, local={parameter: parameter})
+        engine = SimpleNamespace(
+            config=config, optimizer=optimizer, local_params={parameter: parameter}
+        )
         for seed in range(6):
-            parameter.grad = normal(seed, scale=0.02 * seed)  # norms from 0 to 9
+            parameter.grad = random_tensor(seed, scale=0.02 * seed)  # norms from 0 to 9
             if engine_clips:
                 NativeEngine._clip(engine, parameter.grad.norm())
             else:

@@ -184,8 +184,8 @@ def test_a_run_frees_its_weights_even_if_module_types_stay_cached(tmp_path):
 
     def train(run: Run) -> None:
         run.engine.train_step(run.batch(0))
-        types.extend(map(type, run.engine.parts.modules()))
-        weights.extend(map(weakref.ref, run.engine.parts.parameters()))
+        types.extend(map(type, run.engine.stages.modules()))
+        weights.extend(map(weakref.ref, run.engine.stages.parameters()))
 
     values = {
         "model": f"{HUB_PREFIX}{folder}", "weights": "random", "dataset": "embedded",

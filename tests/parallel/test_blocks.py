@@ -17,7 +17,7 @@ use_private_caches()
 block = torch.nn.Linear(2, 2)
 model = SimpleNamespace(blocks={0: block}, is_last=False)
 config = SimpleNamespace(compile=True, loss_chunk_tokens=1)
-apply_compile(model, config, ends=False)
+apply_compile(model, config, compile_outer_layers=False)
 block.forward(torch.ones(1, 2)).sum().backward()
 """
 
@@ -28,8 +28,8 @@ def test_compiled_code_is_never_stored_in_a_folder_that_another_user_could_creat
     contents."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    own = tmp_path / "own"
-    environment = {"TMPDIR": str(shared), CACHE: str(own)}
+    cache = tmp_path / "own"
+    environment = {"TMPDIR": str(shared), CACHE: str(cache)}
     assert_ok(run_command([sys.executable, "-c", COMPILE], **environment))
     assert list(shared.glob("torchinductor_*")) == []
-    assert list(own.glob("inductor/precompiled_headers/*.h"))
+    assert list(cache.glob("inductor/precompiled_headers/*.h"))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from distributed_training.parallel.tensor_files import (
     HostMemory,
     TensorFiles,
+    build_part,
     bytes_to_copy,
-    part_of,
     write_parts,
 )
 
@@ -22,14 +22,14 @@ WHOLE = torch.arange(66.0).view(SHAPE)
 PADDED = torch.nn.functional.pad(WHOLE, (0, 0, 0, 5))  # padded like a vocabulary
 
 
-def ranges(seed):
+def split_into_ranges(seed):
     """Return five shards of the padded tensor. Each shard is a range of consecutive elements, as
     under ZeRO."""
-    marks = [0, *sorted(random.Random(seed).sample(range(96), 4)), 96]
-    return [((low,), PADDED.flatten()[low:high]) for low, high in itertools.pairwise(marks)]
+    boundaries = [0, *sorted(random.Random(seed).sample(range(96), 4)), 96]
+    return [((low,), PADDED.flatten()[low:high]) for low, high in itertools.pairwise(boundaries)]
 
 
-def boxes(seed):
+def split_into_boxes(seed):
     draw = random.Random(seed)
     rows = [0, *sorted(draw.sample(range(17), 2)), 16]
     columns = [0, draw.randrange(1, 6), 6]
@@ -40,61 +40,63 @@ def boxes(seed):
     ]
 
 
-CUTS = {
+SHARDINGS = {
     "whole": [((0, 0), PADDED)],
-    **{f"ranges {seed}": ranges(seed) for seed in range(2)},
-    **{f"boxes {seed}": boxes(seed) for seed in range(2)},
+    **{f"ranges {seed}": split_into_ranges(seed) for seed in range(2)},
+    **{f"boxes {seed}": split_into_boxes(seed) for seed in range(2)},
 }
 
 
-def save(folder, cut):
+def save(folder, sharding):
     """Write one file per shard, and return the opened files."""
-    for number, (start, values) in enumerate(cut):
-        part = part_of("w", values, SHAPE, start)
+    for number, (start, values) in enumerate(sharding):
+        part = build_part("w", values, SHAPE, start)
         write_parts(folder / f"rank-{number:05d}.safetensors", [part])
     return TensorFiles(sorted(folder.iterdir()))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_tensors_saved_under_any_sharding_load_under_any_other(cut, tmp_path):
-    saved = save(tmp_path, CUTS[cut])
-    assert torch.equal(saved.whole("w"), WHOLE)
-    for other in CUTS.values():
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_tensors_saved_under_any_sharding_load_under_any_other(sharding, tmp_path):
+    files = save(tmp_path, SHARDINGS[sharding])
+    assert torch.equal(files.read_whole("w"), WHOLE)
+    for other in SHARDINGS.values():
         for start, values in other:
-            found = torch.zeros_like(values)
-            part = part_of("w", found, SHAPE, start)
-            part.get().copy_(saved.read(part))
-            assert torch.equal(found, values)
+            target = torch.zeros_like(values)
+            part = build_part("w", target, SHAPE, start)
+            part.get().copy_(files.read(part))
+            assert torch.equal(target, values)
 
 
 def test_a_file_is_in_safetensors_format_and_holds_no_padding(tmp_path):
     (tmp_path / "a").mkdir()
-    save(tmp_path / "a", CUTS["whole"])
+    save(tmp_path / "a", SHARDINGS["whole"])
     (file,) = (tmp_path / "a").iterdir()
     assert torch.equal(load_file(file)["w"], WHOLE)
     state = torch.arange(7, dtype=torch.uint8)
-    size, _ = write_parts(tmp_path / "b", [part_of("state", state, (7,), (0,))])
+    size, _ = write_parts(tmp_path / "b", [build_part("state", state, (7,), (0,))])
     assert size == (tmp_path / "b").stat().st_size
     assert torch.equal(load_file(tmp_path / "b")["state"], state)
 
 
 def test_parts_that_another_process_writes_are_skipped(tmp_path):
     file = tmp_path / "rank-00000.safetensors"
-    write_parts(file, [part_of("w", WHOLE, SHAPE, (0, 0), writes=False)])
-    with safe_open(file, "pt") as found:
-        assert list(found.keys()) == []
+    write_parts(file, [build_part("w", WHOLE, SHAPE, (0, 0), writes=False)])
+    with safe_open(file, "pt") as opened_file:
+        assert list(opened_file.keys()) == []
 
 
 def test_missing_and_foreign_tensors_are_refused(tmp_path):
-    save(tmp_path, boxes(0))
-    kept = [path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"]
-    saved = TensorFiles(kept)
+    save(tmp_path, split_into_boxes(0))
+    incomplete = [
+        path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"
+    ]
+    files = TensorFiles(incomplete)
     with pytest.raises(ValueError, match="of 66 values of w"):
-        saved.whole("w")
+        files.read_whole("w")
     with pytest.raises(ValueError, match="0 of 66 values of other"):
-        saved.read(part_of("other", WHOLE, SHAPE, (0, 0)))
+        files.read(build_part("other", WHOLE, SHAPE, (0, 0)))
     with pytest.raises(ValueError, match=r"\[11, 6\] instead of \[6, 11\]"):
-        saved.read(part_of("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
+        files.read(build_part("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -104,17 +106,17 @@ def test_copies_are_pinned_if_the_driver_supports_it(code, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     tensors = [torch.arange(5.0), torch.arange(3, dtype=torch.uint8), torch.tensor(7.0)]
     parts = [
-        part_of(f"{i}", tensor, tensor.shape, (0,) * tensor.dim())
+        build_part(f"{i}", tensor, tensor.shape, (0,) * tensor.dim())
         for i, tensor in enumerate(tensors)
     ]
     memory = HostMemory(bytes_to_copy(parts), torch.device("cuda", 3))
-    first = memory.copy(parts)
+    copies = memory.copy(parts)
     tensors[0].zero_()
-    assert [part.get().tolist() for part in first] == [[0, 1, 2, 3, 4], [0, 1, 2], 7]
-    (again, *_) = memory.copy(parts)
-    assert again.get().tolist() == [0] * 5
+    assert [part.get().tolist() for part in copies] == [[0, 1, 2, 3, 4], [0, 1, 2], 7]
+    (second_copy, *_) = memory.copy(parts)
+    assert second_copy.get().tolist() == [0] * 5
     address = memory.memory.data_ptr()
-    assert all(address <= part.get().data_ptr() < address + 3 * 64 for part in first)
+    assert all(address <= part.get().data_ptr() < address + 3 * 64 for part in copies)
     assert memory.page_locked == (code == 0)
     del memory
     runtime.cudaHostRegister.assert_called_once_with(address, 3 * 64, 0)

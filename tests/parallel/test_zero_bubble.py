@@ -37,17 +37,17 @@ def micro_batches(count):
     return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
 
 
-def in_two_parts(model, batches):
+def run_split_backward(model, batches):
     """Run the first parts of all backward passes, and then all second parts."""
-    weights, later = WeightGradients(model, CPU, (1, 1)), []
+    weights, second_parts = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()
-        later.append(weights.take())
-    for second_part in later:
+        second_parts.append(weights.build_dw_runner())
+    for second_part in second_parts:
         second_part()
 
 
-def in_one_part(model, batches):
+def run_whole_backward(model, batches):
     for inputs, targets in batches:
         model(inputs, targets).backward()
 
@@ -59,12 +59,14 @@ def test_split_and_unsplit_backward_give_equal_gradients(name):
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):
-        in_one_part(expected, batches)
+        run_whole_backward(expected, batches)
     with RoundedWeights(model, dtype):
-        in_two_parts(model, batches)
-    for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert ours.grad.dtype == torch.float32
-        assert torch.equal(ours.grad, theirs.grad), key
+        run_split_backward(model, batches)
+    for (key, parameter), expected_parameter in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
+        assert parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, expected_parameter.grad), key
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
@@ -74,29 +76,31 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     model = gpt2.build(size, dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    apply_compile(model, build_config({"compile": True, "loss_chunk_tokens": 0}), ends=False)
-    in_two_parts(model, micro_batches(2))
+    apply_compile(
+        model, build_config({"compile": True, "loss_chunk_tokens": 0}), compile_outer_layers=False
+    )
+    run_split_backward(model, micro_batches(2))
     assert counter.frame_count == 2  # one graph for the blocks and one for the loss
 
 
 def test_split_and_unsplit_backward_need_equally_many_flops():
-    def products(function):
+    def count_flops(function):
         with FlopCounterMode(display=False) as counter:
             function()
         return counter.get_total_flops()
 
     model, (batch,) = build("gpt2"), micro_batches(1)
-    whole = products(model(*batch).backward)
+    whole_flops = count_flops(model(*batch).backward)
     weights = WeightGradients(model, CPU, (1, 1))
-    forward = products(lambda: model(*batch))
-    weights.take()
+    forward_flops = count_flops(lambda: model(*batch))
+    weights.build_dw_runner()
     loss = model(*batch)
-    first = products(loss.backward)
-    second = products(weights.take())
+    first_flops = count_flops(loss.backward)
+    second_flops = count_flops(weights.build_dw_runner())
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    assert second == 2 * TOKENS * sum(matrix.numel() for matrix in matrices)
-    assert first + second == whole
-    assert forward == products(lambda: build("gpt2")(*batch))
+    assert second_flops == 2 * TOKENS * sum(matrix.numel() for matrix in matrices)
+    assert first_flops + second_flops == whole_flops
+    assert forward_flops == count_flops(lambda: build("gpt2")(*batch))
 
 
 def test_a_saved_loss_does_not_keep_activations_alive():
@@ -108,12 +112,12 @@ def test_a_saved_loss_does_not_keep_activations_alive():
     loss.backward()
     inputs = [weakref.ref(x) for _, x, _ in weights.pending]
     assert len(inputs) == 4 * model.size.num_layers
-    weights.take()()
+    weights.build_dw_runner()()
     assert all(x() is None for x in inputs)
     assert loss.grad_fn is not None
 
 
-def summed_gradients(model, batches):
+def sum_gradients(model, batches):
     """Return the gradients of a bf16 copy of the model, summed over micro-batches in fp32."""
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     sums = {name: torch.zeros(p.shape) for name, p in rounded.named_parameters()}
@@ -128,23 +132,23 @@ def summed_gradients(model, batches):
 
 def test_gradients_use_rounded_weights_and_accumulate_in_fp32():
     model = build_bf16()
-    before, batches = dict(model.named_parameters()), micro_batches(3)
+    fp32_parameters, batches = dict(model.named_parameters()), micro_batches(3)
     weights = RoundedWeights(model, torch.bfloat16)
     for _ in range(2):  # the second round starts from other weights
-        expected = summed_gradients(model, batches)
+        expected = sum_gradients(model, batches)
         with weights:
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
             for inputs, targets in batches:
                 model(inputs, targets).backward()
-        assert all(p is before[name] for name, p in model.named_parameters())
+        assert all(p is fp32_parameters[name] for name, p in model.named_parameters())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 assert parameter.dtype == parameter.grad.dtype == torch.float32
                 # The embedding is used at both ends. One model adds the two terms of its gradient
                 # in fp32, the other in bf16. In a pipeline, each stage has only one of the terms.
                 used_twice = name == "token_embedding.weight"
-                far = float(expected[name].abs().max()) / 64 if used_twice else 0.0
-                torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=far)
+                tolerance = float(expected[name].abs().max()) / 64 if used_twice else 0.0
+                torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance)
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
 

@@ -158,7 +158,7 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
     fails."""
 
     def use(run: Run) -> dict[str, Any]:
-        graph: Any = run.engine.step  # type: ignore[attr-defined]
+        graph: Any = run.engine.step_graph  # type: ignore[attr-defined]
         step = graph.step
 
         def asking(*tensors: torch.Tensor) -> Any:

@@ -155,7 +155,7 @@ def _train_dequantized(run: harness.Run) -> Values:
     compute dtype."""
     from distributed_training.models.nf4 import replace_by_dequantized
 
-    replace_by_dequantized(run.engine.parts)  # type: ignore[attr-defined]
+    replace_by_dequantized(run.engine.stages)  # type: ignore[attr-defined]
     return _train(run)
 
 
@@ -237,13 +237,13 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
         (folder,) = list_checkpoints(checkpoint_dir)
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     tensors, reference = files
-    names = sorted(tensors.stored.keys() | reference.stored.keys())
+    names = sorted(tensors.stored_parts.keys() | reference.stored_parts.keys())
     # Tensors that only one checkpoint has keep an infinite difference.
     differences = {name: math.inf for name in names if name.startswith(STATE)}
-    for name in differences.keys() & tensors.stored.keys() & reference.stored.keys():
-        reference_tensor = reference.whole(name)
+    for name in differences.keys() & tensors.stored_parts.keys() & reference.stored_parts.keys():
+        reference_tensor = reference.read_whole(name)
         norm = max(float(torch.linalg.vector_norm(reference_tensor)), 1e-30)  # avoids division by 0
         differences[name] = (
-            float(torch.linalg.vector_norm(tensors.whole(name) - reference_tensor)) / norm
+            float(torch.linalg.vector_norm(tensors.read_whole(name) - reference_tensor)) / norm
         )
     return differences

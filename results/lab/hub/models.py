@@ -115,7 +115,7 @@ def measure(run: Run) -> dict[str, Any]:
         "all_s": time.perf_counter() - began_all,
         "peak_gib": peak / GIB,
         "before_gib": before / GIB,
-        "graph": bool(getattr(run.engine.step, "graph", None)),  # type: ignore[attr-defined]
+        "graph": bool(getattr(run.engine.step_graph, "graph", None)),  # type: ignore[attr-defined]
         "compile": plan.config.compile,
         "loss_chunk_tokens": plan.config.loss_chunk_tokens,
         "loss": loss,
