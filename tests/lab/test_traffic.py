@@ -111,7 +111,7 @@ CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
 COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
 QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch of one replica)
     ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
-    ("8_tensor_parallel", "it sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
+    ("8_tensor_parallel", "a process sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
     ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
     ("9_pipeline_parallel", "128 MiB in the middle, {:.1f} MiB", 4, 0, "pp", PP),
     ("9_pipeline_parallel", "256 MiB in the middle, {:.1f} MiB", 4, 0, "pp",
