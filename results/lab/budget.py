@@ -75,16 +75,16 @@ class Fit:
         if not self.irreducible < loss < MAX_LOSS:
             what = f"no model reaches --target_loss {loss:g}"
             why = f"{self.name}'s fit never goes below {self.irreducible}"
-            least = max(fit.irreducible for fit in FITS)
-            raise UserError(what, why, f"set a loss above {least} and below {MAX_LOSS}")
+            min_loss = max(fit.irreducible for fit in FITS)
+            raise UserError(what, why, f"set a loss above {min_loss} and below {MAX_LOSS}")
         # At the optimum, both terms fall with the same power of the FLOPs.
         reducible = self.loss(*self.optimum(6.0)) - self.irreducible
         power = self.alpha * self.beta / (self.alpha + self.beta)
         return 6 * (reducible / (loss - self.irreducible)) ** (1 / power)
 
 
-_FILE = Path(__file__).with_name("scaling.json")
-FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
+_FITS_FILE = Path(__file__).with_name("scaling.json")
+FITS = tuple(Fit(**entry) for entry in load_json(_FITS_FILE, "the scaling laws"))
 
 
 def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
@@ -93,8 +93,8 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     match = _BUDGET.fullmatch(text.strip())
     seconds = float(match[2]) * UNITS[match[3].lower()] if match else 0.0
     if not match or seconds <= 0:
-        form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
-        raise UserError(f"the budget {shown(text)} is not valid", fix=form)
+        fix = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
+        raise UserError(f"the budget {shown(text)} is not valid", fix=fix)
     return parse_cluster(match[1], gpu), seconds
 
 
@@ -136,7 +136,7 @@ def main() -> int:
             what = "the budget already specifies the GPUs"
             raise UserError(what, fix="leave out --cluster and --num_gpus")
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
-        lines = describe_budget(speeds(build, cluster, open_batch), cluster, seconds)
+        lines = describe_budget(fastest_layouts(build, cluster, open_batch), cluster, seconds)
     else:
         lines = describe_loss(loss, build, arguments, open_batch)
     sources = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
@@ -152,20 +152,20 @@ def describe_loss(
     open_batch: bool,
 ) -> list[str]:
     """Describe the cheapest way to reach a loss and, with --cluster, the training time."""
-    needed = [(fit, fit.flops_for(loss)) for fit in FITS]
+    flops_by_fit = [(fit, fit.flops_for(loss)) for fit in FITS]
     lines = [f"a loss of {loss:g} nats per token, perplexity {math.exp(loss):.1f}:", ""]
-    lines.append(_optima(needed))
+    lines.append(_optima(flops_by_fit))
     if arguments.cluster is not None:
         cluster = parse_cluster(arguments.cluster, arguments.gpu)
-        choices = speeds(build, cluster, open_batch)
-        for fit, flops in needed:
-            nearest = min(choices, key=functools.partial(_misfit, fit, flops))
+        choices = fastest_layouts(build, cluster, open_batch)
+        for fit, flops in flops_by_fit:
+            nearest = min(choices, key=functools.partial(_size_mismatch, fit, flops))
             time = f"by {fit.name} {duration(flops / flops_per_s(nearest))} on {cluster.name}"
             lines.append(f"{time}, at {nearest.plan.config.model}'s predicted speed")
     return lines
 
 
-def speeds(
+def fastest_layouts(
     build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
     """Return the predictions for the fastest layout of each model that fits, ordered from the
@@ -193,7 +193,7 @@ def speeds(
     return fastest
 
 
-def _misfit(fit: Fit, flops: float, choice: Prediction) -> float:
+def _size_mismatch(fit: Fit, flops: float, choice: Prediction) -> float:
     """Return the absolute log ratio between the best model size for `flops` and the chosen model's
     size."""
     best, _ = fit.optimum(flops)
@@ -204,7 +204,7 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     """Describe the best model size and number of tokens for the given time on a cluster, and the
     loss of each model."""
     nearest = min(
-        choices, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice)
+        choices, key=lambda choice: _size_mismatch(FITS[-1], flops_per_s(choice) * seconds, choice)
     )
     flops = flops_per_s(nearest) * seconds
     config = nearest.plan.config
@@ -229,9 +229,9 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     return [textwrap.fill(summary, 80), "", optima, "", caption, "", table]
 
 
-def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
+def _optima(flops_by_fit: Sequence[tuple[Fit, float]]) -> str:
     rows = []
-    for fit, flops in needed:
+    for fit, flops in flops_by_fit:
         parameters, tokens = fit.optimum(flops)
         ratio = f"{tokens / parameters:.0f}"
         loss = f"{fit.loss(parameters, tokens):.3f}"

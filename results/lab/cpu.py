@@ -25,13 +25,13 @@ from distributed_training.settings.files import ROOT, load_json
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
 # The first run tokenizes the text, which takes RAM, and fills the cache for the other runs.
-COUNTS = (2, 4, 1)
+PROCESS_COUNTS = (2, 4, 1)
 FEW_STEPS = 5
 RUN_DIRS = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # by --timed
 FOLDER_KEYS = ("output_dir", "offload_dir")
 
 
-def entry(record: Record, timed: bool) -> dict[str, Any]:
+def build_entry(record: Record, timed: bool) -> dict[str, Any]:
     """Return the fields of a run's record that go into the output file."""
     config = {
         key: value for key, value in record.config_requested.items() if key not in FOLDER_KEYS
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = RUN_DIRS[arguments.timed]
     calibrations = {}
-    for count in COUNTS:
+    for count in PROCESS_COUNTS:
         command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
         command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
         start = [sys.executable, str(ROOT / "real_model_example.py")]
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **provenance(COMMAND + (" --timed" if arguments.timed else "")),
         "machine": records[0].machine,
         "calibrations": calibrations,
-        "runs": [entry(record, arguments.timed) for record in records],
+        "runs": [build_entry(record, arguments.timed) for record in records],
     }
     write_json(arguments.out, document)
     print(f"wrote {arguments.out}: {len(records)} runs")

@@ -67,18 +67,18 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     rows = {}
     for name, seeds in runs.items():
         losses = [result["validation_loss"] for result in seeds.values()]
-        worse = [
+        loss_increases = [
             result["validation_loss"] - first[seed]["validation_loss"]
             for seed, result in seeds.items()
         ]
-        sent = next(iter(seeds.values()))["sent_bytes_a_step"]
+        sent_bytes = next(iter(seeds.values()))["sent_bytes_a_step"]
         rows[name] = {
-            "KiB a step": sent / 2**10,  # prose: key of published records
-            "share": sent / base["sent_bytes_a_step"],
+            "KiB a step": sent_bytes / 2**10,  # prose: key of published records
+            "share": sent_bytes / base["sent_bytes_a_step"],
             "validation loss": statistics.mean(losses),
-            "more than dp": statistics.mean(worse),
-            "from": min(worse),
-            "to": max(worse),
+            "more than dp": statistics.mean(loss_increases),
+            "from": min(loss_increases),
+            "to": max(loss_increases),
         }
     return rows
 
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, ranks in every_run(group, cases, train):
             results[name] = ranks[0]
         if group.process.rank == 0:
-            before = load_json(options.out, "record") if options.out.exists() else {}
-            runs = before.get("runs", {name: {} for name in cases})
+            old_record = load_json(options.out, "record") if options.out.exists() else {}
+            runs = old_record.get("runs", {name: {} for name in cases})
             for name, values in results.items():
                 runs[name][str(options.seed)] = values
             record = {

@@ -60,9 +60,9 @@ def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
     """Return the time of each entry in MARKS and of the end, in seconds. An entry's time is None if
     no line matches its pattern."""
     seconds_of: dict[str, float | None] = {}
-    for name, (which, pattern) in MARKS.items():
+    for name, (position, pattern) in MARKS.items():
         times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]
-        seconds_of[name] = times[which] if times else None
+        seconds_of[name] = times[position] if times else None
     return {**seconds_of, "end": lines[-1][0]}
 
 
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DISTRIBUTED_TRAINING_CACHE")
         caches = {name: f"{folder}/{name}" for name in names}
         command = [*arguments.command, "--output_dir", f"{folder}/runs"]
-        for caches_are in ("cold", "warm"):
+        for cache_state in ("cold", "warm"):
             lines = timed_lines(command, **caches)
             record = json.loads(Path(folder, "runs/latest/record.json").read_bytes())
             seconds = {**find_marks(lines), "startup_s": record["startup_s"]}
-            document["runs"][caches_are] = seconds
-            print(caches_are, json.dumps(seconds), flush=True)
+            document["runs"][cache_state] = seconds
+            print(cache_state, json.dumps(seconds), flush=True)
     write_json(arguments.out, document)
     return 0
 

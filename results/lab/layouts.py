@@ -57,14 +57,16 @@ COLUMNS = (
     "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
-REDUCTION = "perform_reduce_grad"  # PyTorch reduces gradients over dp at the end of the phase.
-OPERATIONS = {  # kind -> method of PyTorch's pipeline stage
-    "reduction": REDUCTION,
+REDUCTION_METHOD = (
+    "perform_reduce_grad"  # PyTorch reduces gradients over dp at the end of the phase.
+)
+STAGE_METHODS = {  # kind -> method of PyTorch's pipeline stage
+    "reduction": REDUCTION_METHOD,
     "F": "forward_one_chunk",
     "B": "backward_one_chunk",  # input gradients only (I) if a W follows
     "W": "backward_weight_one_chunk",
 }
-COMPUTING = ("F", "B", "W")
+COMPUTE_KINDS = ("F", "B", "W")
 
 
 class LeftOver(NamedTuple):
@@ -84,23 +86,23 @@ class Spans:
         self.marks: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
         if pipeline is None:
             return
-        self._watch(pipeline, "forward_backward", ("phase", 0))
+        self._record_calls(pipeline, "forward_backward", ("phase", 0))
         for stage in stages_of(pipeline):
-            for kind, name in OPERATIONS.items():
-                self._watch(stage, name, (kind, stage.stage_index))
+            for kind, name in STAGE_METHODS.items():
+                self._record_calls(stage, name, (kind, stage.stage_index))
 
-    def _watch(self, owner: Any, name: str, key: tuple[str, int]) -> None:
+    def _record_calls(self, owner: Any, name: str, key: tuple[str, int]) -> None:
         function = getattr(owner, name)
 
         def call(*arguments: Any, **kwargs: Any) -> Any:
-            begin = self._now()
+            begin = self._mark()
             result = function(*arguments, **kwargs)
-            self.marks.setdefault(key, []).append((begin, self._now()))
+            self.marks.setdefault(key, []).append((begin, self._mark()))
             return result
 
         setattr(owner, name, call)
 
-    def _now(self) -> Any:
+    def _mark(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -112,12 +114,15 @@ class Spans:
         `kinds` in seconds."""
         durations = [self._durations(key) for key in self.marks if key[0] in kinds]
         # Every step has the same calls.
-        return sum((all.reshape(num_steps, -1).sum(1) for all in durations), np.zeros(num_steps))
+        return sum(
+            (kind_durations.reshape(num_steps, -1).sum(1) for kind_durations in durations),
+            np.zeros(num_steps),
+        )
 
     def operations(self) -> dict[str, float]:
         """Return the median duration in seconds of each operation of each stage, keyed by names
         such as "F 0"."""
-        keys = [key for key in self.marks if key[0] in COMPUTING]
+        keys = [key for key in self.marks if key[0] in COMPUTE_KINDS]
         return {f"{k} {s}": float(np.median(self._durations((k, s)))) for k, s in keys}
 
     def _durations(self, key: tuple[str, int]) -> np.ndarray:
@@ -140,7 +145,7 @@ def stages_of(pipeline: Pipeline) -> list[Any]:
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
-def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
+def trace_phase(engine: Any, batch: Any, topology: Topology) -> float | None:
     """Run one additional step, the last of the run, under the profiler. Return the number of
     seconds that this rank's GPU computes in the step's forward and backward phase. Return None if
     there is no GPU or the engine does not use our pipeline. All ranks must call this function.
@@ -150,23 +155,23 @@ def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
     pipeline: Any = pipeline_of(engine)
     if pipeline is None or topology.device_type != "cuda":
         return None
-    phase = pipeline.forward_backward
-    postponed: list[Callable[[], Any]] = []
+    run_phase = pipeline.forward_backward
+    postponed_calls: list[Callable[[], Any]] = []
     phase_seconds = []
     for stage in stages_of(pipeline):
-        reduce = getattr(stage, REDUCTION)
-        postpone = functools.partial(_postpone, postponed, reduce)
-        setattr(stage, REDUCTION, postpone)
+        reduce = getattr(stage, REDUCTION_METHOD)
+        postpone = functools.partial(_postpone, postponed_calls, reduce)
+        setattr(stage, REDUCTION_METHOD, postpone)
 
-    def under_profiler(*arguments: Any) -> Any:
+    def profile_phase(*arguments: Any) -> Any:
         dist.barrier()
-        result, seconds = profiled(lambda: phase(*arguments))
-        for call in postponed:
+        result, seconds = measure_gpu_seconds(lambda: run_phase(*arguments))
+        for call in postponed_calls:
             call()
         phase_seconds.append(seconds)
         return result
 
-    pipeline.forward_backward = under_profiler
+    pipeline.forward_backward = profile_phase
     engine.train_step(batch)
     return phase_seconds[0]
 
@@ -175,7 +180,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
     calls.append(functools.partial(function, *arguments))
 
 
-def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
+def measure_gpu_seconds(function: Callable[[], Any]) -> tuple[Any, float]:
     """Call a function. Return its result and the number of seconds that the GPU computed."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -224,7 +229,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         _train(run, spans, StepTimer(topology.device))
     num_timed = NUM_STEPS - NUM_WARMUP
     phases, reductions, computing = (
-        spans.seconds(num_timed, *kinds) for kinds in (("phase",), ("reduction",), COMPUTING)
+        spans.seconds(num_timed, *kinds) for kinds in (("phase",), ("reduction",), COMPUTE_KINDS)
     )
     measured: dict[str, Any] = {
         "rank": topology.rank,
@@ -233,7 +238,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         "phase_s": float(np.median(phases - reductions)),
         "computing_s": float(np.median(computing)),
         "operations_s": spans.operations(),
-        "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
+        "kernels_s": trace_phase(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
         command = shlex.join(["python", *sys.argv])
@@ -271,18 +276,18 @@ def build_record(
         ranks[0].pop(name) for name in ("start", "performance", "order")
     )
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
-    leave_out_left_over(memory, before, after)
+    subtract_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
     if idle is not None and "between_operations" in idle:
         orders = [tuple(map(tuple, order)) for order in orders]  # JSON turned tuples into lists.
         idle["parts"] = explain(idle, start["pipeline"], orders, stage_ranks)
-    ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
+    end_fields = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
-    record.update(**ended, performance=performance, memory=memory, bubble=idle)
+    record.update(**end_fields, performance=performance, memory=memory, bubble=idle)
     return record.values
 
 
-def leave_out_left_over(
+def subtract_left_over(
     memory: dict[str, Any], before: list[LeftOver], after: list[LeftOver]
 ) -> None:
     """Add the run's own peaks to `memory`: the highest peak of any rank, without memory left over
@@ -300,18 +305,20 @@ def leave_out_left_over(
         rank["left_allocated_bytes"] = min(old.allocated, new.allocated)
     for name, key in (("allocated", "left_allocated_bytes"), ("reserved", "left_over_bytes")):
         peaks = [(rank[f"peak_{name}_bytes"], rank[key]) for rank in memory["by_rank"]]
-        known = peaks[0][0] is not None
-        memory[f"peak_{name}_bytes"] = max(peak - old for peak, old in peaks) if known else None
+        is_measured = peaks[0][0] is not None
+        memory[f"peak_{name}_bytes"] = (
+            max(peak - old for peak, old in peaks) if is_measured else None
+        )
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure the runs one after another. The generator yields a result for each run on every rank,
     but yields records only on rank 0. All ranks must iterate over it."""
-    before = _left_over()
+    before = _gather_left_over()
     for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()
     ):
-        after = _left_over()
+        after = _gather_left_over()
         if isinstance(result, str):
             yield name, f"refused: {result}"
         elif group.process.rank > 0:
@@ -321,7 +328,7 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
         before = after
 
 
-def _left_over() -> list[LeftOver]:
+def _gather_left_over() -> list[LeftOver]:
     """Return the memory that each rank's allocator still holds between two runs. All ranks must
     call this function."""
     if not torch.cuda.is_available():

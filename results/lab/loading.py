@@ -59,17 +59,17 @@ def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     on_gpu = group.device.type == "cuda"
     if on_gpu:
         torch.zeros(1, device=group.device)
-    before = peak_ram_gib()
+    ram_before = peak_ram_gib()
     began = time.perf_counter()
     engine = build_engine(plan, topology)
-    measured: dict[str, Any] = {"seconds": time.perf_counter() - began, "ram before": before}
-    measured |= {"ram": peak_ram_gib() - before, "file pages": file_pages_gib()}
+    measured: dict[str, Any] = {"seconds": time.perf_counter() - began, "ram before": ram_before}
+    measured |= {"ram": peak_ram_gib() - ram_before, "file pages": file_pages_gib()}
     if on_gpu:
         measured["gpu"] = torch.cuda.memory_allocated() / GIB
         measured["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
-    held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
+    own_bytes = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
                for p in engine.stages.parameters())  # type: ignore[attr-defined]  # fmt: skip
-    measured["own part"] = held / GIB
+    measured["own part"] = own_bytes / GIB
     engine.close()
     return gather(measured)
 

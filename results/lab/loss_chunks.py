@@ -66,11 +66,11 @@ def measure(run: Run) -> dict[str, Any]:
     def note_gib(name: str, *, peak: bool) -> None:
         if on_gpu:
             torch.cuda.synchronize()
-            count = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-            gib[name] = count() / GIB
+            read_bytes = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+            gib[name] = read_bytes() / GIB
             torch.cuda.reset_peak_memory_stats()
 
-    def watched(*arguments: Any, **options: Any) -> Any:
+    def measured_loss(*arguments: Any, **options: Any) -> Any:
         note_gib("entry", peak=False)
         result = loss(*arguments, **options)
         note_gib("in loss", peak=True)
@@ -83,7 +83,9 @@ def measure(run: Run) -> dict[str, Any]:
         if step == 2:
             note_gib("state", peak=False)
             if not run.plan.config.compile or run.plan.config.loss_chunk_tokens:
-                part.loss = watched  # Otherwise the loss is compiled together with the layers.
+                part.loss = (
+                    measured_loss  # Otherwise the loss is compiled together with the layers.
+                )
         if step == 3:
             note_gib("after", peak=True)
             part.loss = loss
@@ -94,10 +96,10 @@ def measure(run: Run) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         if step == NUM_EAGER_STEPS - 1:
             note_gib("peak", peak=True)
-    launched = seconds[3:NUM_EAGER_STEPS]
+    eager_seconds = seconds[3:NUM_EAGER_STEPS]
     measured = {
-        "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:] if on_gpu else launched),
-        "ms op by op": 1000 * statistics.median(launched),
+        "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:] if on_gpu else eager_seconds),
+        "ms op by op": 1000 * statistics.median(eager_seconds),
         "graph": bool(getattr(run.engine.step_graph, "graph", None)),  # type: ignore[attr-defined]
         "losses": losses,
     }

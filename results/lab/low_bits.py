@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "eval_samples": 64, "checkpoint_every": 0,
 }  # fmt: skip
 OPTIMIZERS = ("adamw", "adamw-bf16", "adamw-8bit")
-EVALUATED = 64  # validation samples
+NUM_EVALUATED = 64  # validation samples
 TIMED_STEPS = 10
 
 
@@ -84,11 +84,11 @@ PARTS = {
 
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
     """Train for `num_steps` steps. Return the loss of each step, the first and the median step
-    time, the loss on `EVALUATED` validation samples, and the peak memory."""
+    time, the loss on `NUM_EVALUATED` validation samples, and the peak memory."""
     losses = []
     seconds = []
     if torch.cuda.is_available():
-        loaded = torch.cuda.max_memory_allocated()
+        loading_peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for step in range(num_steps):
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
@@ -98,7 +98,7 @@ def measure(run: Run, num_steps: int) -> dict[str, Any]:
         losses.append(loss)
     total = torch.zeros((), device=run.topology.device)
     targets = 0
-    for indices in run.sampler.eval_indices(EVALUATED):
+    for indices in run.sampler.eval_indices(NUM_EVALUATED):
         arrays = run.data.validation.batch(indices)
         total += run.engine.eval_step(*arrays)
         targets += int((arrays[1] >= 0).sum())
@@ -110,7 +110,7 @@ def measure(run: Run, num_steps: int) -> dict[str, Any]:
     }  # fmt: skip
     if torch.cuda.is_available():
         measured |= {
-            "loading_peak_bytes": loaded, "peak_bytes": torch.cuda.max_memory_allocated(),
+            "loading_peak_bytes": loading_peak, "peak_bytes": torch.cuda.max_memory_allocated(),
             "graph": run.engine.step_graph.graph is not None,  # type: ignore[attr-defined]
         }  # fmt: skip
     return measured

@@ -31,49 +31,49 @@ from distributed_training.settings.keys import Parser
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
 TRACES = TRACE_FILE.format("*")
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 # Name prefixes of events that compute on a CPU
-COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
+COMPUTE_PREFIXES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
 KINDS = {  # Patterns for the names of NCCL kernels and gloo operations, in lower case without _
     "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
     "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
 }  # fmt: skip
 
 
-def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
+def spans_where(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
     """Return the time spans in which `inside` returns True. `inside` receives the number of open
     spans in each group."""
     edges = [
-        (at, group, step)
+        (time, group, step)
         for group, spans in enumerate(groups)
         for begin, end in spans
-        for at, step in ((begin, 1), (end, -1))
+        for time, step in ((begin, 1), (end, -1))
     ]
     counts = [0] * len(groups)
     changes = []
-    for at, together in groupby(sorted(edges), key=itemgetter(0)):
-        before = inside(*counts)
-        for _, group, step in together:
+    for time, simultaneous in groupby(sorted(edges), key=itemgetter(0)):
+        was_inside = inside(*counts)
+        for _, group, step in simultaneous:
             counts[group] += step
-        if inside(*counts) != before:
-            changes.append(at)
+        if inside(*counts) != was_inside:
+            changes.append(time)
     return list(zip(changes[::2], changes[1::2], strict=True))
 
 
-def union(spans: Iterable[tuple[float, float]], apart: float = 0) -> Spans:
-    """Merge `spans`, which may overlap, into disjoint spans. Fill gaps of at most `apart`."""
-    longer = ((begin, end + apart) for begin, end in spans)
-    return [(begin, end - apart) for begin, end in times(bool, longer)]
+def union(spans: Iterable[tuple[float, float]], max_gap: float = 0) -> Spans:
+    """Merge `spans`, which may overlap, into disjoint spans. Fill gaps of at most `max_gap`."""
+    longer = ((begin, end + max_gap) for begin, end in spans)
+    return [(begin, end - max_gap) for begin, end in spans_where(bool, longer)]
 
 
-def minus(spans: Spans, others: Spans) -> Spans:
+def subtract(spans: Spans, others: Spans) -> Spans:
     """Return the parts of `spans` that `others` do not cover."""
-    return times(lambda first, second: first > 0 and not second, spans, others)
+    return spans_where(lambda first, second: first > 0 and not second, spans, others)
 
 
 def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
     """Merge `spans`, which may overlap, and return the parts inside a window."""
-    return times(lambda first, within: first > 0 and within > 0, spans, [window])
+    return spans_where(lambda first, within: first > 0 and within > 0, spans, [window])
 
 
 def length(spans: Spans) -> float:
@@ -82,7 +82,7 @@ def length(spans: Spans) -> float:
 
 
 @dataclass(kw_only=True, slots=True)
-class Rank:
+class RankTrace:
     """Trace of one rank. Times are in microseconds, since 1970 if the trace has a base time."""
 
     rank: int
@@ -98,7 +98,7 @@ class Rank:
 
     @property
     def exposed(self) -> Spans:
-        return minus(self.communicating, self.computing)
+        return subtract(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
         """Return the number of seconds per step: in total, for each activity, and without any
@@ -113,7 +113,7 @@ class Rank:
         return {name: microseconds / 1e6 / self.steps for name, microseconds in parts.items()}
 
 
-def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
+def read_trace(trace: Mapping[str, Any], rank: int) -> RankTrace:
     """Read a rank's activity during its traced steps. A GPU runs operations later than its process
     launches them, so a GPU's window lasts from its first operation to its last. Raises UserError
     for a trace without steps."""
@@ -126,22 +126,22 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
     steps = {e["name"]: e["span"] for e in events if e["name"].startswith(STEP)}
     if not steps:
         raise UserError(f"the trace of rank {rank} has no steps", fix="train with --profile 3")
-    on_gpu = [event for event in events if event.get("cat") in ON_GPU]
+    on_gpu = [event for event in events if event.get("cat") in GPU_CATEGORIES]
     spans_in_window = [event["span"] for event in on_gpu] or list(steps.values())
     window = (min(begin for begin, _ in spans_in_window), max(end for _, end in spans_in_window))
     communication = "nccl" if on_gpu else "gloo:"
-    computes = "" if on_gpu else COMPUTES  # On a GPU, every other kernel computes.
+    compute_prefixes = "" if on_gpu else COMPUTE_PREFIXES  # On a GPU, every other kernel computes.
     by_kind = defaultdict[str, Spans](list)
     threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))  # computing, waiting
     for event in on_gpu or events:
         if communication in event["name"].lower():
             by_kind[kind_of(event["name"])].append(event["span"])
-        elif event["name"].startswith(computes):
+        elif event["name"].startswith(compute_prefixes):
             threads[event["tid"]][0].append(event["span"])
         elif event["name"].startswith("_c10d_functional::wait_tensor"):
             threads[event["tid"]][1].append(event["span"])
-    computing = (span for both in threads.values() for span in minus(*both))
-    return Rank(
+    computing = (span for both in threads.values() for span in subtract(*both))
+    return RankTrace(
         rank=rank,
         steps=len(steps),
         window=window,
@@ -157,7 +157,7 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
 
 
-def read_run(folder: Path) -> list[Rank]:
+def read_run(folder: Path) -> list[RankTrace]:
     """Read the traces of a run, sorted by rank. Raises UserError if the run has no traces or if a
     trace cannot be read."""
     files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
@@ -173,7 +173,7 @@ def read_run(folder: Path) -> list[Rank]:
     return ranks
 
 
-def describe(ranks: Sequence[Rank]) -> str:
+def describe(ranks: Sequence[RankTrace]) -> str:
     """Return two tables: milliseconds per step and shares of the step for each rank, and
     milliseconds per step for each operation."""
     rows = []
@@ -187,7 +187,7 @@ def describe(ranks: Sequence[Rank]) -> str:
     for kind in sorted({kind for rank in ranks for kind in rank.by_kind}):
         spans = [(rank, rank.by_kind.get(kind, [])) for rank in ranks]
         total = max(length(busy) / rank.steps for rank, busy in spans)
-        exposed = max(length(minus(busy, rank.computing)) / rank.steps for rank, busy in spans)
+        exposed = max(length(subtract(busy, rank.computing)) / rank.steps for rank, busy in spans)
         kinds.append([kind, total / 1000, exposed / 1000])
     if not kinds:
         return f"{by_rank}\n\nThe traces have no communication."
@@ -195,33 +195,35 @@ def describe(ranks: Sequence[Rank]) -> str:
     return f"{by_rank}\n\n{by_kind}"
 
 
-def draw(ranks: Sequence[Rank], path: Path) -> None:
+def draw(ranks: Sequence[RankTrace], path: Path) -> None:
     """Draw the computation and communication of all ranks on one time axis, in a figure that is 900
     pixels wide."""
     figure = Figure(figsize=(9, 1.6 + 0.75 * len(ranks)), layout="constrained", dpi=100)
     axes = figure.subplots()
     start = min(rank.window[0] for rank in ranks)
     end = max(rank.window[1] for rank in ranks)
-    apart = (end - start) / 3000  # Spans closer than a third of a pixel are drawn as one.
+    max_gap = (end - start) / 3000  # Spans closer than a third of a pixel are drawn as one.
     colors = {name: f"C{index}" for index, name in enumerate(("computes", *KINDS))}
     colors["exposed"] = "black"
-    drawn = {}
+    drawn_bars = {}
     for row, rank in enumerate(ranks):
         lanes = [("computes", 0.52, 0.32, rank.computing)]
         lanes += [(kind, 0.18, 0.32, spans) for kind, spans in rank.by_kind.items()]
         lanes += [("exposed", 0.08, 0.08, rank.exposed)]
         for name, low, height, spans in lanes:
-            bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
+            bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, max_gap)]
             vertical = (row + low, height)
-            drawn[name] = axes.broken_barh(bars, vertical, color=colors[name], linewidth=0)
+            drawn_bars[name] = axes.broken_barh(bars, vertical, color=colors[name], linewidth=0)
     centers = [row + 0.5 for row in range(len(ranks))]
     axes.set_yticks(centers, labels=[f"rank {r.rank}" for r in ranks])
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
     axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")
-    used = [name for name in colors if name in drawn]
-    handles = [drawn[name] for name in used]
-    figure.legend(handles, used, loc="outside upper center", ncols=len(used), fontsize=9)
+    legend_names = [name for name in colors if name in drawn_bars]
+    handles = [drawn_bars[name] for name in legend_names]
+    figure.legend(
+        handles, legend_names, loc="outside upper center", ncols=len(legend_names), fontsize=9
+    )
     figure.savefig(path, metadata={"Software": None})
 
 

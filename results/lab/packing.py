@@ -44,7 +44,7 @@ MODELS = (
 TINY = (("gpt2-tiny", 4, 128), ("tests/models/grouped", 4, 128))
 TIMED_STEPS = 20
 NUM_LOSSES = 20
-ROWS = 8  # records per micro-batch if each record has a separate row
+ROWS_PER_MICRO_BATCH = 8  # records per micro-batch if each record has a separate row
 DEADLINE_S = 330.0
 # Heads, head size, blocks, and tokens per block for measurements of attention alone
 SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
@@ -90,28 +90,31 @@ def measure_with_mask(run: Run) -> dict[str, Any]:
         attention._LARGEST_HEAD = largest
 
 
-def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
-    """Return a step's records with one row per record and ROWS records per micro-batch. With
-    `backwards`, reverse the order of the rows."""
+def unpack_records(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
+    """Return a step's records with one row per record and ROWS_PER_MICRO_BATCH records
+    per micro-batch. With `backwards`, reverse the order of the rows."""
     padding_id = run.data.tokenizer.eos_id
     rows = [
         row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
     ]
     rows = [row for row in rows if (row[1] != IGNORE_INDEX).any()]
     empty = np.stack([np.full_like(rows[0][0], padding_id), rows[0][1] * 0 - 100])
-    rows += [empty] * (-len(rows) % ROWS)
+    rows += [empty] * (-len(rows) % ROWS_PER_MICRO_BATCH)
     if backwards:
         rows.reverse()
-    groups = [rows[first : first + ROWS] for first in range(0, len(rows), ROWS)]
+    groups = [
+        rows[first : first + ROWS_PER_MICRO_BATCH]
+        for first in range(0, len(rows), ROWS_PER_MICRO_BATCH)
+    ]
     return replace(batch, micro_batches=[tuple(np.stack(group, axis=1)) for group in groups])
 
 
-def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
-    """Train for NUM_LOSSES steps on batches that `take` transforms. Return the losses and gradient
-    norms."""
+def measure_losses(run: Run, transform: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
+    """Train for NUM_LOSSES steps on the batches that `transform` returns. Return the losses and
+    gradient norms."""
     curves: dict[str, list[float]] = {"losses": [], "grad_norms": []}
     for step in range(NUM_LOSSES):
-        batch = take(run, run.batch(step))
+        batch = transform(run, run.batch(step))
         result = run.engine.train_step(batch)
         curves["losses"].append(float(result.loss_sum) / batch.num_targets)
         curves["grad_norms"].append(float(result.grad_norm or 0.0))
@@ -129,7 +132,7 @@ def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
         cases: dict[str, Any] = {"causal": None}
         for name, length in (("whole", seq_len), ("300", 300), ("60", 60), ("data", None)):
-            positions, ends = lay_out(batch, seq_len, length, lengths)
+            positions, ends = build_blocks(batch, seq_len, length, lengths)
             options: dict[str, Any] = {"dtype": q.dtype, "head_size": head_size, "dropout": 0.0}
             cases[f"varlen {name}"] = attention.describe_documents(positions, ends, **options)
             if name == "data":
@@ -138,17 +141,19 @@ def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
                 )
         for name, documents in cases.items():
 
-            def both(documents: Any = documents, q: Any = q, k: Any = k, v: Any = v) -> Any:
+            def forward_backward(
+                documents: Any = documents, q: Any = q, k: Any = k, v: Any = v
+            ) -> Any:
                 y = attention.attend(q, k, v, documents)
                 return torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
             yield {
                 "heads": heads, "head_size": head_size, "blocks": batch, "seq_len": seq_len,
-                "attention": name, "seconds": time_replayed(both),
+                "attention": name, "seconds": time_graph_replay(forward_backward),
             }  # fmt: skip
 
 
-def lay_out(
+def build_blocks(
     batch: int, seq_len: int, length: int | None, lengths: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill blocks with documents, and return the positions and document ends. Each document has
@@ -167,7 +172,7 @@ def lay_out(
     return (indices - starts.gather(1, documents)).cuda(), ends.cuda()
 
 
-def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
+def time_graph_replay(function: Callable[[], Any], times: int = 20) -> float:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -175,14 +180,14 @@ def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = function()
+        outputs = function()
     graph.replay()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(times):
         graph.replay()
     torch.cuda.synchronize()
-    del kept
+    del outputs
     return (time.perf_counter() - began) / times
 
 
@@ -229,13 +234,13 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
         sources = {"dataset": str(dataset), "model": model}
         return {**COMMON, **sources, "batch_size": batch, "max_length": length}
 
-    def compare_speed(way: str, changes: dict[str, Any], use: Callable[[Run], Any]) -> None:
+    def compare_speed(label: str, changes: dict[str, Any], use: Callable[[Run], Any]) -> None:
         for model, batch, length in models:
             if speed := measure_run({**config(model, batch, length), **changes}, use):
-                results.add("speed", f"{model} {batch} x {length}, {way}", speed)
+                results.add("speed", f"{model} {batch} x {length}, {label}", speed)
                 peak = speed.get("peak_bytes", 0) / 2**30
                 print(
-                    f"{model:<12} {batch:>2} x {length}  {way:<13}"
+                    f"{model:<12} {batch:>2} x {length}  {label:<13}"
                     f"{speed['real_tokens_per_s']:>10,.0f} real tokens/s  "
                     f"{1000 * speed['step_time_s']:7.1f} ms  {100 * speed['real_share']:5.1f}% real"
                     f"  {speed['records_per_block']:5.1f} records per block  {peak:5.1f} GiB"
@@ -248,41 +253,43 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
     for model, _, length in models:
         values = {**config(model, 4, length), "cuda_graphs": False, "compile": False}
         values["loss_chunk_tokens"] = 2048
-        takes: dict[str, Any] = {
+        transforms: dict[str, Any] = {
             "packed": lambda _run, batch: batch,
             "packed again": lambda _run, batch: batch,
-            "one by one": functools.partial(take_apart, backwards=False),
-            "one by one, backwards": functools.partial(take_apart, backwards=True),
+            "one by one": functools.partial(unpack_records, backwards=False),
+            "one by one, backwards": functools.partial(unpack_records, backwards=True),
             # Shows the error that bf16 itself causes
-            "one by one, fp32": functools.partial(take_apart, backwards=False),
+            "one by one, fp32": functools.partial(unpack_records, backwards=False),
         }
-        runs_of = {
+        runs_by_case = {
             name: measure_run(
                 {**values, "precision": "fp32"} if name.endswith("fp32") else values,
-                functools.partial(measure_losses, take=take),
+                functools.partial(measure_losses, transform=transform),
             )
-            for name, take in takes.items()
+            for name, transform in transforms.items()
         }
-        if all(runs_of.values()):
-            losses = {name: run["losses"] for name, run in runs_of.items()}
-            alone = losses["one by one"]
+        if all(runs_by_case.values()):
+            losses = {name: run["losses"] for name, run in runs_by_case.items()}
+            separate_losses = losses["one by one"]
             gaps = {
-                "packed against one by one": largest_gap(losses["packed"], alone),
+                "packed against one by one": largest_gap(losses["packed"], separate_losses),
                 "packed twice": largest_gap(losses["packed"], losses["packed again"]),
-                "one by one in two orders": largest_gap(losses["one by one, backwards"], alone),
+                "one by one in two orders": largest_gap(
+                    losses["one by one, backwards"], separate_losses
+                ),
                 "packed against fp32": largest_gap(losses["packed"], losses["one by one, fp32"]),
-                "one by one against fp32": largest_gap(alone, losses["one by one, fp32"]),
+                "one by one against fp32": largest_gap(separate_losses, losses["one by one, fp32"]),
             }
-            results.add("losses", model, {**runs_of, "apart": gaps})
+            results.add("losses", model, {**runs_by_case, "apart": gaps})
             text = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
             print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {text}")
     # Compare a graph, replayed with other documents, to two runs of the same steps without a graph.
     model, batch, length = models[0]
     values = {**config(model, batch, length), "cuda_graphs": False}
-    launched = [measure_run(values, measure_speed) for _ in range(2)]
-    replayed = results.values["speed"].get(f"{model} {batch} x {length}, packed")
-    if all(launched) and replayed:
-        runs = [run["losses"][NUM_EAGER_STEPS:] for run in (replayed, *launched)]
+    eager_runs = [measure_run(values, measure_speed) for _ in range(2)]
+    graph_run = results.values["speed"].get(f"{model} {batch} x {length}, packed")
+    if all(eager_runs) and graph_run:
+        runs = [run["losses"][NUM_EAGER_STEPS:] for run in (graph_run, *eager_runs)]
         gaps = {
             "replayed against launched": largest_gap(runs[0], runs[1]),
             "launched twice": largest_gap(runs[2], runs[1]),

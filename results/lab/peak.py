@@ -59,26 +59,28 @@ def measure(run: Run) -> dict[str, Any]:
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     measured["peak_bytes"] = torch.cuda.max_memory_allocated()
-    measured["at_peak"] = at_peak(snapshot["device_traces"][torch.cuda.current_device()])
+    measured["at_peak"] = find_peak_allocations(
+        snapshot["device_traces"][torch.cuda.current_device()]
+    )
     return measured
 
 
-def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
+def find_peak_allocations(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
     """Return (bytes, number of allocations, allocating line) for the step's memory at its peak.
     Negative bytes stand for older memory that the step had freed by then."""
     live: dict[int, dict[str, Any]] = {}
-    total = most = 0
-    moment = -1
+    total = peak = 0
+    peak_index = -1
     for index, event in enumerate(events):
         if event["action"] == "alloc":
             total += event["size"]
         elif event["action"] == "free_completed":
             total -= event["size"]
-        if total > most:
-            most, moment = total, index
-    freed_before = 0
+        if total > peak:
+            peak, peak_index = total, index
+    freed_bytes = 0
     freed = set()
-    for event in events[: moment + 1]:
+    for event in events[: peak_index + 1]:
         address = event["addr"]
         if event["action"] == "alloc":
             live[address] = event
@@ -86,23 +88,23 @@ def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
         elif event["action"] == "free_requested":
             freed.add(address)
         elif event["action"] == "free_completed" and not live.pop(address, None):
-            freed_before += event["size"]
+            freed_bytes += event["size"]
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for address, event in live.items():
-        in_use = "freed, but another stream uses it: " if address in freed else ""
-        entry = sums[in_use + where(event.get("frames", []))]
+        prefix = "freed, but another stream uses it: " if address in freed else ""
+        entry = sums[prefix + source_line(event.get("frames", []))]
         entry[0] += event["size"]
         entry[1] += 1
     rows = sorted(((size, count, line) for line, (size, count) in sums.items()), reverse=True)
     shown = [row for row in rows if row[0] >= SHOWN_BYTES]
     small = rows[len(shown) :]
     shown.append((sum(row[0] for row in small), sum(row[1] for row in small), "less than 8 MiB"))
-    shown.append((-freed_before, 0, "freed memory from before the step"))
-    shown.append((most, 0, "all"))
+    shown.append((-freed_bytes, 0, "freed memory from before the step"))
+    shown.append((peak, 0, "all"))
     return shown
 
 
-def where(frames: Sequence[dict[str, Any]]) -> str:
+def source_line(frames: Sequence[dict[str, Any]]) -> str:
     """Return the innermost line in this project or in compiled code, and its caller's line."""
     names = []
     for frame in frames:

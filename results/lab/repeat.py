@@ -42,7 +42,7 @@ def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path, document
 
 
-def after_launcher(command: str) -> tuple[str, list[str]]:
+def split_launcher(command: str) -> tuple[str, list[str]]:
     """Return the number of processes that a command starts, and the arguments after the launcher
     and its options."""
     words = shlex.split(command)
@@ -72,14 +72,14 @@ def dry_run_options(document: dict[str, Any]) -> list[str]:
     return options
 
 
-def type_command(document: dict[str, Any]) -> str:
+def dry_run_command(document: dict[str, Any]) -> str:
     """Run a record's command with --dry-run. Return "" if the command is accepted, and its output
     otherwise."""
-    count, words = after_launcher(document["command"])
+    count, words = split_launcher(document["command"])
     is_module = words[0] == "-m"
     program, *words = words[1:] if is_module else words
     if words[:1] == ["links"]:  # This command has no --dry-run.
-        return refusal(lambda: read_links(words[1:]))
+        return capture_error(lambda: parse_links(words[1:]))
     if program == SCRIPT and words[0] != "parity":
         options = dry_run_options(document)
         if "--cluster" in options:
@@ -92,19 +92,19 @@ def type_command(document: dict[str, Any]) -> str:
     run = runpy.run_module if is_module else runpy.run_path
     with mock.patch.object(sys, "argv", [path, *words]):
         if program == SCRIPT:
-            return refusal(lambda: run(path, run_name="__main__"))
+            return capture_error(lambda: run(path, run_name="__main__"))
         with mock.patch.dict(os.environ, {"WORLD_SIZE": count}):
-            return refusal(lambda: run(path, run_name="__main__"))
+            return capture_error(lambda: run(path, run_name="__main__"))
 
 
-def read_links(words: list[str]) -> None:
+def parse_links(words: list[str]) -> None:
     """Parse the options of `links`."""
     parser = Parser()
     cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, about="", output_dir=ROOT))
     cli.read_options(parser, words)
 
 
-def refusal(act: Callable[[], object]) -> str:
+def capture_error(act: Callable[[], object]) -> str:
     """Call `act`. Return "" if it succeeds, and its output or error otherwise."""
     printed = io.StringIO()
     try:
@@ -112,8 +112,12 @@ def refusal(act: Callable[[], object]) -> str:
             act()
     except UserError as error:
         return str(error)
-    except SystemExit as ended:
-        return "" if ended.code in (0, None) else printed.getvalue().strip() or f"exit {ended.code}"
+    except SystemExit as system_exit:
+        return (
+            ""
+            if system_exit.code in (0, None)
+            else printed.getvalue().strip() or f"exit {system_exit.code}"
+        )
     return ""
 
 
@@ -123,7 +127,7 @@ def main() -> int:
     count = 0
     for path, document in records(list(map(Path, sys.argv[1:]))):
         count += 1
-        if why := type_command(document):
+        if why := dry_run_command(document):
             refused += 1
             print(f"{path.relative_to(ROOT)}: {document['command']}\n  {why.splitlines()[-1]}")
     print(f"{count - refused} of {count} commands are accepted")

@@ -48,7 +48,7 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
 def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
     """Return the chosen runs from a plan, or the run from a record."""
     if "config_requested" in plan:
-        values = todays_keys(plan["config_requested"]) | plan.get("engine_options", {})
+        values = to_current_keys(plan["config_requested"]) | plan.get("engine_options", {})
         batch = Batch(**plan["batch"])
         values |= {
             "resume": None,
@@ -71,11 +71,11 @@ def check_layouts(arguments: argparse.Namespace) -> None:
     for the record's machine, and otherwise for this machine."""
     plan = load_json(arguments.plan, "plan")
     for name, values in runs_of(plan, arguments).items():
-        draft = draft_of(values, machine_of(plan))
+        draft = draft_of(values, cluster_of(plan))
         print(f"{name}: {layout_name(draft)}, {draft.batch.describe()}")
 
 
-def machine_of(plan: Mapping[str, Any]) -> Cluster:
+def cluster_of(plan: Mapping[str, Any]) -> Cluster:
     """Return the cluster on which a record's run took place. For other plans, return this machine
     with the processes that the launcher starts."""
     if "machine" not in plan:
@@ -90,7 +90,7 @@ def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
     return draft_plan(build_config(values), cluster)
 
 
-def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def to_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a recorded CONFIG to the current keys. Compression was once a setting of dp."""
     values = {key: value for key, value in config.items() if key in KEYS}
     if values.get("gradient_compression") in ("powersgd", "topk-int8"):

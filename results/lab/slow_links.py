@@ -73,7 +73,7 @@ def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | N
     return rows
 
 
-def work(out: Path, rate: str) -> None:
+def measure_cases(out: Path, rate: str) -> None:
     """Measure all cases at one rate. Both processes must call this function."""
     cases = {name: {**PLAN["common"], "seed": 1, **PLAN["cases"][name]} for name in CASES}
     with open_group() as group:
@@ -83,8 +83,8 @@ def work(out: Path, rate: str) -> None:
             if group.process.rank == 0:
                 print(f"{rate} Mbit/s  {name}: {ranks[0]}", flush=True)
         if group.process.rank == 0:
-            before = load_json(out, "record") if out.exists() else {}
-            rates = {**before.get("rates", {}), rate: results}
+            old_record = load_json(out, "record") if out.exists() else {}
+            rates = {**old_record.get("rates", {}), rate: results}
             record = {
                 "what": "seconds per step of gpt2-tiny on two processes over a link of the given "
                 "Mbit/s each way (network namespaces, veth, tc tbf), gloo, one thread each, on "
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if "RANK" in os.environ:
-        work(options.out, options.rates[0])
+        measure_cases(options.out, options.rates[0])
         return 0
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         what = "network namespaces need root and the programs ip and tc"

@@ -32,13 +32,13 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.tools import harness
 from distributed_training.train.profiling import SILENT
-from results.lab.overlap import STEP, Rank, Spans, clip, read_trace, union
+from results.lab.overlap import STEP, RankTrace, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # includes the first replay of a graph
 NUM_TIMED = 8
 NUM_TRACED = 2
-FINEST = 3000  # Gaps of at most 1/FINEST of a step, a third of a pixel, are closed.
+TIMELINE_RESOLUTION = 3000  # Gaps of at most 1/3000 of a step, a third of a pixel, are closed.
 FAILED = "The run ended the processes, which printed the reason."
 
 
@@ -46,7 +46,7 @@ def trace(run: harness.Run) -> dict[str, Any]:
     """Train for a few steps. Return this rank's times and, on rank 0, also its timeline. All ranks
     must call this function."""
     topology = run.topology
-    train = _trainer(run)
+    train = _step_function(run)
     timer = StepTimer(topology.device)
     for _ in range(NUM_WARMUP):
         train()
@@ -55,7 +55,7 @@ def trace(run: harness.Run) -> dict[str, Any]:
         train()
         timer.mark()
     timed_s = float(np.median(timer.durations_s()))
-    rank = _traced(train, topology)
+    rank = _trace_steps(train, topology)
     measured = {
         "rank": topology.rank,
         "timed_s": timed_s,
@@ -71,12 +71,12 @@ def trace(run: harness.Run) -> dict[str, Any]:
     return measured
 
 
-def _trainer(run: harness.Run) -> Any:
+def _step_function(run: harness.Run) -> Any:
     step = iter(range(10**9))
     return lambda: run.engine.train_step(run.batch(next(step)))
 
 
-def _traced(train: Any, topology: Topology) -> Rank:
+def _trace_steps(train: Any, topology: Topology) -> RankTrace:
     def wait() -> None:
         if topology.device_type == "cuda":
             torch.cuda.synchronize(topology.device)
@@ -119,14 +119,14 @@ def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
     return {**trace, "traceEvents": events}
 
 
-def timeline(rank: Rank) -> dict[str, Any]:
+def timeline(rank: RankTrace) -> dict[str, Any]:
     """Return a rank's activity in its first step, as lists of [begin, end] in microseconds since
     the step began. All steps are assumed to be equally long."""
     begin, end = rank.window
     step_us = (end - begin) / rank.steps
 
     def in_first_step(spans: Spans) -> list[list[int]]:
-        spans = union(clip(spans, (begin, begin + step_us)), step_us / FINEST)
+        spans = union(clip(spans, (begin, begin + step_us)), step_us / TIMELINE_RESOLUTION)
         return [[round(first - begin), round(last - begin)] for first, last in spans]
 
     lanes = {"computing": rank.computing, "exposed": rank.exposed}
@@ -161,7 +161,7 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def result_of(ranks: list[dict[str, Any]] | str) -> dict[str, Any]:
+def build_result(ranks: list[dict[str, Any]] | str) -> dict[str, Any]:
     """Build a run's entry from the measurements of its ranks or from the reason why it failed."""
     if isinstance(ranks, str):
         return {"failed": ranks}
@@ -188,10 +188,10 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
 
 def runs_so_far(file: Path, plan: Any) -> dict[str, Any]:
     """Return the runs in the file. Raises UserError if the file belongs to another plan."""
-    before = load_json(file, "record") if file.exists() else {"plan": plan, "runs": {}}
-    if before["plan"] != plan:
+    record = load_json(file, "record") if file.exists() else {"plan": plan, "runs": {}}
+    if record["plan"] != plan:
         raise UserError(f"{file} belongs to another plan", fix="delete it, or name another folder")
-    return dict(before["runs"])
+    return dict(record["runs"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,31 +200,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     file = arguments.out / "overlap.json"
     began = time.monotonic()
-    done = runs_so_far(file, plan)  # Read before the processes meet. Rank 0 writes later.
+    results = runs_so_far(file, plan)  # Read before the processes meet. Rank 0 writes later.
     with harness.open_group_for(runs) as group:
-        first = group.process.rank == 0
+        is_rank_0 = group.process.rank == 0
         kept = harness.Kept()
-        say = functools.partial(print, flush=True) if first else lambda text: None
+        log = functools.partial(print, flush=True) if is_rank_0 else lambda text: None
 
-        def keep(name: str, result: dict[str, Any]) -> None:
-            done[name] = result
-            if first:
-                write_json(file, build_record(plan, group, done, arguments.git_commit))
+        def save_result(name: str, result: dict[str, Any]) -> None:
+            results[name] = result
+            if is_rank_0:
+                write_json(file, build_record(plan, group, results, arguments.git_commit))
 
         for name, values in runs.items():
-            if name in done:
-                say(f"{file} already has: {name}")
+            if name in results:
+                log(f"{file} already has: {name}")
                 continue
             if from_rank_0(time.monotonic() - began > arguments.deadline_s):
-                say(f"not started: {name}")
+                log(f"not started: {name}")
                 continue
-            keep(name, {"failed": FAILED})
+            save_result(name, {"failed": FAILED})
             for _, ranks in harness.each_run(group, {name: values}, trace, kept=kept):
-                keep(name, result_of(ranks))
-            row = summarize(done).get(name)
-            text = done[name]["failed"] if row is None else _row_text(row)
-            say(f"[{time.monotonic() - began:5.0f} s] {name}: {text}")
-        say(f"{len(summarize(done))} of {len(runs)} runs in {file}")
+                save_result(name, build_result(ranks))
+            row = summarize(results).get(name)
+            text = results[name]["failed"] if row is None else _row_text(row)
+            log(f"[{time.monotonic() - began:5.0f} s] {name}: {text}")
+        log(f"{len(summarize(results))} of {len(runs)} runs in {file}")
     return 0
 
 

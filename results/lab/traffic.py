@@ -78,7 +78,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind, index, is_part = COUNTED[name]
+        kind, index, is_shard = COUNTED[name]
         # c10d operations take the group as an object. Functional ones take its name as the last
         # argument.
         if isinstance(args[-1], str):
@@ -89,7 +89,7 @@ class Traffic(TorchDispatchMode):
         members = dist.get_process_group_ranks(group)
         if kind == "send":
             members = [self.topology.rank, members[args[2]]]
-        size = _num_bytes(args[index]) * (len(members) if is_part else 1)
+        size = _num_bytes(args[index]) * (len(members) if is_shard else 1)
         if size <= SMALL_BYTES:
             return
         key = f"{self._axis(members)} {kind}"
@@ -114,22 +114,22 @@ def _one_thread() -> Iterator[None]:
     """Finish each operation before its caller continues. Otherwise, DDP's hooks start their second
     operation on gloo's thread, where the operation is not counted."""
 
-    def waiting(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def start(*args: Any, **kwargs: Any) -> Any:
-            started = operation(*args, **kwargs)
-            if started is not None:
-                started.get_future().wait()
-            return started
+    def synchronous(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = operation(*args, **kwargs)
+            if work is not None:
+                work.get_future().wait()
+            return work
 
-        return start
+        return call
 
-    before = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
-    for name, operation in before.items():
-        setattr(dist, name, waiting(operation))
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+    for name, operation in originals.items():
+        setattr(dist, name, synchronous(operation))
     try:
         yield
     finally:
-        for name, operation in before.items():
+        for name, operation in originals.items():
             setattr(dist, name, operation)
 
 
@@ -174,7 +174,7 @@ def count_step(run: Run) -> dict[str, Any]:
     }
 
 
-def work(out: Path) -> None:
+def count_cases(out: Path) -> None:
     """Count all cases of the plan for this number of processes in one process group."""
     SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
     results = {}
@@ -217,16 +217,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
     if current_process() is not None:
-        work(out)
+        count_cases(out)
         return 0
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for count in PLAN["cases"]:
-            part = Path(folder) / f"{count}.json"
-            command = [str(Path(__file__)), str(part)]
+            file = Path(folder) / f"{count}.json"
+            command = [str(Path(__file__)), str(file)]
             if run_ranks(command, count).exit_code != 0:
                 raise UserError(f"measuring {count} processes failed", fix="see the output above")
-            cases.update(json.loads(part.read_text()))
+            cases.update(json.loads(file.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}
     deeper = {name.removesuffix(DEEPER): rows.pop(name) for name in cases if DEEPER in name}
     twelve, eight = (PLAN["models"][f"{name}-blocks"]["num_layers"] for name in ("twelve", "eight"))
@@ -245,9 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)
-    wrong = differences(cases)
-    print("\n".join(wrong) or f"wrote {out}: all counts of {len(cases)} cases equal their formulas")
-    return int(bool(wrong))
+    mismatches = differences(cases)
+    print(
+        "\n".join(mismatches)
+        or f"wrote {out}: all counts of {len(cases)} cases equal their formulas"
+    )
+    return int(bool(mismatches))
 
 
 if __name__ == "__main__":

@@ -83,11 +83,11 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
         weight_map.update(dict.fromkeys(tensors, file))
         tensors.clear()
 
-    for name_here, parameter in model.named_parameters():
+    for our_name, parameter in model.named_parameters():
         values = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16)
         if parameter.dim() > 1:
             values.normal_(std=0.02)
-        for hf_name, part in spec.code.to_hf(name_here, values, spec.size).items():
+        for hf_name, part in spec.code.to_hf(our_name, values, spec.size).items():
             tensors[hf_name] = part.reshape(-1, *values.shape[1:]).cpu().contiguous()
             total += tensors[hf_name].nbytes
         if sum(part.nbytes for part in tensors.values()) > SHARD_BYTES:
@@ -122,14 +122,16 @@ def make_chats(file: Path) -> dict[str, Any]:
     return {"chats": len(rows)}
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """A command's output, and the largest resident set size of its processes in GiB."""
 
     printed: str
     ram_gib: float
 
 
-def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None) -> Done:
+def run(
+    arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None
+) -> CommandResult:
     """Run a command. Send Ctrl-C to its processes once `interrupt` returns True. Raises
     RuntimeError if the command fails and `interrupt` is None."""
     visible = ",".join(str(gpu) for gpu in range(gpus))
@@ -147,7 +149,7 @@ def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None
     _, status, usage = os.wait4(process.pid, 0)
     if status and not interrupt:
         raise RuntimeError(printed[-2000:])
-    return Done(printed, usage.ru_maxrss / 2**20)
+    return CommandResult(printed, usage.ru_maxrss / 2**20)
 
 
 def summarize(record: dict[str, Any]) -> dict[str, Any]:
@@ -187,9 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": {},
     }
 
-    def step(label: str, work: Callable[[], dict[str, Any]]) -> None:
+    def step(label: str, action: Callable[[], dict[str, Any]]) -> None:
         began = time.perf_counter()
-        measured = work()
+        measured = action()
         row = {"seconds": time.perf_counter() - began, RAM: None, **measured}
         result["steps"][label] = row
         print(f"{label}: {json.dumps(row)[:600]}", flush=True)
@@ -207,35 +209,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--generate", "none", "--output_dir", str(runs),
         ]  # fmt: skip
 
-        def stopped() -> bool:
+        def reached_stop_step() -> bool:
             files = list(runs.glob("*/metrics.jsonl"))
             return any(f'"step":{STOP_AFTER},' in file.read_text() for file in files)
 
         def train() -> dict[str, Any]:
             num_ranks = max(num_gpus, 2)
             strategy = ["--strategy", "fsdp", "--num_gpus", str(num_ranks)]
-            run([script, *common, *strategy], gpus=num_gpus, interrupt=stopped)
+            run([script, *common, *strategy], gpus=num_gpus, interrupt=reached_stop_step)
             return summarize(newest_record(runs))
 
         def resume() -> dict[str, Any]:
             (first,) = (path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())
             accumulate = ["--grad_accum_steps", str(max(num_gpus, 2))]  # the same global batch
-            continued = ["--resume", str(first), "--strategy", "dp", "--num_gpus", "1", *accumulate]
-            run([script, *common, *continued], gpus=1)
+            options = ["--resume", str(first), "--strategy", "dp", "--num_gpus", "1", *accumulate]
+            run([script, *common, *options], gpus=1)
             sizes = [file.stat().st_size for file in first.glob("**/*") if file.is_file()]
             return {**summarize(newest_record(runs)), "GB of the run": sum(sizes) / 1e9}
 
-        def finished() -> str:
+        def finished_run() -> str:
             return str(max(runs.glob("*/record.json"), key=os.path.getmtime).parent)
 
         def generate() -> dict[str, Any]:
-            options = ["generate", finished(), "--prompt", "def add(a, b):", "--num_tokens", "32"]
+            options = [
+                "generate",
+                finished_run(),
+                "--prompt",
+                "def add(a, b):",
+                "--num_tokens",
+                "32",
+            ]
             done = run([script, *options], gpus=1)
             return {"text": done.printed[-200:], RAM: done.ram_gib}
 
         def export(*merge: str) -> dict[str, Any]:
             to = Path(folder, "merged" if merge else "adapter")
-            done = run([script, "export", finished(), "--to", str(to), *merge], gpus=1)
+            done = run([script, "export", finished_run(), "--to", str(to), *merge], gpus=1)
             size = sum(file.stat().st_size for file in to.iterdir())
             return {"GB": size / 1e9, RAM: done.ram_gib}
 

@@ -5,7 +5,7 @@ import pytest
 from distributed_training.plan.orders import build_orders
 from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
-from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over
+from results.lab.layouts import LeftOver, busy_seconds, subtract_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
 from tests.lab.test_overlap import event
 
@@ -70,7 +70,7 @@ def test_peaks_exclude_memory_left_over_from_earlier_runs(before, after, left_ov
     ]
     memory = {"by_rank": ranks}
     held = [[LeftOver(size, size) for size in sizes] for sizes in (before, after)]
-    leave_out_left_over(memory, *held)
+    subtract_left_over(memory, *held)
     assert [rank["left_over_bytes"] for rank in ranks] == left_over
     assert memory["peak_reserved_bytes"] == memory["peak_allocated_bytes"] == peak
 

@@ -29,7 +29,7 @@ def test_predictions_match_runs_published_by_others(tmp_path):
     fit in memory."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
-        time, _, fits = blind.errors(row, tmp_path)
+        time, _, fits = blind.prediction_errors(row, tmp_path)
         assert fits
         if "A100" in row["cluster"] and "Mosaic" in row["source"]:
             a100.append(time)
@@ -48,7 +48,7 @@ def test_predictions_match_published_cpu_runs():
 
 
 def test_the_first_choice_is_close_to_the_best_of_each_page():
-    sets = validate.same_work(validate.gpu_rows())
+    sets = validate.group_by_work(validate.gpu_rows())
     assert len(sets) > 10
     for name, rows in sets.items():
         first, best = validate.first_choice(rows)
@@ -58,7 +58,7 @@ def test_the_first_choice_is_close_to_the_best_of_each_page():
 
 
 def test_every_records_folder_behind_a_fitted_constant_exists():
-    pages = validate.setting_pages()
+    pages = validate.fitted_pages()
     assert pages
     for page in pages:
         assert (validate.RECORDS / page).is_dir()

@@ -27,7 +27,7 @@ from distributed_training.settings.request import build_config
 TABLE = ROOT / "results" / "blind.json"
 
 
-def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
+def predict_row(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     """Return the prediction for a row, and the predicted tokens/s per GPU."""
     model = row["model"]
     if isinstance(model, dict):
@@ -43,10 +43,10 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 
-def errors(row: dict[str, Any], folder: Path) -> tuple[float | None, float | None, bool]:
+def prediction_errors(row: dict[str, Any], folder: Path) -> tuple[float | None, float | None, bool]:
     """Return the relative errors of the predicted time and memory, and whether the run is predicted
     to fit in memory. An error is None if the row lacks that measurement."""
-    prediction, tokens_per_s = predicted(row, folder)
+    prediction, tokens_per_s = predict_row(row, folder)
     assert prediction.step is not None
     time = memory = None
     if "tokens_per_s_per_gpu" in row:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
             try:
-                time, memory, fits = errors(row, Path(folder))
+                time, memory, fits = prediction_errors(row, Path(folder))
             except UserError as mistake:
                 print(f"{row['source'][:24]:24} {row['cluster']:15} {mistake}")
                 continue
@@ -75,18 +75,18 @@ def main(argv: Sequence[str]) -> None:
             for quantity, error in (("time", time), ("memory", memory)):
                 if error is not None:
                     by_source[f"{source} {gpu} {quantity}"].append(error)
-            shown = " ".join(f"{error:+7.1%}" for error in (time, memory) if error is not None)
+            error_text = " ".join(f"{error:+7.1%}" for error in (time, memory) if error is not None)
             model = row["model"]
             size = (
                 model if isinstance(model, str) else model.get("n_embd", model.get("hidden_size"))
             )
             length = row["config"]["max_length"]
             note = "" if fits else "  predicted not to fit"
-            print(f"{source:10} {row['cluster']:15} {size!s:8} {length:6} {shown}{note}")
+            print(f"{source:10} {row['cluster']:15} {size!s:8} {length:6} {error_text}{note}")
     for name, source_errors in sorted(by_source.items()):
-        within = sum(abs(error) <= 0.10 for error in source_errors)
+        num_within = sum(abs(error) <= 0.10 for error in source_errors)
         median = statistics.median(source_errors)
-        print(f"{name:32} {within} of {len(source_errors)} within 10%, median {median:+.1%}")
+        print(f"{name:32} {num_within} of {len(source_errors)} within 10%, median {median:+.1%}")
     print(f"The planner would have rejected {refused} of {len(rows)} published runs.")
 
 

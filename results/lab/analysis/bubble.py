@@ -20,11 +20,11 @@ def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         shares = [1 - rank[busy] / phase for rank in ranks]
         return {"idle_share": sum(shares) / len(shares), "by_rank": shares}
 
-    between = idle("computing_s") | {"operations_s": _slowest(ranks)}
+    between_operations = idle("computing_s") | {"operations_s": _slowest_operations(ranks)}
     if ranks[0]["kernels_s"] is None:
-        return {"phase_s": phase, **between, "from": "begin and end of operations"}
+        return {"phase_s": phase, **between_operations, "from": "begin and end of operations"}
     in_kernels = {"phase_s": phase, **idle("kernels_s"), "from": "kernels of one profiled step"}
-    return {**in_kernels, "between_operations": between}
+    return {**in_kernels, "between_operations": between_operations}
 
 
 def explain(
@@ -44,10 +44,10 @@ def explain(
 
     `orders` has one order per rank, and `stage_ranks` has the rank of each stage."""
     schedule = pipeline["schedule"]
-    between = idle["between_operations"]
+    between_operations = idle["between_operations"]
     formula = pipeline["ideal_bubble"] or 0.0
     seconds = {}
-    for name, operation_s in between["operations_s"].items():
+    for name, operation_s in between_operations["operations_s"].items():
         kind, stage = name.split()
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
@@ -58,12 +58,12 @@ def explain(
     return {
         "formula": formula,
         "unequal_operations": simulated - formula,
-        "messages": between["idle_share"] - simulated,
-        "gaps": idle["idle_share"] - between["idle_share"],
+        "messages": between_operations["idle_share"] - simulated,
+        "gaps": idle["idle_share"] - between_operations["idle_share"],
     }
 
 
-def _slowest(ranks: list[dict[str, Any]]) -> dict[str, float]:
+def _slowest_operations(ranks: list[dict[str, Any]]) -> dict[str, float]:
     """Return, for each operation of each stage, the highest median time of any rank."""
     largest: dict[str, float] = {}
     for name, seconds in (item for rank in ranks for item in rank["operations_s"].items()):

@@ -28,9 +28,9 @@ from results.lab import checkout
 from results.lab.corpus.records import write_records
 
 LORA = {"lora_rank": 16, "lora_alpha": 32.0}
-EIGHT = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
-ONE = {"model": "meta-llama/Llama-3.2-1B"}
-RECORDS = "records.jsonl"  # written by train_ours into the folder of the run
+LLAMA_8B = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
+LLAMA_1B = {"model": "meta-llama/Llama-3.2-1B"}
+RECORDS = "records.jsonl"  # written by train_with_suite into the folder of the run
 ROWS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B LoRA 1 x 4096, selective": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
@@ -53,10 +53,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "selective", "dataset": RECORDS,
     },
     "Llama-3.1-8B 2 x 2048, full": {  # needs an H200
-        **EIGHT, "gpus": 1, "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
+        **LLAMA_8B, "gpus": 1, "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "full",
     },
     "Llama-3.1-8B fsdp 2 x 2048, selective, 8-bit state": {
-        **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
+        **LLAMA_8B, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
         "activation_checkpointing": "selective", "optimizer": "adamw-8bit",
     },
     "Llama-3.1-8B LoRA 1 x 4096, full, nf4": {
@@ -83,21 +84,21 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": "mistralai/Mistral-7B-v0.3", **LORA, "batch_size": 2, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
-    "Llama-3.2-1B 4 x 2048": {**ONE, "batch_size": 4, "max_length": 2048, "trainer": {}},
+    "Llama-3.2-1B 4 x 2048": {**LLAMA_1B, "batch_size": 4, "max_length": 2048, "trainer": {}},
     "Llama-3.1-8B fsdp 2 x 2048, selective": {
-        **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
+        **LLAMA_8B, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
     "Llama-3.1-8B tp 2 x 2048, selective": {
-        **EIGHT, "strategy": "tp", "batch_size": 1, "max_length": 2048,
+        **LLAMA_8B, "strategy": "tp", "batch_size": 1, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
     "Llama-3.1-8B pp 8 x 1024, selective": {
-        **EIGHT, "strategy": "pp", "batch_size": 4, "max_length": 1024,
+        **LLAMA_8B, "strategy": "pp", "batch_size": 4, "max_length": 1024,
         "activation_checkpointing": "selective",
     },
     "Llama-3.2-1B fsdp 4 x 2048": {
-        **ONE, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
+        **LLAMA_1B, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
         "trainer": {"fsdp": True},
     },
     "Qwen3-4B fsdp 2 x 2048, full": {
@@ -105,15 +106,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
     },
     "Llama-3.2-1B tp 8 x 2048, selective": {
-        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 4, "max_length": 2048,
+        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 4, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
     "Llama-3.2-1B tp 2 x 16384, full": {
-        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
+        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
         "max_length": 16384, "activation_checkpointing": "full",
     },
     "Llama-3.2-1B tp 2 x 32768, full": {
-        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
+        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
         "activation_checkpointing": "full",
     },
     "Qwen2.5-7B LoRA 2 x 2048, selective": {
@@ -161,7 +162,7 @@ TRAINER_STEPS = 12
 LIMIT_S = 300
 
 
-def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+def train_with_suite(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run real_model_example.py with a row's CONFIG. Return the run's record, with its wall time in
     seconds as `wall_s`."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
@@ -181,7 +182,7 @@ def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"wall_s": time.perf_counter() - began, **json.loads(path.read_text())}
 
 
-def train_theirs(row: dict[str, Any]) -> dict[str, float]:
+def train_with_trainer(row: dict[str, Any]) -> dict[str, float]:
     """Train with transformers' Trainer in this process. Return the time per step in seconds, the
     tokens per second and, on a GPU, the peak memory in bytes."""
     from transformers import (
@@ -247,17 +248,21 @@ def train_theirs(row: dict[str, Any]) -> dict[str, float]:
 
 def run(command: list[str], gpus: int) -> str:
     """Run a command on the given number of GPUs and return its output."""
-    known = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(known[:gpus])}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **visible}
+    gpu_ids = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    gpu_environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids[:gpus])}
+    completed = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **gpu_environment},
     )
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-1500:])
-    return done.stdout
+    if completed.returncode:
+        raise RuntimeError((completed.stdout + completed.stderr)[-1500:])
+    return completed.stdout
 
 
-def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
+def measure_trainer(row: dict[str, Any]) -> dict[str, float]:
     """Measure the Trainer on a row's configuration, in separate processes."""
     gpus = row.get("gpus", 1)
     start = [sys.executable]
@@ -268,9 +273,9 @@ def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
     return measured
 
 
-def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
+def summarize(record: dict[str, Any], trainer: dict[str, float] | None) -> dict[str, Any]:
     """Return one row of the published table, with memory in GiB and times in seconds. The Trainer
-    columns are None if `theirs` is None."""
+    columns are None if `trainer` is None."""
     performance, memory, predicted = (
         record[key] for key in ("performance", "memory", "prediction")
     )
@@ -285,11 +290,11 @@ def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[s
         "RAM GiB": (memory["peak_host_bytes"] or 0) / gib,
         "wall_s": record["wall_s"],
     }
-    if theirs is None:
+    if trainer is None:
         return {**row, **dict.fromkeys(("Trainer tokens/s", "Trainer GiB", "ours / Trainer"))}
-    row["Trainer tokens/s"] = theirs["tokens_per_s"]
-    row["Trainer GiB"] = theirs.get("peak_allocated_bytes", 0) / gib
-    row["ours / Trainer"] = row["tokens/s"] / theirs["tokens_per_s"]
+    row["Trainer tokens/s"] = trainer["tokens_per_s"]
+    row["Trainer GiB"] = trainer.get("peak_allocated_bytes", 0) / gib
+    row["ours / Trainer"] = row["tokens/s"] / trainer["tokens_per_s"]
     return row
 
 
@@ -310,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one")
     arguments = parser.parse_args(argv)
     if arguments.one:
-        print(json.dumps(train_theirs(json.loads(arguments.one))))
+        print(json.dumps(train_with_trainer(json.loads(arguments.one))))
         return 0
     rows = arguments.rows or list(ROWS)
     result: dict[str, Any] = {
@@ -324,10 +329,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured: dict[str, Any] = {}
         try:
             with tempfile.TemporaryDirectory() as folder:
-                record = train_ours(row, Path(folder))
+                record = train_with_suite(row, Path(folder))
             measured = {**summarize(record, None), "record": record}
             if "trainer" in row:
-                measured |= summarize(record, measure_theirs(row))
+                measured |= summarize(record, measure_trainer(row))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             measured["error"] = str(error)
         result["rows"][name] = measured

@@ -74,8 +74,8 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
     """Return the time per step in each round for both models, in seconds, on the run's first
     batch."""
-    ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
-    steps = {"ours": ours, "nanoGPT": build_nanogpt(run, file)}
+    our_step: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
+    steps = {"ours": our_step, "nanoGPT": build_nanogpt(run, file)}
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()

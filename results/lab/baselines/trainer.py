@@ -31,7 +31,7 @@ CASES = (  # model, sequences, tokens per sequence
     ("gpt2", 64, 1024),
 )  # fmt: skip
 TINY = (("tests/models/grouped", 2, 32), ("gpt2-tiny", 2, 32))
-WAYS = ("ours", "compiled Trainer", "Trainer")
+VARIANTS = ("ours", "compiled Trainer", "Trainer")
 WARMUP_STEPS = NUM_EAGER_STEPS + 8
 TIMED_STEPS = 30
 LIMIT_S = 900
@@ -41,14 +41,14 @@ class Clock:
     """Measure the time and peak GPU memory of the steps after the warm-up."""
 
     def __init__(self) -> None:
-        self.done = 0
+        self.num_steps = 0
         self.began = 0.0
         self.seconds = 0.0
 
     def tick(self) -> None:
         """Register that a step has just ended."""
-        self.done += 1
-        if self.done in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
+        self.num_steps += 1
+        if self.num_steps in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.seconds = time.perf_counter() - self.began
@@ -62,7 +62,7 @@ class Clock:
         return measured
 
 
-def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
+def train_with_suite(model: str, batch: int, length: int) -> dict[str, float]:
     """Train our model in bf16 and return the measurements. Settings that are not set here keep
     their defaults."""
     config = {
@@ -86,9 +86,9 @@ def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
     raise AssertionError("one run")
 
 
-def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
+def train_with_trainer(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
     """Train the model with transformers' Trainer, from the same random weights as in
-    `train_ours`."""
+    `train_with_suite`."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()
@@ -122,20 +122,20 @@ def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict
     return clock.result()
 
 
-def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
+def measure(variant: str, case: tuple[str, int, int]) -> dict[str, float]:
     """Measure one case in a separate process."""
     module = "results.lab.baselines.trainer"
-    command = [sys.executable, "-m", module, "--one", json.dumps([way, *case])]
+    command = [sys.executable, "-m", module, "--one", json.dumps([variant, *case])]
     # With several GPUs, the Trainer would use all of them in DataParallel.
     one_gpu = {
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **one_gpu}
     )
-    if done.returncode:
-        raise SystemExit(f"{way}, {case}: {done.stderr[-2000:]}")
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    if completed.returncode:
+        raise SystemExit(f"{variant}, {case}: {completed.stderr[-2000:]}")
+    measured: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
     return measured
 
 
@@ -146,10 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one")
     arguments = parser.parse_args(argv)
     if arguments.one:
-        way, *case = json.loads(arguments.one)
-        compiled = way != "Trainer"
-        ours = way == "ours"
-        measured = train_ours(*case) if ours else train_theirs(*case, compiled=compiled)
+        variant, *case = json.loads(arguments.one)
+        compiled = variant != "Trainer"
+        is_ours = variant == "ours"
+        measured = (
+            train_with_suite(*case) if is_ours else train_with_trainer(*case, compiled=compiled)
+        )
         print(json.dumps(measured))
         return 0
     on_gpu = torch.cuda.is_available()
@@ -162,10 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in TINY if arguments.tiny else CASES:
         model, batch, length = case
         name = f"{model} {batch} x {length}"
-        steps = {way: measure(way, case) for way in WAYS}
-        speeds = {way: batch * length / step["step_time_s"] for way, step in steps.items()}
-        ratios = {f"ours / {way}": speeds["ours"] / speeds[way] for way in WAYS[1:]}
-        result["cases"][name] = {**speeds, **ratios, "steps": steps}
+        measurements = {variant: measure(variant, case) for variant in VARIANTS}
+        speeds = {
+            variant: batch * length / step["step_time_s"] for variant, step in measurements.items()
+        }
+        ratios = {f"ours / {variant}": speeds["ours"] / speeds[variant] for variant in VARIANTS[1:]}
+        result["cases"][name] = {**speeds, **ratios, "steps": measurements}
         shown = ", ".join(f"{ratio:.2f} x {key[7:]}" for key, ratio in ratios.items())
         print(f"{name}: {speeds['ours']:,.0f} tokens/s, {shown}", flush=True)
         write_json(arguments.output, result)

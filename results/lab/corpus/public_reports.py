@@ -21,14 +21,14 @@ from typing import Any
 import real_model_example
 from distributed_training import cli
 
-REFUSED = {
+EXPECTED_ERRORS = {
     "no-tokenizer-json": "cannot be read", "gpt2-vocab-txt": "no vocabulary",
     "one-token-more-than-rows": "'<pad>'",
 }  # fmt: skip
-NOT_TEXT = {"template", "lengths", "folders", "system-in-last-message", "thoughts-stripped"}
+UNCHECKED_CASES = {"template", "lengths", "folders", "system-in-last-message", "thoughts-stripped"}
 
 
-def show(model: Path, data: Path) -> tuple[int, str, str]:
+def run_data_command(model: Path, data: Path) -> tuple[int, str, str]:
     """Run `data --json`. Return its exit code, stdout and stderr."""
     sys.argv = ["real_model_example.py", "data", "--model", str(model), "--dataset", str(data)]
     sys.argv += ["--json", "--show", "9999", "--pack", "False", "--max_length", "512"]
@@ -43,16 +43,16 @@ def check(case: str, model: Path, data: Path) -> str:
     """Return the reason why a case fails, or "" if it passes."""
     from transformers import AutoTokenizer
 
-    code, out, err = show(model, data)
-    if case in REFUSED:
-        return "" if code == 2 and REFUSED[case] in err else f"not rejected: {code} {err}"
+    code, out, err = run_data_command(model, data)
+    if case in EXPECTED_ERRORS:
+        return "" if code == 2 and EXPECTED_ERRORS[case] in err else f"not rejected: {code} {err}"
     if code:
         return err
     preview: dict[str, Any] = json.loads(out)
     counts = preview["counts"]
     if counts["used"] + sum(counts["left_out"].values()) != counts["records"]:
         return f"counts do not add up: {counts}"
-    if case in NOT_TEXT or data.suffix != ".jsonl":
+    if case in UNCHECKED_CASES or data.suffix != ".jsonl":
         return ""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     expected = []
@@ -72,7 +72,7 @@ def check(case: str, model: Path, data: Path) -> str:
                 expected.append(rendered["input_ids"])
                 if message.get("weight") != 0:
                     answers.append(message["content"])
-    learned = []
+    learned_answers = []
     for sample in preview["samples"]:
         if sample["ids"] not in expected:
             return f"the token ids differ from transformers' ids: {sample['text']!r}"
@@ -81,13 +81,17 @@ def check(case: str, model: Path, data: Path) -> str:
             if is_target:
                 answer.append(token)
             elif answer:
-                learned.append(tokenizer.decode(answer))
+                learned_answers.append(tokenizer.decode(answer))
                 answer = []
     if not answers:
         return ""
-    missing = [a for a, b in zip(sorted(answers), sorted(learned), strict=False) if a not in b]
+    missing = [
+        a for a, b in zip(sorted(answers), sorted(learned_answers), strict=False) if a not in b
+    ]
     return (
-        f"the loss does not cover {missing[:3]}" if missing or len(answers) != len(learned) else ""
+        f"the loss does not cover {missing[:3]}"
+        if missing or len(answers) != len(learned_answers)
+        else ""
     )
 
 

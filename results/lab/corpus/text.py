@@ -35,33 +35,37 @@ from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}
 LINES_PER_CHUNK = 50  # Shuffling keeps these lines together.
-CHILD = "import sys; from results.lab.corpus import text; text.prepare(*sys.argv[1:])"
+PREPARE_CODE = "import sys; from results.lab.corpus import text; text.prepare(*sys.argv[1:])"
 
 
 def write_text(file: Path, size: int) -> None:
     """Write shuffled copies of the embedded corpus until the file has `size` bytes."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     digits = string.digits.encode()
     lines = "\n".join(read_embedded()).encode().splitlines(keepends=True)
     starts = range(0, len(lines), LINES_PER_CHUNK)
     chunks = [b"".join(lines[start : start + LINES_PER_CHUNK]) for start in starts]
     with file.open("wb") as out:
         while out.tell() < size:
-            draw.shuffle(chunks)
-            shuffled = bytes(draw.sample(digits, len(digits)))
+            rng.shuffle(chunks)
+            shuffled = bytes(rng.sample(digits, len(digits)))
             out.write(b"".join(chunks).translate(bytes.maketrans(digits, shuffled)))
         out.truncate(size)
 
 
-def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> None:
-    """Prepare the file and print the time and memory as JSON. If `known` names a folder in the
-    cache, only memory-map that folder's files, as each process in a run does."""
+def prepare(file: str, tokenizer_dir: str, cache_dir: str, cached_folder: str = "") -> None:
+    """Prepare the file and print the time and memory as JSON. If `cached_folder` names a folder in
+    the cache, only memory-map that folder's files, as each process in a run does."""
     config = build_config({"dataset": file})
     tokenizer = Tokenizer(Path(tokenizer_dir))
     cache = Path(cache_dir)
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    folder = cache / known if known else tokenize(read_corpus(file), tokenizer, config, cache)
+    folder = (
+        cache / cached_folder
+        if cached_folder
+        else tokenize(read_corpus(file), tokenizer, config, cache)
+    )
     data = cut_samples(folder, tokenizer, config)
     measured = {
         "seconds": time.perf_counter() - start,
@@ -72,7 +76,7 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> N
     print(json.dumps(measured))
 
 
-def watch(command: list[str]) -> dict[str, Any]:
+def run_and_measure(command: list[str]) -> dict[str, Any]:
     """Run a command. Return the JSON that it printed, with the peak numbers of its processes and
     threads and the peak memory of all its processes together."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -115,18 +119,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache = Path(folder, "cache")
         write_text(file, size)
         print(f"wrote {a.size}", flush=True)
-        command = [sys.executable, "-c", CHILD, str(file), str(a.tokenizer.resolve()), str(cache)]
+        command = [
+            sys.executable,
+            "-c",
+            PREPARE_CODE,
+            str(file),
+            str(a.tokenizer.resolve()),
+            str(cache),
+        ]
         for case in ("first", "again", "mapped"):
-            row = watch([*command, results["first"]["folder"]] if case == "mapped" else command)
+            row = run_and_measure(
+                [*command, results["first"]["folder"]] if case == "mapped" else command
+            )
             results[case] = row | {"mb_per_s": size / row["seconds"] / 1e6}
             print(f"{case}: {row['seconds']:.1f} s, {row['most_pss'] / 2**30:.2f} GiB", flush=True)
-        cached = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+        cache_bytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpus = len(os.sched_getaffinity(0))
     header = {
         **provenance(f"python -m results.lab.corpus.text {a.size} OUT.json"),
         "tokenizer": a.tokenizer.name,
     }
-    sizes = {"text_bytes": size, "cache_bytes": cached, "num_cpus": cpus}
+    sizes = {"text_bytes": size, "cache_bytes": cache_bytes, "num_cpus": cpus}
     write_json(a.out, {**header, **sizes, **results})
     return 0
 

@@ -94,7 +94,7 @@ def config_of(name: str, root: Path, *, tiny: bool) -> dict[str, Any]:
 def measure(run: Run) -> dict[str, Any]:
     """Train a few steps. Return the time, the memory and the predictions."""
     on_gpu = torch.cuda.is_available()
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    bytes_before = torch.cuda.memory_allocated() if on_gpu else 0
     seconds: list[float] = []
     peak = 0
     began_all = time.perf_counter()
@@ -114,7 +114,7 @@ def measure(run: Run) -> dict[str, Any]:
         "ms op by op": 1000 * statistics.median(seconds[3:NUM_EAGER_STEPS]),
         "all_s": time.perf_counter() - began_all,
         "peak_gib": peak / GIB,
-        "before_gib": before / GIB,
+        "before_gib": bytes_before / GIB,
         "graph": bool(getattr(run.engine.step_graph, "graph", None)),  # type: ignore[attr-defined]
         "compile": plan.config.compile,
         "loss_chunk_tokens": plan.config.loss_chunk_tokens,
@@ -133,10 +133,10 @@ def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
     """Train the same model with transformers' Trainer and Liger kernels in another process."""
     model, _, batch_size, length = CASES["Qwen3-0.6B hub"]
     row = {"model": model, "batch_size": batch_size, "max_length": length, "trainer": {}}
-    theirs = large.measure_theirs({**row, **large.TINY} if tiny else row)
+    trainer = large.measure_trainer({**row, **large.TINY} if tiny else row)
     return {
-        "ms": 1000 * theirs["step_time_s"], "tokens_per_s": theirs["tokens_per_s"],
-        "peak_gib": theirs.get("peak_allocated_bytes", 0) / GIB,
+        "ms": 1000 * trainer["step_time_s"], "tokens_per_s": trainer["tokens_per_s"],
+        "peak_gib": trainer.get("peak_allocated_bytes", 0) / GIB,
         "predicted_ms": None, "predicted_gib": None,
     }  # fmt: skip
 

@@ -15,8 +15,8 @@ from results.lab.pages.laws import GIB, plan_of
 NUM_PROCESSES = 4
 WIDTH = 8  # width of a bar in characters
 MODEL = "gpt2-xl-20-heads"  # tp divides the number of heads.
-FIRST = "{:<34}"
-COLUMN = "{:<10}"
+LABEL_FORMAT = "{:<34}"
+CELL_FORMAT = "{:<10}"
 
 
 def drawing(strategy: str) -> str:
@@ -29,9 +29,9 @@ def drawing(strategy: str) -> str:
         for rank in range(NUM_PROCESSES)
     ]
     lines = [_line(f"{MODEL} in bf16 (GiB)", [f"GPU {rank}" for rank in range(NUM_PROCESSES)])]
-    for label, size, divided in _kinds(plan):
-        bars = [_bar(plan, topology, divided) for topology in topologies]
-        lines.append(_line(f"{label} {_range(plan, size)}", bars))
+    for label, size, is_sharded in _state_rows(plan):
+        bars = [_bar(plan, topology, is_sharded) for topology in topologies]
+        lines.append(_line(f"{label} {_size_range(plan, size)}", bars))
     lines.append(_line("blocks computed", [_blocks(plan, topology) for topology in topologies]))
     replicas = topologies[0].dp_size
     share = f"1/{replicas}" if replicas > 1 else "all"
@@ -40,33 +40,33 @@ def drawing(strategy: str) -> str:
 
 
 def _line(first: str, cells: list[str]) -> str:
-    return (FIRST.format(first) + "".join(map(COLUMN.format, cells))).rstrip()
+    return (LABEL_FORMAT.format(first) + "".join(map(CELL_FORMAT.format, cells))).rstrip()
 
 
-def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
+def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
     """Return (label, bytes on the fullest process, whether dp_shard shards this state) for each
     kind of state."""
     strategy = plan.strategy
     state = estimate_state(plan)
-    undivided = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
-    away: dict[str, list[str]] = {"host": [], "disk": []}
+    unsharded_state = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
+    offloaded: dict[str, list[str]] = {"host": [], "disk": []}
     memories = {"cpu": "host", "nvme": "disk"}
     for name, section in (("parameters", "param"), ("optimizer", "optimizer")):
         device = strategy.offload[section]
         if device != "none":
-            away[memories[device]].append(name)
+            offloaded[memories[device]].append(name)
     if strategy.steps_on_host:
-        away["host"].append("gradients")
+        offloaded["host"].append("gradients")
     kinds = []
     for name in ("parameters", "gradients", "optimizer"):
         size = state[name]
         if size:
-            kinds.append((name, size, size < undivided[name]))
-    for memory, names in away.items():
+            kinds.append((name, size, size < unsharded_state[name]))
+    for memory, names in offloaded.items():
         if names:
             label = f"{'RAM' if memory == 'host' else 'files'}: {', '.join(names)}"
             size = state[memory]
-            kinds.append((label, size, size < undivided[memory]))
+            kinds.append((label, size, size < unsharded_state[memory]))
     return kinds
 
 
@@ -82,7 +82,7 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
     return count
 
 
-def _held(plan: Draft) -> list[int]:
+def _parameters_per_rank(plan: Draft) -> list[int]:
     """Return the number of parameters on each pipeline rank before tp and dp_shard shard them."""
     cut = plan.layout.blocks_per_stage
     held = [0] * plan.mesh["pp"]
@@ -91,26 +91,29 @@ def _held(plan: Draft) -> list[int]:
     return held
 
 
-def _range(plan: Draft, size: int) -> str:
-    held = _held(plan)
-    most, least = (f"{size * part / max(held) / GIB:.1f}" for part in (max(held), min(held)))
+def _size_range(plan: Draft, size: int) -> str:
+    parameters_per_rank = _parameters_per_rank(plan)
+    most, least = (
+        f"{size * part / max(parameters_per_rank) / GIB:.1f}"
+        for part in (max(parameters_per_rank), min(parameters_per_rank))
+    )
     return most if most == least else f"{least} to {most}"
 
 
-def _bar(plan: Draft, topology: Topology, divided: bool) -> str:
-    held = _held(plan)
+def _bar(plan: Draft, topology: Topology, is_sharded: bool) -> str:
+    parameters_per_rank = _parameters_per_rank(plan)
     rank = topology.pp_rank
-    begin = sum(held[:rank]) / sum(held)
-    end = sum(held[: rank + 1]) / sum(held)
-    parts = topology.tp
+    begin = sum(parameters_per_rank[:rank]) / sum(parameters_per_rank)
+    end = sum(parameters_per_rank[: rank + 1]) / sum(parameters_per_rank)
+    num_parts = topology.tp
     part = topology.tp_rank
-    if divided:
-        parts, part = (
-            parts * topology.dp_shard,
-            part + parts * (topology.dp_rank % topology.dp_shard),
+    if is_sharded:
+        num_parts, part = (
+            num_parts * topology.dp_shard,
+            part + num_parts * (topology.dp_rank % topology.dp_shard),
         )
-    first = round(WIDTH * (begin + (end - begin) * part / parts))
-    last = round(WIDTH * (begin + (end - begin) * (part + 1) / parts))
+    first = round(WIDTH * (begin + (end - begin) * part / num_parts))
+    last = round(WIDTH * (begin + (end - begin) * (part + 1) / num_parts))
     return "·" * first + "█" * (last - first) + "·" * (WIDTH - last)
 
 

@@ -33,7 +33,7 @@ MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
     """Return a figure as an SVG string. Equal records give equal strings."""
     file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
@@ -43,7 +43,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
         for axes in figure.axes:
             left, bottom, width, height = (round(edge, 4) for edge in axes.get_position().bounds)
             axes.set_position((left, bottom, width, height))
-        figure.savefig(file, format="svg", metadata=nothing)
+        figure.savefig(file, format="svg", metadata=metadata)
     return file.getvalue()
 
 
@@ -88,11 +88,11 @@ def tradeoff(records: Path) -> Figure:
     for name, shift in chosen.items():
         record = best[name]
         point = (_fullest(record) / GIB, _speed(record))
-        axes.plot(*point, "o", color=COLORS[_divides(record)], markersize=7)
+        axes.plot(*point, "o", color=COLORS[_split_kind(record)], markersize=7)
         label = name.removeprefix("3d ").replace("pp pp4", "pp4")
         label = label.replace("tp tp4", "tp4: all 256 samples in one micro-batch")
         offset: Any = {"textcoords": "offset points", "xytext": shift}
-        axes.annotate(label, point, fontsize=8.5, color=COLORS[_divides(record)], **offset)
+        axes.annotate(label, point, fontsize=8.5, color=COLORS[_split_kind(record)], **offset)
     for kind, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=kind)
     axes.legend(title="split over GPUs", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
@@ -223,10 +223,10 @@ def _read(folder: Path) -> list[Record]:
 
 def _medium(records: Path) -> dict[str, Record]:
     """Return the records for gpt2-medium on four GPUs, keyed by layout name."""
-    both = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
+    all_records = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
         r.layout_name: r
-        for r in both
+        for r in all_records
         if r.config["model"] == "gpt2-medium" and r.config["max_length"] == 1024
     }
 
@@ -246,7 +246,7 @@ def _fullest(record: Record) -> float:
     return float(record.memory["peak_allocated_bytes"])
 
 
-def _divides(record: Record) -> str:
+def _split_kind(record: Record) -> str:
     mesh = record.mesh
     name = record.strategy["name"]
     if mesh["pp"] > 1:

@@ -20,7 +20,7 @@ from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.tables import markdown_table
 
 GIB = 2**30
-NONE = "-"  # no such layout
+NO_LAYOUT = "-"  # no such layout
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
@@ -54,13 +54,13 @@ def recipes() -> str:
             if "base_dtype" in settings and label in SMALL:
                 continue
             config = {**RECIPE, "model": f"Qwen3-{label}", **settings}
-            cells = [_what_fits(config, size) for size in GPU_SIZES.values()]
-            if set(cells) != {NONE}:
+            cells = [_best_fitting(config, size) for size in GPU_SIZES.values()]
+            if set(cells) != {NO_LAYOUT}:
                 rows.append([config["model"], trains, *cells])
     return markdown_table(rows, ["model", "trains", *GPU_SIZES])
 
 
-def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
+def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
     """Return a batch size and a recomputation mode that fit. Prefer the least recomputation with
     which at least four samples fit. Otherwise, choose the largest batch."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
@@ -72,9 +72,9 @@ def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
             if predict(draft_plan(built, cluster), cluster.rates).room_on_gpu == "yes":
                 fitting.append((size, mode))
                 break
-    enough = [pair for pair in fitting if pair[0] >= 4]
-    best = next(iter(enough), max(fitting, default=None))
-    return NONE if best is None else ", ".join(str(part) for part in best if part != "none")
+    with_4_samples = [pair for pair in fitting if pair[0] >= 4]
+    best = next(iter(with_4_samples), max(fitting, default=None))
+    return NO_LAYOUT if best is None else ", ".join(str(part) for part in best if part != "none")
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
@@ -83,11 +83,11 @@ def state(counts: Sequence[int] = (2, 4, 8)) -> str:
         strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
     }
     # The 25 heads cannot be split evenly by tp.
-    possible = {name: row for name, row in cells.items() if row[-1] != NONE}
-    return markdown_table(_merged(possible), ["", *(f"P = {count}" for count in counts)])
+    possible = {name: row for name, row in cells.items() if row[-1] != NO_LAYOUT}
+    return markdown_table(_merge_rows(possible), ["", *(f"P = {count}" for count in counts)])
 
 
-def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
+def _merge_rows(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Return one row for each distinct set of cells, with the names that share these cells."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in cells.items():
@@ -100,7 +100,7 @@ def _state_of(strategy: str, num_processes: int) -> str:
         state = estimate_state(plan_of(strategy, num_processes))
         on_device = sum(state[part] for part in STATE)
         return f"{on_device / GIB:.1f}"
-    return NONE
+    return NO_LAYOUT
 
 
 def activations() -> str:
@@ -118,8 +118,8 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
-            kept = sum(mechanism.kept(Place(plan)) for mechanism in used_by(plan))
-            cells.append(f"{kept / tokens / plan.size.hidden_size:.1f}")
+            saved_bytes = sum(mechanism.kept(Place(plan)) for mechanism in used_by(plan))
+            cells.append(f"{saved_bytes / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])
     modes = [f"`{mode}`" for mode in ("none", "selective", "full")]
     return markdown_table(rows, ["`activation_checkpointing`", *modes])
@@ -132,4 +132,4 @@ def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
     for name, schedule in SCHEDULES.items():
         shares = [schedule.bubble(p, m) for m in counts]
         cells[name] = ["no formula" if share is None else f"{share:.1%}" for share in shares]
-    return markdown_table(_merged(cells), [f"p = {p}", *(f"m = {m}" for m in counts)])
+    return markdown_table(_merge_rows(cells), [f"p = {p}", *(f"m = {m}" for m in counts)])

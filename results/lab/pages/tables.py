@@ -32,38 +32,40 @@ def published_table(
     Raises UserError if there are no records, if a column or key is unknown, or if a condition
     selects nothing."""
     order = list(list_strategies())
-    words = columns.split(", ")
+    column_names = columns.split(", ")
     records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
     if not records:
         raise UserError(f"{RECORDS_DIR / name} has no records", fix=f"see {RECORDS_DIR}")
     records.sort(key=lambda r: (r.config["precision"], r.started_at))
     records.sort(key=lambda r: (r.num_parameters, order.index(r.strategy["name"])))
-    _check_words(name, "column", words, COLUMNS)
-    for conditions, wanted in ((where or {}, True), (without or {}, False)):
-        _check_words(name, "key", conditions, records[0].config)
+    _check_names(name, "column", column_names, COLUMNS)
+    for conditions, must_match in ((where or {}, True), (without or {}, False)):
+        _check_names(name, "key", conditions, records[0].config)
         for key, value in conditions.items():
-            kept = [r for r in records if (r.config.get(key) == value) is wanted]
-            if not kept or (not wanted and len(kept) == len(records)):
+            selected = [r for r in records if (r.config.get(key) == value) is must_match]
+            if not selected or (not must_match and len(selected) == len(records)):
                 raise UserError(f"{name}: {key}={value!r} selects nothing", fix="correct the value")
-            records = kept
-    return f"\n{table(records, words)}\n"  # Markdown needs the blank lines
+            records = selected
+    return f"\n{table(records, column_names)}\n"  # Markdown needs the blank lines
 
 
 def published_json(*files: str, key: str, columns: str) -> str:
     """Return a table of the entry `key` in published JSON files, with one row for each key of the
     entry and one column for each of `columns`. Raises UserError if a file lacks the entry or a
     column."""
-    words = columns.split(", ")
+    column_names = columns.split(", ")
     rows = []
     for file in files:
         entries = load_json(RECORDS_DIR / file, "record")
         known = [name for name, entry in entries.items() if isinstance(entry, dict)]
-        _check_words(file, "key", [key], known)
+        _check_names(file, "key", [key], known)
         for row, value in entries[key].items():
-            values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
-            _check_words(f"{file}, {row}", "column", words, values)
-            rows.append([row, *(_figure(values[word]) for word in words)])
-    return markdown_table(rows, ["", *(word.replace(" a step", " per step") for word in words)])
+            values = value if isinstance(value, dict) else dict.fromkeys(column_names[:1], value)
+            _check_names(f"{file}, {row}", "column", column_names, values)
+            rows.append([row, *(_figure(values[word]) for word in column_names)])
+    return markdown_table(
+        rows, ["", *(word.replace(" a step", " per step") for word in column_names)]
+    )
 
 
 def published_operations(file: str) -> str:
@@ -74,18 +76,20 @@ def published_operations(file: str) -> str:
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
         strategy = name.split()[0]
-        most = dict[str, float]()
+        largest = dict[str, float]()
         for rank in case["ranks"]:
             sent: dict[str, float] = {}  # over all axes of the mesh
             for key, counts in rank["counted"].items():
                 kind = key.split()[-1].replace("_", "-")
                 sent[kind] = sent.get(kind, 0.0) + counts["sent_bytes"]
-            most = {kind: max(most.get(kind, 0.0), sent.get(kind, 0.0)) for kind in most | sent}
-        sent_by.setdefault(strategy, most)
-    kinds = sorted({kind for most in sent_by.values() for kind in most})
+            largest = {
+                kind: max(largest.get(kind, 0.0), sent.get(kind, 0.0)) for kind in largest | sent
+            }
+        sent_by.setdefault(strategy, largest)
+    kinds = sorted({kind for largest in sent_by.values() for kind in largest})
     rows = [
-        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in sent_by.items()
-                         if most.get(kind, 0) >= 2**10)]
+        [kind, ", ".join(f"{name} {largest[kind] / 2**10:,.0f}" for name, largest in sent_by.items()
+                         if largest.get(kind, 0) >= 2**10)]
         for kind in kinds
     ]  # fmt: skip
     return markdown_table(rows, ["operation", "sent per step, KiB"])
@@ -140,8 +144,8 @@ def _figure(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"
 
 
-def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
-    for word in set(words).difference(known):
-        what = f"{where}: the {what} {word!r} is not known"
+def _check_names(where: str, what: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in set(names).difference(known):
+        what = f"{where}: the {what} {name!r} is not known"
         why = f"known are {', '.join(known)}"
-        raise UserError(what, why, typed=word, known=known)
+        raise UserError(what, why, typed=name, known=known)

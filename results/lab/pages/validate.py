@@ -26,7 +26,7 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS, Machine, find_gpu
 from distributed_training.settings.request import build_config
 from results.lab.analysis import blind
-from results.lab.runs import todays_keys
+from results.lab.runs import to_current_keys
 
 RECORDS = ROOT / "results" / "records"
 # Runs that started before this time kept two more copies of each loss chunk.
@@ -54,16 +54,16 @@ class Row:
         quarter of the fullest rank's peak. Runs with an order from a search are excluded, because
         old records do not contain the order. Old runs that computed the loss in chunks are
         excluded, because their chunks took more memory."""
-        before = self.record.started_at < ADDED_UP_IN_PLACE
-        if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
+        is_old = self.record.started_at < ADDED_UP_IN_PLACE
+        if self.plan.schedule.searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
             for rank in self.record.memory.get("by_rank", [])
             if "left_allocated_bytes" not in rank
         ]
-        peak, left = max(ranks, key=lambda rank: rank[0] - rank[1], default=(1, 0))
-        return left < peak / 4
+        peak, left_over = max(ranks, key=lambda rank: rank[0] - rank[1], default=(1, 0))
+        return left_over < peak / 4
 
     @property
     def memory_error(self) -> float:
@@ -82,7 +82,7 @@ class Row:
 
 def plan_of(record: Record) -> Draft:
     """Plan a recorded run with the current code, using the recorded layout and micro-batches."""
-    values = todays_keys(record.config)
+    values = to_current_keys(record.config)
     # Before graphs held whole steps, only single processes with compiled blocks launched graphs.
     graphs = record.world_size == 1 and record.strategy["engine"] == "native"
     machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
@@ -98,13 +98,13 @@ def plan_of(record: Record) -> Draft:
         "micro_batch_size": record.batch.micro_batch_size,
         "num_microbatches": record.batch.num_microbatches,
     }
-    built = build_config(config)
+    request = build_config(config)
     count = record.world_size
-    plan = draft_plan(built, this_machine(Machine(**machine), count, count))
+    plan = draft_plan(request, this_machine(Machine(**machine), count, count))
     if plan.orders is None or plan.schedule.searched or record.started_at > ZB_V_BY_DURATIONS:
         return plan
-    fixed = write_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
-    return replace(plan, orders=replace(plan.orders, by_place=fixed))
+    fixed_orders = write_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
+    return replace(plan, orders=replace(plan.orders, by_place=fixed_orders))
 
 
 @functools.cache
@@ -162,8 +162,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     for run in document["runs"]:
         count = run["processes"]
         seconds = None
-        built = build_config(todays_keys(run["config"]))
-        plan = draft_plan(built, this_machine(machine, count, count))
+        request = build_config(to_current_keys(run["config"]))
+        plan = draft_plan(request, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
             guess = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
             rates = from_calibration(document["calibrations"][str(count)], guess)
@@ -199,7 +199,7 @@ def share_within(errors: Sequence[float], limit: float) -> float:
     return sum(abs(error) <= limit for error in errors) / len(errors)
 
 
-def same_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def group_by_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return sets of runs that did the same work with different layouts, keyed by the set's
     name."""
     sets = defaultdict(list)
@@ -233,13 +233,13 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 
 @functools.cache
-def _published() -> list[tuple[str, float]]:
+def _published_errors() -> list[tuple[str, float]]:
     """Return, for each run in blind.json with a measured time, its source and GPU, and the relative
     error of the predicted time."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for row in json.loads(blind.TABLE.read_text(encoding="utf-8")):
-            error = blind.errors(row, Path(folder))[0]
+            error = blind.prediction_errors(row, Path(folder))[0]
             if error is not None:
                 source = row["source"].partition(",")[0]
                 runs.append((f"{source}, {row['cluster'].replace('x', ' x ')}", error))
@@ -249,7 +249,7 @@ def _published() -> list[tuple[str, float]]:
 def published() -> str:
     """Return a table of the errors of the predicted times of published runs, by source and GPUs."""
     by_source: dict[str, list[float]] = defaultdict(list)
-    for source, error in _published():
+    for source, error in _published_errors():
         by_source[source].append(error)
     table_rows = [
         [source, str(len(errors)), f"{share_within(errors, 0.10):.0%}"]
@@ -263,12 +263,12 @@ def published() -> str:
 def distribution() -> str:
     """Return a table of the shares of runs within each error limit."""
     rows = gpu_rows()
-    unseen = [row for row in rows if row.page not in setting_pages()]
+    unseen = [row for row in rows if row.page not in fitted_pages()]
     table_rows = []
     for quantity, errors in (
         ("peak memory, held-out pages", memory_errors(unseen)),
         ("step time, held-out pages", [row.time_error for row in unseen]),
-        ("step time, published by others", [error for _, error in _published()]),
+        ("step time, published by others", [error for _, error in _published_errors()]),
         ("peak memory, all pages", memory_errors(rows)),
         ("step time, all pages", [row.time_error for row in rows]),
         ("step time, all pages, calibrated", calibrated_errors()),
@@ -290,7 +290,7 @@ def distribution() -> str:
     return _table(table_rows, headers)
 
 
-def setting_pages() -> set[str]:
+def fitted_pages() -> set[str]:
     """Return the pages whose records were used to set constants, according to constants.json."""
     file = ROOT / "distributed_training" / "predict" / "constants.json"
     sources = " ".join(entry["record"] for entry in json.loads(file.read_text()).values())
@@ -314,19 +314,19 @@ def choices() -> str:
     """Describe how often the planner's first choice is the fastest run in its set, and list the
     other sets."""
     other_sets = []
-    losses = []
-    sets = same_work(gpu_rows())
+    slowdowns = []
+    sets = group_by_work(gpu_rows())
     for name, rows in sets.items():
         first, best = first_choice(rows)
-        behind = first.measured_s / best.measured_s - 1
-        losses.append(behind)
-        if behind:
-            other_sets.append([name, _layout(first), _layout(best), f"{behind:.1%}"])
+        slowdown = first.measured_s / best.measured_s - 1
+        slowdowns.append(slowdown)
+        if slowdown:
+            other_sets.append([name, _layout(first), _layout(best), f"{slowdown:.1%}"])
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
     text = (
         f"In {len(sets) - len(other_sets)} of {len(sets)} sets of runs with "
         "the same model, batch and precision, the planner's first choice was the fastest. "
-        f"Its median slowdown, relative to the fastest, is {statistics.median(losses):.1%}. "
+        f"Its median slowdown, relative to the fastest, is {statistics.median(slowdowns):.1%}. "
         f"The rank correlation, averaged over sets of at least four runs, is {ranked:.2f}."
     )
     table = _table(other_sets, ["other sets", "first choice", "fastest", "slower by"])
