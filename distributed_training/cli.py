@@ -34,7 +34,11 @@ from distributed_training.settings.system import require_system
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.start.streams import LastingStream, fill_closed, replace_unwritable
+from distributed_training.start.streams import (
+    LastingStream,
+    open_closed_streams,
+    replace_unencodable,
+)
 from distributed_training.supervise.process import Startup
 
 OWN_OPTIONS = (
@@ -368,8 +372,8 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 
 def run_command(name: str, program: Program) -> int:
     """Parse the options of a command and run it. Return the exit code."""
-    if name == "train" and launch.PLANNED in program.argv:
-        return launch.start_planned()
+    if name == "train" and launch.PLANNED_OPTION in program.argv:
+        return launch.run_planned_rank()
     parser = Parser(prog=program.script.name)
     commands = parser.add_subparsers(parser_class=Parser)
     command = COMMANDS[name]
@@ -390,8 +394,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]
     name_families(config.get(name) for name in MODEL_NAMES)
-    fill_closed()
-    replace_unwritable()
+    open_closed_streams()
+    replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.
     for library in ("torchao", "torch.utils._pytree"):

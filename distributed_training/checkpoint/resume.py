@@ -238,7 +238,7 @@ def _start_from(checkpoint: Path) -> str:
 
 
 def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    claims.refuse_doubling(plan.output_dir, identity(plan))
+    claims.refuse_duplicate_run(plan.output_dir, identity(plan))
     candidates = dict[Path, Meta]()
     obstacle = ""
     run_dirs = [folder for folder in plan.output_dir.glob("*") if not folder.is_symlink()]

@@ -16,7 +16,7 @@ from distributed_training.settings.files import plural, shown
 from distributed_training.settings.machine import GIB, Machine, find_gpu, known_gpu, limited_to
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
-MOST_PROCESSES = 2**16
+MAX_PROCESSES = 2**16
 RECORDED = (9, 0)  # compute capability of the GPUs on which the records were measured
 # The largest of three memory estimates that fits: the upper end of the likely range ("yes"), the
 # prediction ("tight"), or the lower end ("unlikely"). "no" means that none of them fits.
@@ -41,7 +41,7 @@ class Cluster:
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" with a
     separate `gpu`. Raises UserError for text in any other form, an unknown GPU, or more than
-    MOST_PROCESSES GPUs."""
+    MAX_PROCESSES GPUs."""
     match = _FORM.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
@@ -51,9 +51,9 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         why = "it must be NODESxGPUSxGPU, GPUSxGPU, or NODESxGPUS with --gpu"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, here = [1] * (2 - len(numbers)) + numbers
-    if nodes * here > MOST_PROCESSES:
+    if nodes * here > MAX_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
-        raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,} GPUs")
+        raise UserError(what, fix=f"plan for at most {MAX_PROCESSES:,} GPUs")
     kind = known_gpu(gpu or name)
     machine = Machine(
         num_gpus=here,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from distributed_training.settings.cache import private_folder
 
-LARGE = ("torch", "sympy", "networkx")  # large packages that torch's compiler needs
+LARGE_PACKAGES = ("torch", "sympy", "networkx")  # large packages that torch's compiler needs
 # With fewer cores, compiling whole packages takes longer than compiling only the imported modules
-MANY_CORES = 8
+MIN_CORES = 8
 
 
 def keep_bytecode() -> None:
@@ -24,11 +24,11 @@ def keep_bytecode() -> None:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
-    compiled = Path(importlib.util.cache_from_source(torch.origin))
-    written = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
+    bytecode_file = Path(importlib.util.cache_from_source(torch.origin))
+    is_writable = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if compiled.is_file() or written:
+    if bytecode_file.is_file() or is_writable:
         return
     folder, why = private_folder("bytecode")
     if why:  # `use_private_caches` reports the reason
@@ -36,12 +36,12 @@ def keep_bytecode() -> None:
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # local rank 0 of this machine
-    if first and (os.cpu_count() or 1) >= MANY_CORES:
-        specs = map(importlib.util.find_spec, LARGE)
+    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"  # local rank 0 of this machine
+    if is_local_rank_0 and (os.cpu_count() or 1) >= MIN_CORES:
+        specs = map(importlib.util.find_spec, LARGE_PACKAGES)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
         # Use isolated mode, because -m makes Python look for modules in the current folder first.
         python = [sys.executable, "-I", "-X", f"pycache_prefix={folder}"]
         command = [*python, "-m", "compileall", "-q", "-j16", "-x/tests?/", *folders]
-        quiet = subprocess.DEVNULL
-        subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+        devnull = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull)

@@ -67,20 +67,20 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
     """Return the command that starts a plan, to be typed on each node. `arguments` are the script's
     options."""
     processes_here = plan.processes_here
-    nodes = plan.num_processes // processes_here
-    start = ["python", script]
-    if nodes > 1:
+    num_nodes = plan.num_processes // processes_here
+    launcher = ["python", script]
+    if num_nodes > 1:
         # By default torchrun waits ten minutes for the other nodes.
-        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
-        rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d"]
+        timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        rendezvous = [f"--nnodes={num_nodes}", "--rdzv_backend=c10d"]
         rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
         rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
-        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={processes_here}", script]
+        launcher = ["torchrun", *rendezvous, timeout, f"--nproc_per_node={processes_here}", script]
     elif processes_here > 1 and not any(
         word.startswith(("--num_gpus", "--num-gpus")) for word in arguments
     ):
-        start += ["--num_gpus", str(processes_here)]
-    return shlex.join([*start, *arguments])
+        launcher += ["--num_gpus", str(processes_here)]
+    return shlex.join([*launcher, *arguments])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:
@@ -91,10 +91,10 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
     lines = ["resolved CONFIG"]
     for key, value in plan.settings.items():
-        was = "" if requested[key] == value else f"    (was {requested[key]!r})"
+        origin = "" if requested[key] == value else f"    (was {requested[key]!r})"
         if key in plan.from_defaults:
-            was = "    (the strategy's default)"
-        lines.append(f"  {key:<24} {value!r}{was}")
+            origin = "    (the strategy's default)"
+        lines.append(f"  {key:<24} {value!r}{origin}")
     lines += [
         f"  batch: {plan.batch.describe()}",
         f"  steps: {plan.num_steps or 'unknown until the data is tokenized'}",

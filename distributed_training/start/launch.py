@@ -35,7 +35,7 @@ from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import (
-    MOST_PROCESSES,
+    MAX_PROCESSES,
     OUT_OF_MEMORY,
     Command,
     Ranks,
@@ -44,14 +44,14 @@ from distributed_training.start.ranks import (
     require_loopback,
     run_ranks,
     single_process,
-    starting,
+    start_early,
 )
 from distributed_training.supervise.process import Process, Startup
 
 # Maximum delay until the end of a killed process is noticed. Its GPU memory is freed before that.
-SEEN_WITHIN_S = 5.0
+NOTICE_DELAY_S = 5.0
 TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
-PLANNED = "--planned"  # option of the processes that this command starts
+PLANNED_OPTION = "--planned"  # option of the processes that this command starts
 CPU_PROCESSES = 2  # number of processes for "--num_gpus all" on CPUs, rounded up to fit the mesh
 
 
@@ -60,9 +60,9 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     process. Print a note about launcher settings that have no effect. Raises UserError if
     `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
-    unread = describe_unread(os.environ, precision)
-    if unread and (process is None or process.rank == 0):
-        print_error(f"note: {unread}")
+    ignored_settings = describe_unread(os.environ, precision)
+    if ignored_settings and (process is None or process.rank == 0):
+        print_error(f"note: {ignored_settings}")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
@@ -88,24 +88,24 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs. To use all GPUs, add --num_gpus all")
-    unsure = AUTO in (request.strategy, request.batch_size)
-    if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
+    is_auto = AUTO in (request.strategy, request.batch_size)
+    if count == 1 and not max_restarts and not (is_auto and machine.num_gpus):
         plan = plan_run(request, cluster)
         startup.end("plan")
         return run_here(plan, single_process(), startup)
     prepare_environment(count)
     command: Command | Callable[[Path], int]
-    begun: Ranks = ()
+    started_ranks: Ranks = ()
     if can_fork(machine):
         plan, command = _plan_before_forks(request, cluster, startup)
     else:
-        command = [str(script), PLANNED]
+        command = [str(script), PLANNED_OPTION]
         # The processes import torch during planning, unless there are more processes than GPUs.
-        with starting(command, count if count <= machine.num_gpus else 0) as begun:
+        with start_early(command, count if count <= machine.num_gpus else 0) as started_ranks:
             plan = plan_run(request, cluster)
-    code = spawn(plan, command, max_restarts, begun)
+    code = spawn(plan, command, max_restarts, started_ranks)
     # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
-    while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
+    while is_auto and plan.checkpoint is None and ran_out_early(plan.run_dir):
         plan = _plan_smaller(plan, request, cluster)
         code = spawn(plan, command, max_restarts)
     return code
@@ -123,23 +123,23 @@ def _plan_before_forks(
     """Plan in a separate process while this process imports torch. Return the plan and the function
     that each forked rank calls. This process must not plan, because tokenizers start threads, and a
     process with threads cannot be forked."""
-    planned = compute_in_fork(
+    wait_for_plan = compute_in_fork(
         lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
     )
     worker = import_worker()
     startup.end("import")
-    plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
+    plan = run_dir.reserve_run_dir(run_dir.plan_from_text(wait_for_plan()))
     worker.use_cpu()
     plan.strategy.load_engine()  # import it before the ranks are forked
     startup.end("plan")
-    return plan, partial(train_as_fork, worker, startup.seconds)
+    return plan, partial(train_in_fork, worker, startup.seconds)
 
 
-def _plan_smaller(failed: Plan, config: Request, cluster: Cluster) -> Plan:
+def _plan_smaller(failed_plan: Plan, config: Request, cluster: Cluster) -> Plan:
     """Plan again with a layout that needs less memory than the failed layout was predicted to
     need."""
-    what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
-    cluster = replace(cluster, below_bytes=estimate_memory(failed).needed_bytes)
+    what = f"{layout_name(failed_plan)} with batch_size={failed_plan.config.batch_size}"
+    cluster = replace(cluster, below_bytes=estimate_memory(failed_plan).needed_bytes)
     plan = plan_run(config, cluster)
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)
@@ -152,7 +152,7 @@ def can_fork(machine: Machine) -> bool:
     return not machine.num_gpus
 
 
-def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
+def train_in_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
     """Run this rank's part of the plan in a forked process, which reuses the imports of the
     launching process. Return the exit code."""
     process = current_process()
@@ -168,7 +168,7 @@ def ran_out_early(run_dir: Path) -> bool:
     return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
 
 
-def start_planned() -> int:
+def run_planned_rank() -> int:
     """Run this process's part of a plan that the launching process is still making. The first line
     of standard input contains the run's folder and the folders whose code may run."""
     process = current_process()
@@ -212,13 +212,13 @@ def import_worker() -> ModuleType:
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
     """Return the number of processes that `--num_gpus` requests, 1 by default."""
     if num_gpus == "all":
-        fixed = math.prod(size for size in mesh.values() if size > 0)
-        return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
+        mesh_size = math.prod(size for size in mesh.values() if size > 0)
+        return machine.num_gpus or mesh_size * -(-CPU_PROCESSES // mesh_size)
     if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
         what = f"--num_gpus {shown(num_gpus)} is not accepted"
         raise UserError(what, 'it must be a whole number >= 1 or "all"')
-    if num_gpus is not None and int(num_gpus) > MOST_PROCESSES:
-        raise UserError(f"--num_gpus {num_gpus} is more than the maximum of {MOST_PROCESSES:,}")
+    if num_gpus is not None and int(num_gpus) > MAX_PROCESSES:
+        raise UserError(f"--num_gpus {num_gpus} is more than the maximum of {MAX_PROCESSES:,}")
     return int(num_gpus or 1)
 
 
@@ -238,40 +238,43 @@ def prepare_environment(processes_here: int) -> None:
 
 
 def spawn(
-    plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
+    plan: Plan,
+    program: Command | Callable[[Path], int],
+    max_restarts: int,
+    started_ranks: Ranks = (),
 ) -> int:
-    """Start the plan's processes, or use the processes in `begun`, and wait for them. If a process
-    fails, restart all processes, up to `max_restarts` times. Return the run's exit code. If a
-    process was killed, record the cause."""
-    if callable(what):
-        what = partial(what, plan.run_dir)
+    """Start the plan's processes, or use the processes in `started_ranks`, and wait for them. If a
+    process fails, restart all processes, up to `max_restarts` times. Return the run's exit code. If
+    a process was killed, record the cause."""
+    if callable(program):
+        program = partial(program, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
     modified_before = file.stat().st_mtime_ns if file.is_file() else None
     line = json.dumps([str(plan.run_dir), named_code()])
-    ended = run_ranks(what, plan.num_processes, begun, line)
+    outcome = run_ranks(program, plan.num_processes, started_ranks, line)
     notes = plan.notes
     for count in range(1, max_restarts + 1):
-        if ended.signum or not any(ended.codes.values()):
+        if outcome.signum or not any(outcome.codes.values()):
             break
-        saved, note = run_dir.started_again(plan, f" ({count})")
-        plan = replace(plan, checkpoint=saved, notes=(*notes, note))
+        checkpoint, note = run_dir.plan_restart(plan, f" ({count})")
+        plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
         run_dir.write_plan(plan)
-        ended = run_ranks(what, plan.num_processes, line=line)
+        outcome = run_ranks(program, plan.num_processes, line=line)
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    code = ended.exit_code
-    reason = ended.reason
+    code = outcome.exit_code
+    reason = outcome.reason
     # The processes wrote no record in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
-        if reason and not ended.signum:
+        if reason and not outcome.signum:
             print_error(f"failed before training began: {reason}")
         return code
     # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
     # failed before its end was noticed here.
-    status = "interrupted" if ended.signum else "failed"
-    cause = reason or ended.left_early
+    status = "interrupted" if outcome.signum else "failed"
+    cause = reason or outcome.early_exits
     error = cause or "a process ended without an error message"
-    ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
+    ago_s = NOTICE_DELAY_S if min(outcome.codes.values(), default=0) < 0 else 0.0
     mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
     state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
@@ -280,7 +283,7 @@ def spawn(
     if state.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
-    if state.status == "ok" and code and not ended.signum and plan.config.push is None:
+    if state.status == "ok" and code and not outcome.signum and plan.config.push is None:
         # If a rank hangs after the end of training, another rank's watch kills it.
         what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
         print_error(f"note: after the run had finished: {what}")

@@ -29,26 +29,32 @@ from distributed_training.settings.errors import RunError, UserError, print_erro
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import find_nodes, find_source, find_uncounted
 from distributed_training.settings.machine import threads_per_process
-from distributed_training.supervise.process import LAUNCHER, STOPS, Process, handling, numbered
+from distributed_training.supervise.process import (
+    LAUNCHER_PID_VARIABLE,
+    STOP_SIGNALS,
+    Process,
+    format_numbers,
+    handle_signals,
+)
 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable that contains rank 0's file descriptor
 
 # Seconds from a stop signal until the ranks are killed: torchrun's variable, its default, and the
 # limit after a rank has failed
-PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-PATIENCE_S = 30.0
-FAILED_S = 10.0
+SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_TIMEOUT_S = 30.0
+FAILURE_TIMEOUT_S = 10.0
 # Seconds without CPU time until ranks are terminated, after another rank has ended without an
-# error. STOPPED_S applies if a rank is stopped (SIGSTOP), otherwise STILL_S.
-STOPPED_S = 30.0
-STILL_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
+# error. STOPPED_TIMEOUT_S applies if a rank is stopped (SIGSTOP), otherwise IDLE_TIMEOUT_S.
+STOPPED_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
 POLL_S = 0.05
-MOST_PROCESSES = 100_000
+MAX_PROCESSES = 100_000
 OUT_OF_MEMORY = ", usually because the host ran out of memory"  # after SIGKILL
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
-Body = Callable[[], int]  # function that a forked process runs; returns the exit code
+Target = Callable[[], int]  # function that a forked process runs; returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
@@ -60,20 +66,20 @@ def current_process() -> Process | None:
     if source is None:
         _refuse_other_launchers()
         return None
-    rank = _number(source.rank)
-    world_size = _number(source.world_size)
+    rank = _read_number(source.rank)
+    world_size = _read_number(source.world_size)
     # Libraries read these variables.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if world_size > MOST_PROCESSES:
+    if world_size > MAX_PROCESSES:
         what = f"{source.world_size}={world_size} is too large"
-        raise UserError(what, fix=f"the maximum is {MOST_PROCESSES:,}")
+        raise UserError(what, fix=f"the maximum is {MAX_PROCESSES:,}")
     if not 0 <= rank < world_size:
         what = f"{source.rank}={rank} is out of range for {source.world_size}={world_size}"
         fix = f"ranks must be from 0 to {world_size - 1}"
         raise UserError(what, fix=fix if world_size else f"{source.world_size} must be at least 1")
     if world_size == 1:
         return single_process()
-    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+    if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         started = f"{source.launcher} started this command {world_size} times"
         if source.launcher in ("by hand", "PyTorchJob"):
             started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
@@ -82,21 +88,21 @@ def current_process() -> Process | None:
             "torchrun per node, as sbatch --nodes=2 configs/train.slurm does. Or set MASTER_ADDR "
         )
         fix += "to the host of rank 0, and MASTER_PORT to a free port on that host"
-        missing = f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set"
+        missing = f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set"
         raise UserError(f"{started}, but {missing}", fix=fix)
-    if not 0 < (port := _number("MASTER_PORT")) < 2**16:
+    if not 0 < (port := _read_number("MASTER_PORT")) < 2**16:
         raise UserError(
             f"MASTER_PORT={port} is not a valid port", fix="use a number from 1 to 65535"
         )
     local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
-    local_numbers = {field: _number(name) for field, name in local.items() if name}
+    local_numbers = {field: _read_number(name) for field, name in local.items() if name}
     os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
     return Process(
         rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | local_numbers
     )
 
 
-def _number(name: str) -> int:
+def _read_number(name: str) -> int:
     text = os.environ[name]
     if not (text.isascii() and text.isdecimal()):
         what = f"{name}={shown(text)} is not a number"
@@ -147,7 +153,7 @@ def single_process() -> Process:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class RanksOutcome:
     """Signal and return codes with which the ranks on one machine ended."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
@@ -174,10 +180,10 @@ class Ended:
         # Ranks may abort because a peer was killed.
         codes = {code for code in self.codes.values() if code < 0}
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
-        return f"{self._ranks_with(code)}: {killed_by(-code)}" if code else ""
+        return f"{self._ranks_with(code)}: {describe_kill(-code)}" if code else ""
 
     @property
-    def left_early(self) -> str:
+    def early_exits(self) -> str:
         """Describe the ranks that exited with code 0 before others failed. Return "" if there are
         none."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
@@ -185,11 +191,13 @@ class Ended:
         return f"{self._ranks_with(0)}: exited with code 0 before the end of the run"
 
     def _ranks_with(self, code: int) -> str:
-        return numbered("rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code])
+        return format_numbers(
+            "rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code]
+        )
 
 
 @contextlib.contextmanager
-def starting(command: Command, count: int) -> Iterator[Ranks]:
+def start_early(command: Command, count: int) -> Iterator[Ranks]:
     """Start `count` ranks and yield them, so that `run_ranks` can use them later. Terminate the
     ranks if the `with` block raises an exception."""
     ranks: list[psutil.Process] = []
@@ -198,58 +206,64 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
             _start(ranks, command, count)
         yield ranks
     except BaseException:
-        _end(ranks, told=False)
+        _terminate(ranks, was_signaled=False)
         raise
 
 
-def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `count` ranks, or use the ranks in `begun`, and wait for all of them. Ranks that run a
-    command receive `line` on standard input. If a rank fails, the others are terminated. Stop
-    signals and Ctrl-Z are forwarded to the ranks."""
-    ranks = list(begun)
+def run_ranks(
+    program: Command | Target, count: int, started_ranks: Ranks = (), line: str = ""
+) -> RanksOutcome:
+    """Start `count` ranks, or use the ranks in `started_ranks`, and wait for all of them. Ranks
+    that run a command receive `line` on standard input. If a rank fails, the others are terminated.
+    Stop signals and Ctrl-Z are forwarded to the ranks."""
+    ranks = list(started_ranks)
     signals: list[int] = []
     codes: dict[int, int] = {}
 
-    def tell(signum: int, _frame: Any) -> None:
+    def forward_signal(signum: int, _frame: Any) -> None:
         signals.append(signum)
-        _send(ranks, signum)
+        _send_signal(ranks, signum)
 
-    def pause(*_: Any) -> None:
-        _send(ranks, signal.SIGSTOP)
+    def suspend(*_: Any) -> None:
+        _send_signal(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        _send(ranks, signal.SIGCONT)  # after `fg` has continued this process
+        _send_signal(ranks, signal.SIGCONT)  # after `fg` has continued this process
 
-    with handling({**dict.fromkeys(STOPS, tell), signal.SIGTSTP: pause}):
+    with handle_signals({**dict.fromkeys(STOP_SIGNALS, forward_signal), signal.SIGTSTP: suspend}):
         try:
             if not ranks:
-                _start(ranks, what, count)
-            for process in [] if callable(what) else ranks:
+                _start(ranks, program, count)
+            for process in [] if callable(program) else ranks:
                 # The process may have ended already.
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
                     pipe.write(f"{line}\n".encode())
             if signals:  # a signal came before all ranks had started
-                _send(ranks, signals[-1])
-            moved_at = time.monotonic()
-            moved: Any = None
+                _send_signal(ranks, signals[-1])
+            last_progress_at = time.monotonic()
+            last_cpu_s: Any = None
             while not (signals or any(codes.values()) or len(codes) == len(ranks)):
-                ended, alive = psutil.wait_procs(ranks, POLL_S)
-                codes = {ranks.index(process): process.returncode for process in ended}
-                cpu_s, stopped = _activity(alive) if codes else (None, False)
-                if cpu_s is None or cpu_s != moved:
-                    moved_at = time.monotonic()
-                    moved = cpu_s
-                elif time.monotonic() - moved_at > (STOPPED_S if stopped else STILL_S):
-                    still = numbered("rank", [ranks.index(process) for process in alive])
+                exited, alive = psutil.wait_procs(ranks, POLL_S)
+                codes = {ranks.index(process): process.returncode for process in exited}
+                cpu_s, stopped = _read_cpu_times(alive) if codes else (None, False)
+                if cpu_s is None or cpu_s != last_cpu_s:
+                    last_progress_at = time.monotonic()
+                    last_cpu_s = cpu_s
+                elif time.monotonic() - last_progress_at > (
+                    STOPPED_TIMEOUT_S if stopped else IDLE_TIMEOUT_S
+                ):
+                    stuck_ranks = format_numbers(
+                        "rank", [ranks.index(process) for process in alive]
+                    )
                     print_error(
-                        f"note: {still} did not end with the other ranks and will be killed"
+                        f"note: {stuck_ranks} did not end with the other ranks and will be killed"
                     )
                     break
         finally:
-            _end(ranks, told=bool(signals))
-    return Ended(signum=signals[0] if signals else 0, codes=codes)
+            _terminate(ranks, was_signaled=bool(signals))
+    return RanksOutcome(signum=signals[0] if signals else 0, codes=codes)
 
 
-def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
+def _read_cpu_times(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
     """Return the CPU time of each process in seconds, and whether any process is stopped
     (SIGSTOP)."""
     cpu_s = []
@@ -261,22 +275,22 @@ def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
     return cpu_s, stopped
 
 
-def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:
+def _start(ranks: list[psutil.Process], program: Command | Target, count: int) -> None:
     require_loopback()
     with socket.create_server((LOOPBACK, 0)) as listener:
         environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
             "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
             "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1]),
-            LAUNCHER: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
+            LAUNCHER_PID_VARIABLE: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
         }  # fmt: skip
         for rank in range(count):
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if callable(what):
-                ranks.append(fork(functools.partial(_be_rank, what, variables, listener)))
+            if callable(program):
+                ranks.append(fork(functools.partial(_run_rank, program, variables, listener)))
                 continue
             process = psutil.Popen(
-                [sys.executable, "-u", *what],
+                [sys.executable, "-u", *program],
                 env=variables,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()] if rank == 0 else [],
@@ -286,43 +300,43 @@ def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> Non
             ranks.append(process)
 
 
-def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socket) -> int:
+def _run_rank(target: Target, environment: Mapping[str, str], store_listener: socket.socket) -> int:
     if environment["RANK"] != "0":
-        of_rank_0.close()
+        store_listener.close()
     os.environ.update(environment)
     # Process name in `top`, at most 15 characters
     Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
-    return body()
+    return target()
 
 
-def _send(ranks: Ranks, signum: int) -> None:
+def _send_signal(ranks: Ranks, signum: int) -> None:
     for process in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
             process.send_signal(signum)
 
 
-def _end(ranks: Ranks, *, told: bool) -> None:
+def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
     """Terminate all ranks, and kill ranks that are still running after a time limit. Until then,
-    ranks can save or, if a rank failed, report the cause. `told` is True if the ranks have already
-    received a signal."""
-    patience_s = PATIENCE_S
+    ranks can save or, if a rank failed, report the cause. `was_signaled` is True if the ranks have
+    already received a signal."""
+    timeout_s = SHUTDOWN_TIMEOUT_S
     with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end
-        patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
-    if not told:
-        _send(ranks, signal.SIGTERM)
-        patience_s = min(patience_s, FAILED_S)
-    _, survivors = psutil.wait_procs(ranks, patience_s)
-    _send(survivors, signal.SIGKILL)
+        timeout_s = float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE, SHUTDOWN_TIMEOUT_S))
+    if not was_signaled:
+        _send_signal(ranks, signal.SIGTERM)
+        timeout_s = min(timeout_s, FAILURE_TIMEOUT_S)
+    _, survivors = psutil.wait_procs(ranks, timeout_s)
+    _send_signal(survivors, signal.SIGKILL)
     psutil.wait_procs(survivors)
 
 
-def fork(body: Body) -> psutil.Process:
-    """Run `body` in a forked process. This process must have no other threads. The forked process
+def fork(target: Target) -> psutil.Process:
+    """Run `target` in a forked process. This process must have no other threads. The forked process
     has the signal handlers of a new process and a session of its own. Ctrl-C in a terminal
     therefore reaches the forked process once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
-    signals = (*STOPS, signal.SIGTSTP)
+    signals = (*STOP_SIGNALS, signal.SIGTSTP)
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     if pid := os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
@@ -338,7 +352,7 @@ def fork(body: Body) -> psutil.Process:
                     signal.signal(signum, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
-            code = body()
+            code = target()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
@@ -353,23 +367,23 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
     """Start a forked process that calls `compute`, and return a function that waits for the result.
     The returned function raises RunError if the forked process was killed, and SystemExit if it
     failed. If this process ends, the forked process ends as well."""
-    read, write = os.pipe()
+    read_fd, write_fd = os.pipe()
 
-    def body() -> int:
+    def target() -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
-        with contextlib.suppress(KeyboardInterrupt), open(write, "w") as pipe:
+        with contextlib.suppress(KeyboardInterrupt), open(write_fd, "w") as pipe:
             pipe.write(compute())
         return 0
 
-    process = fork(body)
-    os.close(write)
+    process = fork(target)
+    os.close(write_fd)
 
     def wait() -> str:
-        with open(read) as pipe:
+        with open(read_fd) as pipe:
             text = pipe.read()
         code = process.wait()
         if code < 0:
-            raise RunError(f"the planning process was {killed_by(-code)}")
+            raise RunError(f"the planning process was {describe_kill(-code)}")
         if code or not text:
             raise SystemExit(code or 1)
         return text
@@ -377,7 +391,7 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
     return wait
 
 
-def killed_by(signum: int) -> str:
+def describe_kill(signum: int) -> str:
     """Describe the signal that killed a process. For SIGKILL, add the most likely cause."""
     name = signal.Signals(signum).name
     return f"killed by {name}{OUT_OF_MEMORY if name == 'SIGKILL' else ''}"

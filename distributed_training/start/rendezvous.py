@@ -3,7 +3,7 @@ rank 0's plan and check that all nodes have the run's folder.
 
 Launchers pass the address of rank 0 to every process. By default, gloo announces the address to
 which the host's name resolves. On many machines, this is a loopback address (127.0.1.1 on Debian).
-`meet` therefore sets the network interface for gloo and NCCL."""
+`connect_ranks` therefore sets the network interface for gloo and NCCL."""
 
 import contextlib
 import errno
@@ -37,19 +37,19 @@ from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import LOOPBACK, STORE_SOCKET
-from distributed_training.supervise.process import Process, numbered
+from distributed_training.supervise.process import Process, format_numbers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RETRY_S = 0.2
-SHARED_WITHIN_S = 10.0  # time until a network disk shows a new folder on other machines
+SHARED_FOLDER_TIMEOUT_S = 10.0  # time until a network disk shows a new folder on other machines
 # Key in the store: the address at which other machines reach rank 0
-_RANK_0_ADDRESS = "address of rank 0"
-_HOST = "host of rank {}"
-_READERS = "ranks that have read all hosts"
+_RANK_0_ADDRESS_KEY = "address of rank 0"
+_HOST_KEY = "host of rank {}"
+_READERS_KEY = "ranks that have read all hosts"
 
 
-def meet(process: Process, limit_s: float) -> dist.Store:
+def connect_ranks(process: Process, limit_s: float) -> dist.Store:
     """Wait up to `limit_s` seconds for all ranks and return their shared store. Set the interface
     through which gloo and NCCL reach the other ranks. Raises UserError if ranks are missing. All
     ranks must call this function."""
@@ -59,17 +59,17 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     label = f"rank {process.rank} on {socket.gethostname()}"
     try:
         try:
-            server = _serve(host, port, process)
+            server = _listen(host, port, process)
             address, rank_0_address = _connect(host, port, label, end, limit_s)
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
-            opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
+            tcp_store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
             # If torchrun's agent serves the store, the prefix separates the attempts of restarted
             # processes. Otherwise, agents on different nodes may count attempts differently, so the
             # prefix is constant.
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
-            store = dist.PrefixStore(f"attempt {attempt}", opened)
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_agent_store() else "0"
+            store = dist.PrefixStore(f"attempt {attempt}", tcp_store)
             if not _is_loopback(rank_0_address):
-                store.set(_RANK_0_ADDRESS, rank_0_address)
+                store.set(_RANK_0_ADDRESS_KEY, rank_0_address)
             _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
             what = f"{label} lost its connection to rank 0 at {host}:{port}"
@@ -79,40 +79,40 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
             print_error(error.printed)
         raise
-    keys = [_HOST.format(rank) for rank in range(process.world_size)]
+    keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
     ranks = [json.loads(text) for text in store.multi_get(keys)]
-    num_readers = store.add(_READERS, 1)
+    num_readers = store.add(_READERS_KEY, 1)
     try:
-        process = locate(process, ranks)
+        process = assign_local_rank(process, ranks)
     except UserError:  # rank 0 serves the store until all ranks have read the hosts
         while process.rank == 0 and num_readers < process.world_size and time.monotonic() < end:
             time.sleep(RETRY_S)
-            num_readers = store.add(_READERS, 0)
+            num_readers = store.add(_READERS_KEY, 0)
         raise
     if process.on_one_machine:
         use_loopback()
         return store
     # On rank 0's machine, use the address at which other machines reach rank 0.
-    if _is_loopback(address) and store.check([_RANK_0_ADDRESS]):
-        address = store.get(_RANK_0_ADDRESS).decode()
-    if name := _interface(address):  # an interface that the user has named is kept
+    if _is_loopback(address) and store.check([_RANK_0_ADDRESS_KEY]):
+        address = store.get(_RANK_0_ADDRESS_KEY).decode()
+    if name := _find_interface(address):  # an interface that the user has named is kept
         os.environ.setdefault(GLOO_INTERFACE, name)
         os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # without "=", eth1 would match eth10
     return store
 
 
-def _agent_serves() -> bool:
+def _is_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
+def _listen(host: str, port: int, process: Process) -> dict[str, Any]:
     """Return the TCPStore arguments of the process that serves the store. Return {} in other
     processes.
 
     By default, a store listens on all interfaces. This store listens only on the launcher's socket
     or on MASTER_ADDR. It listens on all interfaces only if other machines must connect and
     MASTER_ADDR does not identify an address of this machine."""
-    if process.rank or _agent_serves():  # rank 0 or torchrun's agent serves the store
+    if process.rank or _is_agent_store():  # rank 0 or torchrun's agent serves the store
         return {}
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -121,7 +121,7 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
             listener = socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
         elif (
             process.on_one_machine
-            or (_interface(resolved) and not _is_loopback(resolved))
+            or (_find_interface(resolved) and not _is_loopback(resolved))
             or (_is_loopback(resolved) and host in ("localhost", resolved))
         ):
             listener = socket.create_server((resolved, port), family=family)
@@ -183,10 +183,10 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
     """Publish this rank's host and wait for all ranks. If ranks have not joined by `end`, raise
     UserError with these ranks and the hosts that have joined."""
-    keys = [_HOST.format(rank) for rank in range(process.world_size)]
+    keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
     report = {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": _machine_id(),
         "local_rank": os.environ.get("LOCAL_RANK", ""),
         "local_world_size": process.local_world_size,
         "wrong_interface": find_wrong_interface(list(psutil.net_if_addrs())),
@@ -196,22 +196,24 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        present = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
-        hosts = list(dict.fromkeys(report["host"] for report in present))
+        joined = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
+        hosts = list(dict.fromkeys(report["host"] for report in joined))
         why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} connected"
         num_local = process.local_world_size
         nodes = [rank // num_local for rank in missing] if num_local else []
-        if away := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
-            is_or_are = "is" if len(away) == 1 else "are"
-            nodes_missing = f"{numbered('node', away)} of {process.world_size // num_local}"
+        if missing_nodes := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
+            is_or_are = "is" if len(missing_nodes) == 1 else "are"
+            nodes_missing = (
+                f"{format_numbers('node', missing_nodes)} of {process.world_size // num_local}"
+            )
             why = f"{nodes_missing} {is_or_are} missing; {why}"
-        ranks = numbered("rank", missing)
+        ranks = format_numbers("rank", missing)
         what = f"{ranks} did not connect within {limit_s:g} s (rendezvous_timeout_s)"
         fix = "start the same command on the nodes of these ranks, or check their output"
         raise UserError(what, why, fix)
 
 
-def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
+def assign_local_rank(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
     """Return `process` with its local rank and local world size, and set both in the environment.
     If the launcher did not set these numbers, derive them from the reports of all `ranks`. Raises
     UserError on all ranks unless every machine has the same number of consecutive ranks. Also
@@ -224,9 +226,9 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
         local_world_size = report["local_world_size"]
         first = rank // num_local * num_local
         num_neighbors = machines[first : first + num_local].count(machines[rank])
-        alone = num_neighbors == num_local and machines.count(machines[rank]) == num_local
+        fills_machine = num_neighbors == num_local and machines.count(machines[rank]) == num_local
         what = ""
-        if not (local_world_size == num_local if local_world_size else alone):
+        if not (local_world_size == num_local if local_world_size else fills_machine):
             what = f"rank {rank} is not one of {num_local} consecutive ranks on {host}"
         elif local_rank not in ("", str(rank % num_local)):
             what = (
@@ -248,24 +250,24 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
     return replace(process, **local)
 
 
-def find_wrong_interface(present: Sequence[str]) -> str:
+def find_wrong_interface(interfaces: Sequence[str]) -> str:
     """Describe an error in the interfaces that the environment names for gloo and NCCL. Return ""
-    if there is none. `present` lists the interfaces of this machine. gloo's variable contains exact
-    names. NCCL's variable contains prefixes of names, exact names after "=", or excluded prefixes
-    after "^"."""
+    if there is none. `interfaces` lists the interfaces of this machine. gloo's variable contains
+    exact names. NCCL's variable contains prefixes of names, exact names after "=", or excluded
+    prefixes after "^"."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         value = os.environ.get(variable, "")
         names = [name.lstrip("=").partition(":")[0] for name in value.lstrip("^").split(",")]
         if variable == GLOO_INTERFACE:
-            right = set(value.split(",")).issubset(present)
+            is_valid = set(value.split(",")).issubset(interfaces)
         elif value.startswith("="):
-            right = bool(set(names).intersection(present))
+            is_valid = bool(set(names).intersection(interfaces))
         else:
-            matching = {name for name in present if name.startswith(tuple(names))}
-            right = bool(set(present) - matching if value.startswith("^") else matching)
-        if value and not right:
+            matching = {name for name in interfaces if name.startswith(tuple(names))}
+            is_valid = bool(set(interfaces) - matching if value.startswith("^") else matching)
+        if value and not is_valid:
             host = socket.gethostname()
-            owned = ", ".join(present)
+            owned = ", ".join(interfaces)
             return f"{variable}={shown(value)} names no interface of {host}, which has {owned}"
     return ""
 
@@ -273,18 +275,18 @@ def find_wrong_interface(present: Sequence[str]) -> str:
 def use_loopback() -> None:
     """Make gloo and NCCL connect the ranks on one machine over loopback. This overrides interfaces
     that the environment names."""
-    if name := _interface(LOOPBACK):
+    if name := _find_interface(LOOPBACK):
         os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
 
 
-def _machine() -> tuple[str, int]:
+def _machine_id() -> tuple[str, int]:
     """Return an identifier that is the same for all processes that can reach each other over
     loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.stat("/proc/self/ns/net").st_ino
 
 
-def _interface(address: str) -> str | None:
+def _find_interface(address: str) -> str | None:
     """Return the name of this host's network interface with the given address. Return None if there
     is none."""
     for name, entries in psutil.net_if_addrs().items():
@@ -325,15 +327,15 @@ def agree_on_plan(
     began a run, that run is continued. `agent` identifies this process's agent. All ranks raise
     rank 0's UserError. They also raise UserError if settings or code differ between ranks. All
     ranks must call this function."""
-    typed = config.to_user_words()
-    del typed["output_dir"]  # paths of checkouts may differ
-    agree.check_ranks_agree({**typed, **versions(), **code()}, gather_values)
+    settings = config.to_user_words()
+    del settings["output_dir"]  # paths of checkouts may differ
+    agree.check_ranks_agree({**settings, **versions(), **code()}, gather_values)
     launchers = sorted(set(gather_values(agent))) if agent else []
 
     def make() -> Plan:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
-        continued, notes = continue_run(config, launchers, process.world_size)
-        plan = make_plan(continued, cluster, plan_data.read_data)
+        continued_config, notes = continue_run(config, launchers, process.world_size)
+        plan = make_plan(continued_config, cluster, plan_data.read_data)
         return run_dir.reserve_run_dir(plan, launchers, [*notes, *standalone_note(process)])
 
     return run_dir.plan_from_text(
@@ -356,9 +358,9 @@ def continue_run(
     if run_folder is None:
         return config, []
     old_plan = load_plan(run_folder)
-    saved, note = run_dir.started_again(old_plan)
-    if saved:
-        config = config.model_copy(update={"resume": str(saved)})
+    checkpoint, note = run_dir.plan_restart(old_plan)
+    if checkpoint:
+        config = config.model_copy(update={"resume": str(checkpoint)})
     notes = [note]
     config = share_batch(config, old_plan, num_processes, notes)
     return config, ["; ".join(notes)]
@@ -369,18 +371,18 @@ def check_disks(plan: Plan, process: Process) -> None:
     each node has a folder of its own. Each node's own folder must contain that node's files for the
     checkpoint to resume from. Raises UserError on every rank if a node lacks the folder or a file.
     All ranks must call this function."""
-    leads = process.local_rank == 0
+    is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
-    mark = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
+    disk_marker = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
         with agree.raise_on_all_ranks():
-            if leads and plan.own_disks:
-                _make_folder(plan, mark, label)
-            elif leads:
-                _see_folder(plan, label)
+            if is_local_rank_0 and plan.own_disks:
+                _create_own_folder(plan, disk_marker, label)
+            elif is_local_rank_0:
+                _wait_for_shared_folder(plan, label)
     finally:
-        if leads:
-            mark.unlink(missing_ok=True)
+        if is_local_rank_0:
+            disk_marker.unlink(missing_ok=True)
     if plan.own_disks and plan.checkpoint is not None:
         local_meta = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
         host, values = agree.from_rank_0(
@@ -389,15 +391,15 @@ def check_disks(plan: Plan, process: Process) -> None:
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
         with agree.raise_on_all_ranks():
-            if leads and process.rank:  # rank 0 read its node's files when it planned
+            if is_local_rank_0 and process.rank:  # rank 0 read its node's files when it planned
                 resume.check_files(plan.checkpoint, meta, plan, process.rank)
 
 
-def _see_folder(plan: Plan, label: str) -> None:
+def _wait_for_shared_folder(plan: Plan, label: str) -> None:
     """Wait until this node sees the run's shared folder with rank 0's plan. Raises UserError after
-    SHARED_WITHIN_S seconds."""
+    SHARED_FOLDER_TIMEOUT_S seconds."""
     fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk to False"
-    end = time.monotonic() + SHARED_WITHIN_S
+    end = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
     while not (plan.run_dir / PLAN_FILE).is_file():
         if time.monotonic() > end:
             what = f"{label} does not see {plan.run_dir}, which rank 0 has created"
@@ -405,12 +407,13 @@ def _see_folder(plan: Plan, label: str) -> None:
         time.sleep(0.2)
 
 
-def _make_folder(plan: Plan, mark: Path, label: str) -> None:
+def _create_own_folder(plan: Plan, disk_marker: Path, label: str) -> None:
     """Create this node's own folder for the run, and write the plan into it. Raises UserError if
     nodes share the disk or the folder cannot be created."""
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
-        mark.touch(exist_ok=False)  # if nodes share the disk, this fails on all nodes but the first
+        # If nodes share the disk, this fails on all nodes but the first.
+        disk_marker.touch(exist_ok=False)
         run_dir.write_plan(plan)
     except FileExistsError:
         what = f"{label} shares {plan.run_dir} with another node"

@@ -31,7 +31,7 @@ def reserve_run_dir(
     made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
-    with claims.one_at_a_time(plan.output_dir):
+    with claims.lock_output_dir(plan.output_dir):
         notes = [*plan.notes, *more_notes]
         checkpoint = resume.choose_checkpoint(plan, notes)
         if checkpoint is None:
@@ -75,14 +75,14 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
     except UserError as error:
         message = str(error)
     except Exception as error:
-        refusal = explain(error)
-        if refusal is None and isinstance(error, OSError):
+        user_error = explain(error)
+        if user_error is None and isinstance(error, OSError):
             # Usually, the disk that contains the cache is full or read-only.
             fix = "set output_dir to a folder on another disk"
-            refusal = UserError("Preparing the data failed", str(error), fix)
-        if refusal is None:
+            user_error = UserError("Preparing the data failed", str(error), fix)
+        if user_error is None:
             raise
-        message = str(refusal)
+        message = str(user_error)
     return json.dumps({"error": message})
 
 
@@ -102,7 +102,7 @@ def write_plan(plan: Plan) -> None:
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
-def started_again(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
+def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
     """Return the checkpoint from which a restarted run continues, and a note. The checkpoint is the
     last one written after the run was planned or, if there is none, the one from which the run
     resumed. None means that the run starts from the beginning."""

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 # Time to wait for a stalled reader. Until the reader reads again, later writes do not wait.
-STALLED_S = 5.0
+STALL_TIMEOUT_S = 5.0
 
 
 class LastingStream:
@@ -23,25 +23,25 @@ class LastingStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._line = ""
-        self._writing = threading.RLock()  # reentrant, because signal handlers also print
-        self._patience_s = STALLED_S
-        self._file = -1
+        self._lock = threading.RLock()  # reentrant, because signal handlers also print
+        self._timeout_s = STALL_TIMEOUT_S
+        self._fd = -1
         # A stream without a file descriptor, for example in a test, cannot stall.
         with contextlib.suppress(OSError, ValueError):
-            number = stream.fileno()
-            if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
+            fd = stream.fileno()
+            if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
                 # The file is opened again, because O_NONBLOCK would otherwise affect other
                 # processes that share it. dup2 keeps the descriptor, to which libraries also write.
-                opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
-                os.dup2(opened, number)
-                os.close(opened)
-                self._file = number
+                nonblocking_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
+                os.dup2(nonblocking_fd, fd)
+                os.close(nonblocking_fd)
+                self._fd = fd
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._writing:
+        with self._lock:
             self._line += text
             if "\n" in text or "\r" in text:  # "\r" is from a progress bar
                 self._send()
@@ -51,7 +51,7 @@ class LastingStream:
         text = self._line
         self._line = ""
         try:
-            if self._file < 0:
+            if self._fd < 0:
                 self._stream.write(text)
             else:
                 self._write(text.encode(self._stream.encoding, "replace"))
@@ -60,19 +60,19 @@ class LastingStream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _write(self, data: bytes) -> None:
-        ready = select.poll()
-        ready.register(self._file, select.POLLOUT)
-        while data and ready.poll(1000 * self._patience_s):
+        poller = select.poll()
+        poller.register(self._fd, select.POLLOUT)
+        while data and poller.poll(1000 * self._timeout_s):
             with contextlib.suppress(BlockingIOError):  # another process has filled the pipe
-                data = data[os.write(self._file, data) :]
-        self._patience_s = 0.0 if data else STALLED_S
+                data = data[os.write(self._fd, data) :]
+        self._timeout_s = 0.0 if data else STALL_TIMEOUT_S
 
     def flush(self) -> None:
-        with self._writing:
+        with self._lock:
             self._send()
 
 
-def replace_unwritable() -> None:
+def replace_unencodable() -> None:
     """Make the standard streams replace characters that their encoding lacks, because an encoding
     error would end the run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -82,7 +82,7 @@ def replace_unwritable() -> None:
                 stream.reconfigure(errors="replace")
 
 
-def fill_closed() -> None:
+def open_closed_streams() -> None:
     """Open /dev/null for standard streams that are closed (`>&-`). Otherwise, the next opened file
     would get the descriptor of a closed stream."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):

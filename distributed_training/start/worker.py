@@ -20,8 +20,8 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.ending import end_failed
-from distributed_training.supervise.process import STOPS, Process, Startup, handling
-from distributed_training.supervise.watch import THE_END, Watch
+from distributed_training.supervise.process import STOP_SIGNALS, Process, Startup, handle_signals
+from distributed_training.supervise.watch import END_ACTIVITY, Watch
 from distributed_training.train.build import build_topology
 from distributed_training.train.run import push, train
 
@@ -44,7 +44,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
             rendezvous.check_disks(plan, process)
             # Called again with the plan's number of GPUs, because a torch build without CUDA sees
             # no GPU
-            prepare(plan.machine.num_gpus, process)
+            prepare_device(plan.machine.num_gpus, process)
             startup.end("plan")
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default torchrun gives each process one thread
@@ -54,16 +54,16 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         # During training, these signals save a checkpoint. Before and after training, this handler
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
         # another error, such as an unreadable checkpoint.
-        def leave(signum: int, _frame: object) -> None:
+        def end_run(signum: int, _frame: object) -> None:
             interrupt = KeyboardInterrupt(signal.Signals(signum).name)
             end_failed(plan, topology, interrupt, store)
 
-        with handling(dict.fromkeys(STOPS, leave)):
+        with handle_signals(dict.fromkeys(STOP_SIGNALS, end_run)):
             try:
                 code = train(plan, topology, watch, gather_values, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
                 watch.end()  # otherwise the watch may report the same error a second time
-                if watch.activity == THE_END and records.has_finished(plan.run_dir):
+                if watch.activity == END_ACTIVITY and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print_error(f"note: after the run had finished: {what}")
                     os._exit(0)
@@ -80,9 +80,9 @@ def join(
     """Open the run's store. Return this process with its local rank and local world size, its
     device, and the store. If the launcher set the local rank, the device is checked before this
     rank waits for others. All ranks must call this function."""
-    located = process.local_world_size > 0
+    has_local_rank = process.local_world_size > 0
     try:
-        device = prepare(num_gpus, process) if located else torch.device("cpu")
+        device = prepare_device(num_gpus, process) if has_local_rank else torch.device("cpu")
     except UserError as error:
         # The command line prints rank 0's error. On other machines, local rank 0 prints its own
         # error, because the GPUs may differ.
@@ -90,21 +90,21 @@ def join(
             print_error(error.printed)
         raise
     store = open_store(process, limit_s)
-    if not located:
+    if not has_local_rank:
         process = current_process() or process
-        device = prepare(num_gpus, process)
+        device = prepare_device(num_gpus, process)
     return process, device, store
 
 
 def open_store(process: Process, limit_s: float) -> dist.Store:
     """Return the store that all ranks share. A single process needs no rendezvous."""
     if process.world_size > 1:
-        return rendezvous.meet(process, limit_s)
+        return rendezvous.connect_ranks(process, limit_s)
     rendezvous.use_loopback()  # gloo and NCCL still need an address
     return dist.HashStore()
 
 
-def prepare(num_gpus: int, process: Process) -> torch.device:
+def prepare_device(num_gpus: int, process: Process) -> torch.device:
     """Set up libraries and return this process's device. Raises UserError if torch cannot use the
     machine's GPUs or if there are fewer GPUs than local processes."""
     # Users cannot fix libraries that call each other's deprecated functions.
@@ -117,11 +117,11 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
         raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
     num_local = process.local_world_size
-    gpus = torch.cuda.device_count()
-    if num_local > gpus:
-        visible = plural(gpus, "GPU")
+    num_visible = torch.cuda.device_count()
+    if num_local > num_visible:
+        visible = plural(num_visible, "GPU")
         what = f"{num_local} processes run on this machine, but each process sees only {visible}"
-        fix = f"start {plural(gpus, 'process')}. Under srun, use --gpus-per-node instead of "
+        fix = f"start {plural(num_visible, 'process')}. Under srun, use --gpus-per-node instead of "
         raise UserError(what, fix=f"{fix}--gpus-per-task")
     # DeepSpeed's extension builder cannot parse architectures such as 9.0a. The architecture of
     # this process's GPU is enough.

@@ -21,11 +21,12 @@ from distributed_training.settings.errors import RunError, UserError, print_erro
 from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
-LOCKED_S = 30.0  # maximum time that a process needs to create its run directory
-RENEWED_S = 20.0  # a live run renews its claim at least once within this time
+LOCK_TIMEOUT_S = 30.0  # maximum time that a process needs to create its run directory
+RENEWAL_TIMEOUT_S = 20.0  # a live run renews its claim at least once within this time
 _claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
 _claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows of
-_silent: dict[Path, "Claim"] = {}  # run directory -> claim of another machine that was not renewed
+# run directory -> claim of another machine that was not renewed
+_expired_claims: dict[Path, "Claim"] = {}
 
 
 class Claim(BaseModel):
@@ -39,10 +40,10 @@ class Claim(BaseModel):
 
 
 @contextlib.contextmanager
-def one_at_a_time(output_dir: Path) -> Iterator[None]:
+def lock_output_dir(output_dir: Path) -> Iterator[None]:
     """Let only one process at a time create run directories in `output_dir`. The lock file `.lock`
-    may belong to another user. Raises UserError if another process keeps the lock for LOCKED_S
-    seconds, or if the lock file cannot be opened."""
+    may belong to another user. Raises UserError if another process keeps the lock for
+    LOCK_TIMEOUT_S seconds, or if the lock file cannot be opened."""
     file = output_dir / ".lock"
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -53,14 +54,14 @@ def one_at_a_time(output_dir: Path) -> Iterator[None]:
         fix = "remove it, or set output_dir to another folder"
         raise UserError(what, str(error.strerror), fix) from None
     try:
-        end = time.monotonic() + LOCKED_S
+        end = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    what = f"Another process has kept {file} locked for {LOCKED_S:.0f} s"
+                    what = f"Another process has kept {file} locked for {LOCK_TIMEOUT_S:.0f} s"
                     fix = "end that process, or set output_dir to another folder"
                     raise UserError(what, fix=fix) from None
                 time.sleep(0.05)
@@ -76,7 +77,7 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     refuse_held(run_dir)
     if run_dir not in _claim_fds:
         _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)
-    kernel = _kernel()
+    kernel = _boot_id()
     try:
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
@@ -97,7 +98,7 @@ def hold(run_dir: Path) -> None:
     current = _read(run_dir)
     if current:
         _claims.setdefault(run_dir, current)
-    if current and current.kernel == _kernel() and run_dir not in _claim_fds:
+    if current and current.kernel == _boot_id() and run_dir not in _claim_fds:
         _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
         fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
 
@@ -107,15 +108,15 @@ def renew(run_dir: Path) -> None:
     run or if the run directory was removed."""
     current = _read(run_dir)
     if run_dir in _claims and not os.path.lexists(run_dir / OWNER_FILE):
-        raise removed(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
+        raise build_removed_error(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
     if current is not None and current != _claims.setdefault(run_dir, current):
         what = f"Process {current.pid} on {current.hostname} has taken over the run"
-        raise RunError(what, f"this process sent no heartbeat for {RENEWED_S:.0f} s")
+        raise RunError(what, f"this process sent no heartbeat for {RENEWAL_TIMEOUT_S:.0f} s")
     with contextlib.suppress(OSError):
         os.utime(run_dir / OWNER_FILE)
 
 
-def removed(path: Path) -> RunError:
+def build_removed_error(path: Path) -> RunError:
     """Return the error for a run directory, or a file in it, that was removed during the run."""
     what = f"{path} was removed or renamed during the run"
     why = "checkpoints and metrics can no longer be written there"
@@ -133,7 +134,7 @@ def release(run_dir: Path) -> None:
 def refuse_held(run_dir: Path) -> None:
     """Raise UserError if another process holds the run directory."""
     current = _read(run_dir)
-    is_local = current is None or current.kernel == _kernel()
+    is_local = current is None or current.kernel == _boot_id()
     if run_dir in _claim_fds or not (is_locked(run_dir) if is_local else _is_renewed(run_dir)):
         return
     what = f"The run {shown(str(run_dir))} is still in use"
@@ -142,7 +143,7 @@ def refuse_held(run_dir: Path) -> None:
     raise UserError(what, f"{owner}its processes have not ended yet", fix)
 
 
-def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
+def refuse_duplicate_run(output_dir: Path, identity: dict[str, Any]) -> None:
     """Raise UserError if a live run in `output_dir` has the given `identity`."""
     for file in output_dir.glob(f"*/{OWNER_FILE}"):
         current = _read(file.parent)
@@ -168,32 +169,33 @@ def _read(run_dir: Path) -> Claim | None:
         return None
 
 
-def _kernel() -> str:
+def _boot_id() -> str:
     """Return the boot id of this machine. All containers on the machine have the same boot id."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _is_renewed(run_dir: Path) -> bool:
     """Return whether another machine renews its claim on the run directory. This function waits up
-    to RENEWED_S seconds. It returns False at once if an earlier call found that the same claim was
-    not renewed."""
+    to RENEWAL_TIMEOUT_S seconds. It returns False at once if an earlier call found that the same
+    claim was not renewed."""
     current = _read(run_dir)
-    if current is None or _silent.get(run_dir) == current:
+    if current is None or _expired_claims.get(run_dir) == current:
         return False
-    whose = f"which process {current.pid} on {shown(current.hostname)} started"
+    owner = f"which process {current.pid} on {shown(current.hostname)} started"
     text = (
-        f"checking for {RENEWED_S:.0f} s whether {shown(str(run_dir))}, {whose}, is still running"
+        f"checking for {RENEWAL_TIMEOUT_S:.0f} s whether {shown(str(run_dir))}, {owner}, is still "
+        "running"
     )
     print_error(f"note: {text}")
-    before = None
-    end = time.monotonic() + RENEWED_S
+    last_renewed_at = None
+    end = time.monotonic() + RENEWAL_TIMEOUT_S
     while time.monotonic() < end:
         # A network file system refreshes the modification time when a file is opened.
         with contextlib.suppress(OSError), open_regular(run_dir / OWNER_FILE) as file:
             renewed_at = os.fstat(file.fileno()).st_mtime_ns
-            if before not in (None, renewed_at):
+            if last_renewed_at not in (None, renewed_at):
                 return _read(run_dir) is not None  # an empty file means a released claim
-            before = renewed_at
+            last_renewed_at = renewed_at
         time.sleep(0.5)
-    _silent[run_dir] = current
+    _expired_claims[run_dir] = current
     return False

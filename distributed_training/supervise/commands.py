@@ -9,19 +9,19 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.display import best_before, short_path
 from distributed_training.records.record import LAST, Record
 from distributed_training.settings.config import KEYS
-from distributed_training.supervise.process import LAUNCHER
+from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE
 
 
-def to_continue(plan: Plan) -> tuple[str, str]:
+def build_continue_command(plan: Plan) -> tuple[str, str]:
     """Return an introductory sentence, and the command that continues this run. If an external
     launcher started the run, return the option to add to the launcher's command instead."""
     if _has_own_launcher(plan):
         sentence = "To continue, run the same command again and add:"
         return sentence, f"--resume {short_path(plan.run_dir)}"
-    return "To continue, run:", again(plan, resume=short_path(plan.run_dir))
+    return "To continue, run:", build_repeat_command(plan, resume=short_path(plan.run_dir))
 
 
-def after_the_end(plan: Plan, record: Record) -> list[str]:
+def suggest_commands(plan: Plan, record: Record) -> list[str]:
     """Return commands that generate text, compare runs and train longer after a finished run.
     If the run overfitted, the last command keeps the best weights instead of training longer.
     Commands that do not apply are omitted."""
@@ -34,8 +34,8 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
         arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
         suggestions.append(shlex.join(arguments))
     is_default = plan.output_dir.absolute() == Path(script).absolute().parent / "runs"
-    runs = [] if is_default else [short_path(plan.output_dir)]
-    suggestions.append(shlex.join(["python", script, "report", *runs]))
+    runs_argument = [] if is_default else [short_path(plan.output_dir)]
+    suggestions.append(shlex.join(["python", script, "report", *runs_argument]))
     if _has_own_launcher(plan):
         return suggestions
     # A resumed run reads settings from its directory, so its command may not contain them.
@@ -44,36 +44,37 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
     if best_row and best_row["step"]:
         if record.best or is_resumed:
             return suggestions
-        return [*suggestions, again(plan, keep_best=True)]
-    longer: dict[str, Any] = {"epochs": 2 * config.epochs}
+        return [*suggestions, build_repeat_command(plan, keep_best=True)]
+    changes: dict[str, Any] = {"epochs": 2 * config.epochs}
     if config.max_steps == plan.num_steps:  # a preset's max_steps may be above all epochs' steps
-        longer = {"max_steps": 2 * config.max_steps}
+        changes = {"max_steps": 2 * config.max_steps}
     if is_resumed:
-        longer["resume"] = short_path(plan.run_dir)
-    return [*suggestions, again(plan, **longer)]
+        changes["resume"] = short_path(plan.run_dir)
+    return [*suggestions, build_repeat_command(plan, **changes)]
 
 
-def again(plan: Plan, **changes: Any) -> str:
+def build_repeat_command(plan: Plan, **changes: Any) -> str:
     """Return the command that started this run, without `resume` and with new values for the keys
     in `changes`. You can run the command in the current folder."""
     arguments = shlex.split(plan.command)
-    dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
+    dropped_names = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
     kept_arguments = ["python", _script(plan)]
     options = iter(arguments[2:])
     for word in options:
         name, equals, _ = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name.replace("-", "_") in dropped:
+        if word.startswith("--") and name.replace("-", "_") in dropped_names:
             if not equals:
                 next(options)
-        elif word.startswith("--") or name not in dropped:  # skips KEY=VALUE after --set
+        elif word.startswith("--") or name not in dropped_names:  # skips KEY=VALUE after --set
             kept_arguments.append(word)
     changed = [f"--{name}={value}" for name, value in changes.items()]
     words = [*kept_arguments, *changed]
-    following = [*words[1:], "--"]
+    next_words = [*words[1:], "--"]
     return shlex.join(
         word
-        for word, after in zip(words, following, strict=True)
-        if word != "--set" or not after.startswith("--")  # every value of this --set was dropped
+        for word, next_word in zip(words, next_words, strict=True)
+        if word != "--set"
+        or not next_word.startswith("--")  # every value of this --set was dropped
     )
 
 
@@ -83,4 +84,6 @@ def _script(plan: Plan) -> str:
 
 def _has_own_launcher(plan: Plan) -> bool:
     """Return whether torchrun, deepspeed or another external launcher started the processes."""
-    return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER not in os.environ)
+    return bool(plan.launchers) or (
+        plan.num_processes > 1 and LAUNCHER_PID_VARIABLE not in os.environ
+    )

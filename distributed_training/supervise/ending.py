@@ -30,7 +30,7 @@ from distributed_training.settings.errors import (
 from distributed_training.supervise import claims, commands
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
-SIGNS_OF_LOSS = (
+LOST_CONNECTION_PHRASES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
 # Operating system messages for a full disk, an exhausted quota and an exceeded file-size limit.
@@ -46,8 +46,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
-    known = (UserError, torch.cuda.OutOfMemoryError)
-    if isinstance(error, Exception) and not isinstance(error, known):
+    handled_errors = (UserError, torch.cuda.OutOfMemoryError)
+    if isinstance(error, Exception) and not isinstance(error, handled_errors):
         error = explain(error) or error
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
     if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
@@ -58,12 +58,12 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         fix = "free some space, then continue with --resume auto"
         error = RunError(what, disk_error, fix)
     if not plan.run_dir.is_dir():
-        error = claims.removed(plan.run_dir)
+        error = claims.build_removed_error(plan.run_dir)
     summary = first_line(error)
     status = "failed"
     code = getattr(error, "exit_code", 1)
     lost_connection = isinstance(error, RuntimeError) and any(
-        sign in str(error) for sign in SIGNS_OF_LOSS
+        phrase in str(error) for phrase in LOST_CONNECTION_PHRASES
     )
     is_on_all_ranks = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {summary}"
@@ -82,7 +82,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         code = 128 + signal.Signals[summary]
         message = "Interrupted. Nothing was saved."
         if list_checkpoints(plan.run_dir):
-            sentence, command = commands.to_continue(plan)
+            sentence, command = commands.build_continue_command(plan)
             message = f"Interrupted. {sentence}\n{pasteable(command)}"
     if plan.own_disks:  # other nodes cannot read this node's record
         with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
@@ -93,21 +93,21 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
                 reason = store.get(CAUSE_KEY).decode()
                 message = f"{rank} {records.LOST}. Cause: {reason}"
                 lost_connection = False
-    is_first = True
+    is_first_cause = True
     try:
         try:
-            is_first = records.mark_stopped(
+            is_first_cause = records.mark_stopped(
                 plan.run_dir, status, reason, consequence=lost_connection
             )
         finally:  # runs even if the disk is full
             # All ranks notice a removed folder, so only rank 0 prints the error.
             is_repeated = not plan.run_dir.is_dir() and topology.rank > 0
-            if (is_first or not is_on_all_ranks) and not is_repeated:
+            if (is_first_cause or not is_on_all_ranks) and not is_repeated:
                 print_error(message.rstrip())
         if status == "failed" and not (lost_connection or is_on_all_ranks):
             get_error_handler().record_exception(error)  # torchrun prints this error last
         # Give the rank that failed first time to print, and launchers time to notice that rank.
-        if not is_first:
+        if not is_first_cause:
             time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
@@ -136,10 +136,10 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
             and not plan.uses_fsdp and plan.strategy.zero.stage < 3,
         "strategy=offload": not plan.strategy.steps_on_host,
     }  # fmt: skip
-    helpful = [f"\n    --set {fix}" for fix, helps in fixes.items() if helps]
+    suggestions = [f"\n    --set {fix}" for fix, helps in fixes.items() if helps]
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak}. Predicted: {gib(predicted['peak_bytes'])} per process "
         f"({largest}), {gib(predicted['host_bytes'])} of RAM.\n"
-        f"  Try these in order:{''.join(helpful)}"
+        f"  Try these in order:{''.join(suggestions)}"
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 # Environment variable through which ranks learn the process id of their launcher
-LAUNCHER = "RANKS_LAUNCHER"
+LAUNCHER_PID_VARIABLE = "RANKS_LAUNCHER"
 # Signals that stop a run
-STOPS = (
+STOP_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
     signal.SIGXCPU,  # the kernel and Grid Engine send this at a CPU time limit
@@ -24,7 +24,7 @@ STOPS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
     """Ranks and world sizes of this process, as set by its launcher. If the launcher did not set
-    `local_world_size`, the value is 0 until `rendezvous.locate` finds it."""
+    `local_world_size`, the value is 0 until `rendezvous.assign_local_rank` finds it."""
 
     rank: int
     world_size: int
@@ -39,43 +39,43 @@ class Process:
 
 class Startup:
     """Duration in seconds of each startup phase, from the start of this process to the end of its
-    first step. In a forked process, `before` contains the durations of the phases before the
-    fork."""
+    first step. In a forked process, `earlier_seconds` contains the durations of the phases before
+    the fork."""
 
-    def __init__(self, before: Mapping[str, float] | None = None) -> None:
-        self.seconds = dict(before or {})
-        self._last = time.monotonic()
-        if not before:
+    def __init__(self, earlier_seconds: Mapping[str, float] | None = None) -> None:
+        self.seconds = dict(earlier_seconds or {})
+        self._phase_start = time.monotonic()
+        if not earlier_seconds:
             # /proc has the start time of this process in clock ticks since boot.
             fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-            begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
+            start_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            self._phase_start -= time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
 
     def end(self, phase: str) -> None:
         """Record the end of a phase and begin the next one."""
         now = time.monotonic()
-        self.seconds[phase] = round(now - self._last, 3)
-        self._last = now
+        self.seconds[phase] = round(now - self._phase_start, 3)
+        self._phase_start = now
 
 
 @contextlib.contextmanager
-def handling(
+def handle_signals(
     handlers: Mapping[signal.Signals, Callable[..., None]],
 ) -> Iterator[dict[signal.Signals, Any]]:
     """Handle signals with `handlers` inside the `with` block, and yield the previous handlers.
     Ignored signals, such as SIGHUP under nohup, stay ignored."""
-    before: dict[signal.Signals, Any] = {}
+    previous_handlers: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:
-            before[signum] = signal.signal(signum, handler)
+            previous_handlers[signum] = signal.signal(signum, handler)
     try:
-        yield before
+        yield previous_handlers
     finally:
-        for signum, handler in before.items():
+        for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
 
 
-def numbered(noun: str, numbers: list[int]) -> str:
+def format_numbers(noun: str, numbers: list[int]) -> str:
     """Return a string such as "rank 3", "ranks 1, 4" or "ranks 8 to 15"."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"

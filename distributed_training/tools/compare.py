@@ -52,7 +52,7 @@ from distributed_training.settings.request import by_name, texts, typed_values
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
-from distributed_training.supervise.process import handling
+from distributed_training.supervise.process import handle_signals
 from distributed_training.tools.jobs import num_steps
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override
@@ -342,7 +342,7 @@ def train(run: Run, out: Path) -> None:
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
         open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
-        handling({signal.SIGTERM: signal.default_int_handler}),
+        handle_signals({signal.SIGTERM: signal.default_int_handler}),
     ):
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()

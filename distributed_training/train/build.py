@@ -49,34 +49,34 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        began = time.monotonic()
+        started_at = time.monotonic()
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
         ALL_OPS[name].load(verbose=False)
-        display.say(f"loaded DeepSpeed extension {name} in {time.monotonic() - began:.1f} s")
+        display.say(f"loaded DeepSpeed extension {name} in {time.monotonic() - started_at:.1f} s")
     dist.barrier()
 
 
-def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -> Engine:
+def build_engine(plan: Plan, topology: Topology, random_model: Decoder | None = None) -> Engine:
     """Build the plan's engine with the initial weights, which are the same under every strategy,
-    and seed dropout. `drawn` is a model with random initial weights, if the caller has one. All
-    ranks must call this function. Raises UserError if adapters do not fit the weights."""
+    and seed dropout. `random_model` is a model with random initial weights, if the caller has one.
+    All ranks must call this function. Raises UserError if adapters do not fit the weights."""
     config = plan.config
-    model, fingerprint = build_model(plan, topology, drawn)
-    initial = None
+    model, fingerprint = build_model(plan, topology, random_model)
+    initial_adapters = None
     if plan.adapters_dir is not None:
-        initial = peft.read_initial(plan.model, plan.adapters_dir)
-        model.initial_adapters = initial.tensors
+        initial_adapters = peft.read_initial(plan.model, plan.adapters_dir)
+        model.initial_adapters = initial_adapters.tensors
     engine = plan.strategy.load_engine()(model, plan, topology)
     if config.lora_rank:
         engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
-        if initial is not None:
-            peft.check_base(engine.base_fingerprint, initial.base, plan.adapters_dir)
+        if initial_adapters is not None:
+            peft.check_base(engine.base_fingerprint, initial_adapters.base, plan.adapters_dir)
     seed_dropout(plan, topology, 0)
     return engine
 
 
 def build_model(
-    plan: Plan, topology: Topology, drawn: Decoder | None
+    plan: Plan, topology: Topology, random_model: Decoder | None
 ) -> tuple[Decoder, Fingerprint]:
     """Return the model and a fingerprint of its frozen weights. Without LoRA, no weights are frozen
     and the fingerprint is empty.
@@ -96,8 +96,8 @@ def build_model(
         model.max_documents = plan.packing.max_documents
     if plan.weights_dir is not None:
         source = plan.model.weights_source(plan.weights_dir)
-    elif drawn is not None:
-        source = partial(_copy, drawn)
+    elif random_model is not None:
+        source = partial(_read_box, random_model)
     else:
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
@@ -117,5 +117,5 @@ def build_model(
     return model, fingerprint
 
 
-def _copy(drawn: Decoder, name: str, box: Box) -> torch.Tensor:
-    return drawn.get_parameter(name).detach()[box]
+def _read_box(model: Decoder, name: str, box: Box) -> torch.Tensor:
+    return model.get_parameter(name).detach()[box]

@@ -22,13 +22,13 @@ from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
-from distributed_training.supervise.process import STOPS, Startup, handling
+from distributed_training.supervise.process import STOP_SIGNALS, Startup, handle_signals
 from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
 from distributed_training.train.profiling import Profile, steps_to_trace
 from distributed_training.train.sample import generate_sample
 
 FLUSH_EVERY_S = 1.0
-PATIENCE_S = 10.0  # Signals within this time after the first one are ignored.
+IGNORE_SIGNALS_S = 10.0  # Signals within this time after the first one are ignored.
 
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
@@ -60,7 +60,7 @@ class Trainer:
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
     # Function that reports the current activity to the watch
-    at: Callable[..., None] = lambda activity, **_: None
+    set_activity: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
@@ -69,9 +69,9 @@ class Trainer:
         self.timer = metrics.StepTimer(self.topology.device)
         self.memory = metrics.PeakMemory(self.topology.device)
         # (step, seconds) of each step that this process ran
-        self.timed: list[tuple[int, float]] = []
+        self.step_times: list[tuple[int, float]] = []
         # Bytes read and written during training; empty if they are not counted
-        self.disk: dict[str, int] = {}
+        self.disk_traffic: dict[str, int] = {}
         self.sample: str | None = None  # text that the trained model generated
         self.profile: Profile | None = None
         self.saver = saver.Saver(self.plan, self.topology)
@@ -79,10 +79,10 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
-        self._handlers_before: dict[signal.Signals, Any] = {}
-        self._first = 0  # first step of this process, which includes compilation
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._first_step = 0  # first step of this process, which includes compilation
         # True if the save in progress is the last save of the run and should be reported
-        self._says_saved = False
+        self._reports_save = False
         self._noted_waiting = False
         self._num_bytes: int | None = None  # size of the validation text; None until counted
         self.faults = Faults(self.plan, self.history, self.engine)
@@ -99,61 +99,65 @@ class Trainer:
             sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
             self.history.sample_before = sample
         bytes_before = metrics.disk_bytes()
-        stop = 0
+        stop_signum = 0
         if self.plan.config.profile:
             if steps := steps_to_trace(self.plan, self.step):
                 self.profile = Profile(self.plan, self.topology, self.step, steps)
             else:
                 self.display.note("profile traces no steps, because none remain after the warm-up")
         try:
-            with handling(dict.fromkeys(STOPS, self._receive)) as self._handlers_before:
+            with handle_signals(
+                dict.fromkeys(STOP_SIGNALS, self._handle_signal)
+            ) as self._previous_handlers:
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
                 self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
-                self._begin_training()
-                while self.step < self.num_steps and not stop:
+                self._begin_measuring()
+                while self.step < self.num_steps and not stop_signum:
                     try:
-                        stop = self._train_one_step()
+                        stop_signum = self._train_one_step()
                     except NonFiniteError as error:
                         self._roll_back(error)
                 self.memory.end()
-                traffic = metrics.disk_bytes()
-                self.disk = {name: total - bytes_before[name] for name, total in traffic.items()}
+                bytes_after = metrics.disk_bytes()
+                self.disk_traffic = {
+                    name: total - bytes_before[name] for name, total in bytes_after.items()
+                }
                 if self.step == self.num_steps:
-                    self._leave()
+                    self._export_and_sample()
                 self._finish_saving()
         finally:
             self.display.stop()
         if self.profile is not None:
             self.profile.stop()
-        return stop if self.step < self.num_steps else 0
+        return stop_signum if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
         """Run one step, and any evaluation, end of epoch or save that is due after the step. Return
         the number of the signal that stops the run, or 0 if there is none. All ranks return the
         same number. All ranks must call this method."""
         config = self.plan.config
-        if self.step + 1 == self.faults.passed_over:
+        if self.step + 1 == self.faults.skipped_step:
             self._flush()
             self.memory.end()
             self.history.step += 1
             self.history.skipped_steps.append(self.step)
             self._say("skipped")
-            self._begin_training()
+            self._begin_measuring()
         else:
             self._update()
-        stop, flush = self._agree()
+        stop_signum, flush = self._agree()
         last = self.step == self.num_steps
         epoch_ends = last or self.step % self.sampler.steps_per_epoch == 0
         evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
         save_interval = config.checkpoint_every
-        save = bool(stop) and save_interval != 0
+        save = bool(stop_signum) and save_interval != 0
         if save_interval is None:
             save = save or epoch_ends
         elif isinstance(save_interval, int) and save_interval > 0:
             save = save or last or self.step % save_interval == 0
-        if flush or stop or evaluate or save:
+        if flush or stop_signum or evaluate or save:
             self._flush()
         if evaluate or save:
             self.memory.end()
@@ -170,17 +174,17 @@ class Trainer:
                 self.history.end_epoch(self.sampler.steps_per_epoch)
                 self.write_record()
             if save:
-                if not (evaluate or stop or last):
+                if not (evaluate or stop_signum or last):
                     self._say("saving")
-                self._save(says_saved=bool(stop) or last)
-            if stop:
+                self._save(reports_save=bool(stop_signum) or last)
+            if stop_signum:
                 self._finish_saving()
-            self._begin_training()
-        return stop
+            self._begin_measuring()
+        return stop_signum
 
     def _update(self) -> None:
         """Run one optimizer step. The results of the step stay on the device until `_flush`."""
-        self.at(f"step {self.step + 1}", is_step=True)
+        self.set_activity(f"step {self.step + 1}", is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
@@ -189,10 +193,10 @@ class Trainer:
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
         if self.profile is not None:
-            self.profile.step_ended()
+            self.profile.on_step_end()
         self.history.step += 1
-        if not self._first:
-            self._first = self.step
+        if not self._first_step:
+            self._first_step = self.step
             self.startup.end("first_step")
             self.saver.prepare(self.engine)
 
@@ -204,9 +208,11 @@ class Trainer:
         exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has ended
         on any rank, all ranks finish the save. All ranks must call this method."""
         waited_s = time.monotonic() - self._flushed_at
-        due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
-        saved = self.saver.ending is not None and self.saver.ending.done()
-        votes = torch.tensor([self._signum, int(due), int(saved)])
+        flush_due = self.topology.rank == 0 and (
+            self.step == self._first_step or waited_s >= FLUSH_EVERY_S
+        )
+        save_ended = self.saver.ending is not None and self.saver.ending.done()
+        votes = torch.tensor([self._signum, int(flush_due), int(save_ended)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:
             self._finish_saving()
@@ -250,10 +256,10 @@ class Trainer:
                 what = self.faults.describe(row["step"], result)
                 if what is not None:
                     self._finish_saving()
-                    error = self.faults.error(row["step"], what)
+                    error = self.faults.build_error(row["step"], what)
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
-            self.timed.append((row["step"], seconds))
+            self.step_times.append((row["step"], seconds))
             self.tracker.log_step(row)
             if error is not None:
                 break  # The later steps ran on corrupted weights.
@@ -263,16 +269,16 @@ class Trainer:
             self.history.cut(error.step)
             self.write_record()
             raise error
-        self.display.progress(rows, self._first)
+        self.display.progress(rows, self._first_step)
 
-    def _evaluate(self, then: str = "") -> None:
+    def _evaluate(self, suffix: str = "") -> None:
         """Compute loss, perplexity and bits per byte on the validation samples. Print the results
-        on one line that ends with `then`. With `keep_best`, export the model if its loss is the
+        on one line that ends with `suffix`. With `keep_best`, export the model if its loss is the
         lowest so far. All ranks must call this method."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
-            self.at(f"the evaluation after step {self.step}")
+            self.set_activity(f"the evaluation after step {self.step}")
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         if self._num_bytes is None:
@@ -281,22 +287,22 @@ class Trainer:
         row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
         loss = row["loss"]
         self.history.evaluations.append(row)
-        self._say(f"validation {metrics.describe_evaluation(row)}{then}")
+        self._say(f"validation {metrics.describe_evaluation(row)}{suffix}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
             self.history.best = row
             self._finish_saving()
-            self.at(f"the export after step {self.step}")
-            if written := self._export(self.plan.run_dir / records.BEST, {}):
-                written.result()
+            self.set_activity(f"the export after step {self.step}")
+            if export_future := self._export(self.plan.run_dir / records.BEST, {}):
+                export_future.result()
 
-    def _save(self, *, says_saved: bool) -> None:
+    def _save(self, *, reports_save: bool) -> None:
         """Wait for the previous save, then begin to save a checkpoint. All ranks must call this
         method."""
         self._finish_saving()
-        self._says_saved = says_saved
-        self.at(f"the save after step {self.step}")
+        self._reports_save = reports_save
+        self.set_activity(f"the save after step {self.step}")
         # The checkpoint stores the record, so the record must be complete before the save begins.
         self.write_record()
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
@@ -308,16 +314,16 @@ class Trainer:
         failed, raises the error that it caused. All ranks must call this method."""
         if self.saver.ending is None:
             return
-        self.at("the end of a save", thread=self.saver.thread)
+        self.set_activity("the end of a save", thread=self.saver.thread)
         try:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             step = self.saver.step
             what = f"step {step} was not saved: {error}"
-            raise self.faults.error(step, what) from None
+            raise self.faults.build_error(step, what) from None
         self.history.saves.append(row)
         self.write_record()
-        if self._says_saved:
+        if self._reports_save:
             self.display.say(f"saved {folder.parent.name}/{folder.name}")
         if not (row["copied"] or self._noted_waiting):
             self._noted_waiting = True
@@ -325,24 +331,24 @@ class Trainer:
                 "training waits during saves, because a copy of the state does not fit in RAM"
             )
 
-    def _leave(self) -> None:
+    def _export_and_sample(self) -> None:
         """Export the model while the last checkpoint is being written, and generate a sample. All
         ranks must call this method."""
-        self.at("the export")
+        self.set_activity("the export")
         config = self.plan.config
         last = self.plan.run_dir / records.LAST
         best = self.history.best
-        written: Future[None] | None = None
+        export_future: Future[None] | None = None
         # The best weights are the last weights, and best/ already has them.
         if config.export and best and best["step"] == self.step:
             if self.topology.rank == 0:
                 best_folder = self.plan.run_dir / records.BEST
-                written = export.in_thread(export.copy_folder, best_folder, last)
+                export_future = export.in_thread(export.copy_folder, best_folder, last)
         elif config.export:
-            written = self._export(last, self.saver.weights(self.step))
+            export_future = self._export(last, self.saver.weights(self.step))
         self.sample = generate_sample(self.engine, self.plan, self.data, self.display, "after")
-        if written is not None:
-            written.result()
+        if export_future is not None:
+            export_future.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
@@ -352,26 +358,26 @@ class Trainer:
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
-        about = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self.data.is_chat)
-        return export.in_thread(export.write_folder, state, *about, folder)
+        metadata = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self.data.is_chat)
+        return export.in_thread(export.write_folder, state, *metadata, folder)
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
         Raises `error` if a rollback is not possible. All ranks must call this method."""
-        checkpoint = self.faults.checkpoint_to_return_to(error)
+        checkpoint = self.faults.choose_rollback_checkpoint(error)
         self._pending = []  # Steps are pending if a save detected the fault.
         self.memory.end()
         self.restore(checkpoint)
         self.display.note(f"{error.what}; returned to step {self.step} to skip that batch")
-        self._begin_training()
+        self._begin_measuring()
 
     def restore(self, folder: Path) -> None:
         """Restore the run from a checkpoint: engine, random numbers, history, record and metrics.
         All ranks must call this method."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
         self.history.cut(step)
-        self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
+        self.history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
         # Otherwise, if the run is killed before the next save, the record lacks this resumption.
         self.write_record()
         if self.topology.rank == 0:
@@ -379,14 +385,14 @@ class Trainer:
             if self.history.best is None:  # best/ may contain the model from a later step.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
-    def _begin_training(self) -> None:
+    def _begin_measuring(self) -> None:
         self.memory.begin()
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
-    def _receive(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal. If another signal arrives more than PATIENCE_S seconds later,
-        leave it to the handler that was set before training.
+    def _handle_signal(self, signum: int, _frame: Any) -> None:
+        """Remember the first signal. If another signal arrives more than IGNORE_SIGNALS_S seconds
+        later, leave it to the handler that was set before training.
 
         Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore, only a later signal
         means that the user does not want to wait."""
@@ -397,8 +403,8 @@ class Trainer:
             at_end = self.step >= self.num_steps
             when = "once the model is written" if at_end else "after this step"
             self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
-        elif now - self._signalled_at > PATIENCE_S:
-            signal.signal(signum, self._handlers_before[signal.Signals(signum)])
+        elif now - self._signalled_at > IGNORE_SIGNALS_S:
+            signal.signal(signum, self._previous_handlers[signal.Signals(signum)])
             signal.raise_signal(signum)
 
     def write_record(self) -> None:

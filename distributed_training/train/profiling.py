@@ -15,7 +15,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
 
-SILENT = "6"  # log level at which Kineto prints nothing
+SILENT_LOG_LEVEL = "6"  # log level at which Kineto prints nothing
 
 
 def steps_to_trace(plan: Plan, last_step: int) -> range:
@@ -25,27 +25,27 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     last possible steps are traced. The first step and the step that captures a graph are never
     traced."""
     config = plan.config
-    num_left = (plan.num_steps or 0) - last_step
+    num_remaining = (plan.num_steps or 0) - last_step
     warm_up = MAX_WARMUP_STEPS
     if config.cuda_graphs:  # The profiler needs its own warm-up step after the capture.
         warm_up = NUM_EAGER_STEPS + 2
-        if num_left < warm_up + config.profile:
-            num_left = min(num_left, NUM_EAGER_STEPS)
-    first = 1 + max(1, min(warm_up, num_left - config.profile))
-    return range(last_step + first, last_step + min(first + config.profile, num_left + 1))
+        if num_remaining < warm_up + config.profile:
+            num_remaining = min(num_remaining, NUM_EAGER_STEPS)
+    first = 1 + max(1, min(warm_up, num_remaining - config.profile))
+    return range(last_step + first, last_step + min(first + config.profile, num_remaining + 1))
 
 
 class Profile:
-    """Profiler that traces `steps` in a run that continues after `last_step`. Call `step_ended`
+    """Profiler that traces `steps` in a run that continues after `last_step`. Call `on_step_end`
     after each step and `stop` at the end."""
 
     def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
         self.record: dict[str, object] | None = None  # traced steps and written files
         # Steps that profiling slows down. Profiling begins in the step before the first traced
         # step, and files are written until the end of the step after the last traced step.
-        self.slowed = range(steps.start - 1, steps.stop + 1)
+        self.slowed_steps = range(steps.start - 1, steps.stop + 1)
         self._steps = steps
-        self._done = last_step
+        self._last_done_step = last_step
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
         self._run_dir = plan.run_dir
@@ -54,7 +54,7 @@ class Profile:
             for name in (TRACE_FILE, MEMORY_FILE):
                 for file in self._run_dir.glob(name.format("*")):
                     file.unlink()
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT_LOG_LEVEL)
         # The profiler warms up in the step before the first traced step.
         wait = steps.start - last_step - 2
         self._profiler = torch.profiler.profile(
@@ -63,10 +63,10 @@ class Profile:
         )
         self._profiler.start()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Tell the profiler that a step has ended. After the last traced step, write the files."""
-        self._done += 1
-        if self._on_gpu and self._done == self._steps[0] - 1:
+        self._last_done_step += 1
+        if self._on_gpu and self._last_done_step == self._steps[0] - 1:
             record_memory_history()
         self._profiler.step()
 
@@ -77,13 +77,13 @@ class Profile:
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         # Nothing was traced if a signal stopped the run before the first traced step ended.
-        if self._done < self._steps[0]:
+        if self._last_done_step < self._steps[0]:
             return
         if self._on_gpu:
             dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))
         profiler.export_chrome_trace(str(self._run_dir / TRACE_FILE.format(self._rank)))
         memory = MEMORY_FILE.format("*") if self._on_gpu else None
         self.record = {
-            "first_step": self._steps[0], "last_step": self._done,
+            "first_step": self._steps[0], "last_step": self._last_done_step,
             "traces": TRACE_FILE.format("*"), "memory": memory,
         }  # fmt: skip

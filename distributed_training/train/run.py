@@ -22,7 +22,7 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.settings.errors import UserError, print_error
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import Startup
-from distributed_training.supervise.watch import THE_END, Watch
+from distributed_training.supervise.watch import END_ACTIVITY, Watch
 from distributed_training.train.build import build_engine, build_extensions, build_sampler
 from distributed_training.train.loop import Trainer
 
@@ -32,8 +32,8 @@ def train(
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
-    first = topology.rank == 0
-    display = Display(enabled=first)
+    is_rank_0 = topology.rank == 0
+    display = Display(enabled=is_rank_0)
     for note in plan.notes:
         display.note(note)
     data = cut_data(plan)
@@ -46,7 +46,7 @@ def train(
     history = records.History()
     record = None
     resumed_step = 0
-    if first:
+    if is_rank_0:
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
@@ -54,11 +54,11 @@ def train(
             resumed_step = meta.step
             state = resume.state_of(plan.checkpoint, meta)
             history = records.History(**state.model_dump())
-        values = describe_run(plan, sampler, data) | vars(history)
-        record = records.start_record(plan.run_dir, **values)
-    about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-    log_to = plan.config.log_to if first else None
-    tracker = metrics.build_tracker(log_to, plan.run_dir, about, resumed_step)
+        record_values = describe_run(plan, sampler, data) | vars(history)
+        record = records.start_record(plan.run_dir, **record_values)
+    run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+    log_to = plan.config.log_to if is_rank_0 else None
+    tracker = metrics.build_tracker(log_to, plan.run_dir, run_info, resumed_step)
     history = records.History(**agree.from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
@@ -74,7 +74,7 @@ def train(
         history=history,
         record=record,
         tracker=tracker,
-        at=watch.at,
+        set_activity=watch.set_activity,
         startup=startup,
     )
     if plan.checkpoint is not None:
@@ -82,31 +82,33 @@ def train(
         display.say(f"resumed from {short_path(plan.checkpoint)}")
     startup.end("model")
     signum = trainer.run()
-    watch.at(THE_END)
+    watch.set_activity(END_ACTIVITY)
     results = collect_results(trainer)
     if record is not None:
         claims.renew(plan.run_dir)  # raises if the run's folder was removed
         status = "interrupted" if signum else "ok"
         record.update(**results, status=status, finished_at=records.timestamp())
-        finished = records.Record.model_validate(record.values)
+        finished_record = records.Record.model_validate(record.values)
         if not signum:
-            display.table(summary_rows(finished))
-            display.commands("Next, for example:", *commands.after_the_end(plan, finished))
+            display.table(summary_rows(finished_record))
+            display.commands(
+                "Next, for example:", *commands.suggest_commands(plan, finished_record)
+            )
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
-                write_card(folder, finished)
-        tracker.close(finished)
+                write_card(folder, finished_record)
+        tracker.close(finished_record)
     if signum:
-        saved = plan.config.checkpoint_every != 0
+        saves_checkpoints = plan.config.checkpoint_every != 0
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
-        if saved:
-            sentence, command = commands.to_continue(plan)
+        if saves_checkpoints:
+            sentence, command = commands.build_continue_command(plan)
             display.commands(f"{what} {sentence}", command)
         else:
             display.say(f"{what} Nothing was saved, because checkpoint_every=0.")
     engine.close()
     dist.barrier()
-    if first:
+    if is_rank_0:
         claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
@@ -182,31 +184,33 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     plan = trainer.plan
     config = plan.config
     sampler = trainer.sampler
-    timed = trainer.timed
+    step_times = trainer.step_times
     # Use only the times of full steps without profiling. The last step of an epoch may have fewer
     # tokens but takes just as long.
-    slowed = trainer.profile.slowed if trainer.profile else ()
-    full_steps_s = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
+    slowed_steps = trainer.profile.slowed_steps if trainer.profile else ()
+    full_steps_s = [
+        s for step, s in step_times if sampler.is_full(step - 1) and step not in slowed_steps
+    ]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarize_performance(
-        full_steps_s or [seconds for _, seconds in timed],
+        full_steps_s or [seconds for _, seconds in step_times],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
         flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
     peaks = trainer.memory.as_dict()
-    ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
+    ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk_traffic})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()
     }
-    total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
+    total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk_traffic}
     return {
         **vars(trainer.history),
         "profile": trainer.profile and trainer.profile.record,
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
-        "disk": total | {"num_steps": max(1, len(timed))} if total else None,
+        "disk": total | {"num_steps": max(1, len(step_times))} if total else None,
         "sample": trainer.sample,
     }

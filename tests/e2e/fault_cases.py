@@ -58,7 +58,7 @@ def without_step(job: dict[str, Any]) -> None:
 
     def init(self: Trainer) -> None:
         right(self)
-        self.faults.passed_over = job["step"]
+        self.faults.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
     run_script(*job["arguments"])

@@ -89,7 +89,7 @@ def on_each_node(job: dict[str, Any]) -> None:
     The job may have these optional keys: `missing` is the index of a node that does not start,
     `ends_at` is the step in which the process on the first node receives SIGTERM, and `interface`
     is the value of GLOO_SOCKET_IFNAME on the second node."""
-    rendezvous.SHARED_WITHIN_S = 1.0
+    rendezvous.SHARED_FOLDER_TIMEOUT_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
         return

@@ -131,7 +131,7 @@ def arrange(rank: int) -> None:
     from distributed_training.train.loop import Trainer
 
     if own and KIND in ENDS and KIND.endswith("after the export"):
-        strike_at(Trainer, "_leave")
+        strike_at(Trainer, "_export_and_sample")
     right_update = Trainer._update
     right_begin = saver.Saver.begin
 
@@ -163,13 +163,13 @@ def main() -> int:
     if JOB["cores"]:
         os.sched_setaffinity(0, JOB["cores"])
     begin_process()
-    train_as_fork = launch.train_as_fork
+    train_in_fork = launch.train_in_fork
 
     def train(*told: Any) -> int:
         begin_process()
-        return train_as_fork(*told)
+        return train_in_fork(*told)
 
-    launch.train_as_fork = train  # type: ignore[assignment]
+    launch.train_in_fork = train  # type: ignore[assignment]
     return real_model_example.main()
 
 

@@ -21,7 +21,12 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import launch, rendezvous, run_dir, worker
 from distributed_training.start import launch as launch_module
-from distributed_training.start.ranks import Ended, current_process, run_ranks, single_process
+from distributed_training.start.ranks import (
+    RanksOutcome,
+    current_process,
+    run_ranks,
+    single_process,
+)
 from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.planner.helpers import plan_for
@@ -67,7 +72,7 @@ def test_processes_share_the_cores(monkeypatch):
         assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # for ninja
 
 
-WHOLE = {0: 0, 1: 0}
+SUCCEEDED = {0: 0, 1: 0}
 KILLED = {1: -signal.SIGKILL}
 
 
@@ -77,11 +82,11 @@ def spawn(tmp_path, monkeypatch):
     `recorded` is true, the ranks also update the record's modification time."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
-        def run_ranks(command, count, begun, line):
+        def run_ranks(command, count, started_ranks, line):
             assert (command, count, json.loads(line)[0]) == (["x.py"], 2, str(tmp_path))
             if recorded:
                 os.utime(tmp_path / "record.json")
-            return Ended(signum=signum, codes=codes)
+            return RanksOutcome(signum=signum, codes=codes)
 
         monkeypatch.setattr(launch, "run_ranks", run_ranks)
         config = SimpleNamespace(push=push)
@@ -94,14 +99,14 @@ def spawn(tmp_path, monkeypatch):
 
 
 def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
-    for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
+    for codes, signum, code in ((SUCCEEDED, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
     started(tmp_path).update(status="interrupted")  # the record of another attempt is ignored
     assert spawn({0: 2}, recorded=False) == 2
 
 
 @pytest.mark.parametrize(
-    ("status", "codes", "code", "said"),
+    ("status", "codes", "code", "message"),
     [
         (
             "running",
@@ -117,21 +122,21 @@ def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
             "failed: rank 1: exited with code 0 before the end of the run",
         ),
         ("running", {0: 1}, 1, "failed: a process ended without an error message"),
-        ("failed", WHOLE, 1, "failed: "),
+        ("failed", SUCCEEDED, 1, "failed: "),
         ("oom", {0: 1}, 1, "oom: "),
         ("interrupted", {0: 143}, 143, ""),
         ("interrupted", {0: 143, 1: 1}, 130, ""),
-        ("ok", WHOLE, 0, ""),
+        ("ok", SUCCEEDED, 0, ""),
         ("ok", KILLED, 0, "note: after the run had finished: rank 1: killed by SIGKILL\n"),
         ("ok", {0: 1}, 0, "note: after the run had finished: a process ended with an error"),
     ],
 )
-def test_record_shows_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
+def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, tmp_path, capsys):
     started(tmp_path).update(status=status)
     assert spawn(codes) == code
     printed = capsys.readouterr().err
-    assert printed.startswith(said)
-    assert bool(printed) == bool(said)
+    assert printed.startswith(message)
+    assert bool(printed) == bool(message)
     state = load_record(tmp_path)
     assert state.status == ("failed" if status == "running" else status)
     if status == "running":
@@ -179,7 +184,7 @@ def test_a_port_in_use_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
         with refused(f"cannot listen on 127.0.0.1:{port}", "--master_port"):
-            rendezvous.meet(first, 5)
+            rendezvous.connect_ranks(first, 5)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +201,13 @@ def test_a_wrong_address_is_distinguished_from_a_port_in_use(host, rank, words, 
     monkeypatch.setenv("MASTER_PORT", "29555")
     process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
     with refused(words) as caught:
-        rendezvous.meet(process, 0)
+        rendezvous.connect_ranks(process, 0)
     assert "port" not in str(caught.value)
 
 
 def test_a_node_is_missing_only_without_all_of_its_ranks():
     store = torch.distributed.HashStore()
-    store.set(rendezvous._HOST.format(2), json.dumps({"host": "b"}))
+    store.set(rendezvous._HOST_KEY.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
     hosts = f"{socket.gethostname()}, b are connected. "
     with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing; {hosts}"):
@@ -221,14 +226,14 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
 )
 def test_ranks_count_the_processes_on_their_machine(machines, local_ranks, words, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    told = {"local_world_size": 0, "wrong_interface": ""}
-    places = [
-        {"host": host, "machine": host, "local_rank": local_rank, **told}
+    launcher_report = {"local_world_size": 0, "wrong_interface": ""}
+    reports = [
+        {"host": host, "machine": host, "local_rank": local_rank, **launcher_report}
         for host, local_rank in zip(machines, local_ranks, strict=True)
     ]
     process = Process(rank=3, world_size=4, local_rank=0, local_world_size=0)
     with refused(words) if words else contextlib.nullcontext():
-        assert rendezvous.locate(process, places) == Process(
+        assert rendezvous.assign_local_rank(process, reports) == Process(
             rank=3, world_size=4, local_rank=1, local_world_size=2
         )
         assert os.environ == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -271,7 +276,7 @@ def run_without_planning(run_dir):
 
     launch.load_plan = load_after_naming
     sys.stdin = io.StringIO(json.dumps([str(run_dir), [str(run_dir / "family")]]) + "\n")
-    launch.start_planned()
+    launch.run_planned_rank()
 
 
 def test_a_process_follows_plan_json_without_planning(tmp_path):
@@ -309,11 +314,11 @@ def test_native_strategies_train_without_deepspeed_installed(tmp_path):
 
 
 def test_strategy_auto_on_a_gpu_is_tried_and_a_named_strategy_is_not(tmp_path, monkeypatch):
-    begun = []
+    spawned = []
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: None)
-    monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
-    monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
+    monkeypatch.setattr(launch, "start_early", lambda *_: contextlib.nullcontext([]))
+    monkeypatch.setattr(launch, "spawn", lambda plan, *_: spawned.append(plan.num_processes) or 0)
     monkeypatch.setattr(launch, "run_here", lambda *_: 0)
     values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": SMALL["dataset"]}
     for on, strategy, num_gpus in (
@@ -326,4 +331,4 @@ def test_strategy_auto_on_a_gpu_is_tried_and_a_named_strategy_is_not(tmp_path, m
         config = build_config({**values, "strategy": strategy, "num_samples": 4})
         cluster = launch.requested_cluster(config, num_gpus)
         assert launch.start(config, cluster, SCRIPT, max_restarts=0) == 0
-    assert begun == [1, 2]
+    assert spawned == [1, 2]

@@ -16,7 +16,13 @@ import pytest
 
 from distributed_training.settings.errors import RunError, exit_code
 from distributed_training.start import ranks as ranks_module
-from distributed_training.start.ranks import PATIENCE, compute_in_fork, fork, run_ranks, starting
+from distributed_training.start.ranks import (
+    SHUTDOWN_TIMEOUT_VARIABLE,
+    compute_in_fork,
+    fork,
+    run_ranks,
+    start_early,
+)
 from distributed_training.supervise.process import Startup
 from tests.conftest import clean_environment
 
@@ -57,38 +63,38 @@ def ranks(request, tmp_path, monkeypatch):
 def test_ranks_start_during_planning_and_end_if_planning_fails(tmp_path):
     script = tmp_path / "script.py"
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-    told = f"[input(), *map(os.environ.get, {names})]"
-    write = f"(pathlib.Path(sys.argv[1]) / f'told-{{rank}}').write_text(' '.join({told}))"
+    values = f"[input(), *map(os.environ.get, {names})]"
+    write = f"(pathlib.Path(sys.argv[1]) / f'told-{{rank}}').write_text(' '.join({values}))"
     script.write_text(BEGIN + write)
     command = [str(script), str(tmp_path)]
-    with starting(command, 2) as begun:
-        ranks_there = list(begun)
-    assert run_ranks(command, 2, ranks_there, "a folder").exit_code == 0
+    with start_early(command, 2) as started_ranks:
+        early_ranks = list(started_ranks)
+    assert run_ranks(command, 2, early_ranks, "a folder").exit_code == 0
     assert (tmp_path / "told-0").read_text() == "a folder 0 0 2 2 127.0.0.1"
     assert (tmp_path / "told-1").read_text() == "a folder 1 1 2 2 127.0.0.1"
-    with pytest.raises(KeyboardInterrupt), starting(command, 2) as begun:
+    with pytest.raises(KeyboardInterrupt), start_early(command, 2) as started_ranks:
         raise KeyboardInterrupt
-    assert [process.returncode for process in begun] == [-signal.SIGTERM] * 2
+    assert [process.returncode for process in started_ranks] == [-signal.SIGTERM] * 2
 
 
 def test_only_ranks_that_failed_by_themselves_are_blamed(ranks):
-    began = time.monotonic()
-    ended = ranks(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}")
-    assert (ended.exit_code, ended.codes) == (1, {1: -signal.SIGKILL})
-    assert time.monotonic() - began < 30
+    start_s = time.monotonic()
+    outcome = ranks(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}")
+    assert (outcome.exit_code, outcome.codes) == (1, {1: -signal.SIGKILL})
+    assert time.monotonic() - start_s < 30
 
 
 def test_ranks_that_ignore_sigterm_are_killed(ranks, monkeypatch):
-    monkeypatch.setenv(PATIENCE, "0.5")
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
+    monkeypatch.setenv(SHUTDOWN_TIMEOUT_VARIABLE, "0.5")
+    ignore_sigterm = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    assert ranks(f"if rank == 1: sys.exit(3)\n{ignore_sigterm}\n{WAIT}").codes == {1: 3}
 
 
 def test_a_rank_frozen_after_another_has_ended_is_killed(ranks, monkeypatch, capfd):
-    monkeypatch.setattr(ranks_module, "STOPPED_S", 1.0)
-    monkeypatch.setattr(ranks_module, "FAILED_S", 0.5)
-    ended = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
-    assert (ended.exit_code, ended.codes) == (0, {0: 0})
+    monkeypatch.setattr(ranks_module, "STOPPED_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(ranks_module, "FAILURE_TIMEOUT_S", 0.5)
+    outcome = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
+    assert (outcome.exit_code, outcome.codes) == (0, {0: 0})
     assert (
         "note: rank 1 did not end with the other ranks and will be killed\n"
         in capfd.readouterr().err
@@ -104,12 +110,12 @@ def test_signals_are_forwarded_to_the_ranks(signum, ranks, tmp_path):
 
     before = signal.getsignal(signum)
     threading.Thread(target=stop).start()
-    ended = ranks(
+    outcome = ranks(
         "folder = pathlib.Path(sys.argv[1])\n"
         f"signal.signal({int(signum)}, lambda *_: sys.exit((folder / f'got-{{rank}}').touch()))\n"
         f"(folder / f'ready-{{rank}}').touch()\n{WAIT}"
     )
-    assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
+    assert (outcome.signum, outcome.exit_code) == (signum, 128 + signum)
     assert len(list(tmp_path.glob("got-*"))) == 2
     assert signal.getsignal(signum) == before
 
@@ -137,11 +143,11 @@ def test_ctrl_z_stops_all_ranks_and_they_continue_together(tmp_path):
     def wait_until(stopped):
         end = time.monotonic() + 30
         while True:
-            everyone = [launcher, *launcher.children()]
-            if len(everyone) == 3 and all(
-                (each.status() == psutil.STATUS_STOPPED) == stopped for each in everyone
+            processes = [launcher, *launcher.children()]
+            if len(processes) == 3 and all(
+                (process.status() == psutil.STATUS_STOPPED) == stopped for process in processes
             ):
-                return everyone
+                return processes
             assert time.monotonic() < end
             time.sleep(0.02)
 
@@ -175,12 +181,12 @@ def test_phases_are_counted_from_the_start_of_the_process():
         "startup.end('import')\n"
         "print(startup.seconds['import'])"
     )
-    began = time.monotonic()
-    said = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
-    assert 0.5 < float(said) < time.monotonic() - began + 0.02  # tolerance: clock ticks
+    start_s = time.monotonic()
+    output = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
+    assert 0.5 < float(output) < time.monotonic() - start_s + 0.02  # tolerance: clock ticks
     assert Startup({"import": 3.0}).seconds == {"import": 3.0}
 
 
 def test_ranks_are_ended_despite_an_invalid_time_limit(monkeypatch):
-    monkeypatch.setenv(PATIENCE, "x")
-    ranks_module._end([], told=True)
+    monkeypatch.setenv(SHUTDOWN_TIMEOUT_VARIABLE, "x")
+    ranks_module._terminate([], was_signaled=True)

@@ -9,7 +9,7 @@ from distributed_training.planner.make_plan import make_plan, take_over
 from distributed_training.predict.predict import this_machine
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
-from distributed_training.start.run_dir import reserve_run_dir, started_again
+from distributed_training.start.run_dir import plan_restart, reserve_run_dir
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
@@ -17,57 +17,61 @@ AGENTS = ["a 100 1.5", "b 7 2.5"]
 
 
 def config_for(output_dir, **values):
-    about = {"model": "gpt2-tiny", "strategy": "dp", "dataset": "embedded", "num_samples": 40}
-    return build_config({**about, "output_dir": str(output_dir), **values})
+    work = {"model": "gpt2-tiny", "strategy": "dp", "dataset": "embedded", "num_samples": 40}
+    return build_config({**work, "output_dir": str(output_dir), **values})
 
 
-def planned(config, num_processes):
+def build_plan(config, num_processes):
     return make_plan(config, this_machine(CPU_MACHINE, num_processes, 1))
 
 
 @pytest.fixture
-def begun(tmp_path):
+def start_run(tmp_path):
     def begin(num_processes, launchers=AGENTS, **values):
-        plan = planned(config_for(tmp_path, **values), num_processes)
+        plan = build_plan(config_for(tmp_path, **values), num_processes)
         return reserve_run_dir(plan, launchers)
 
     return begin
 
 
 @pytest.mark.parametrize("batch", [(4, 1), (3, 2)], ids=str)
-def test_restarting_keeps_the_global_batch(batch, begun, tmp_path):
+def test_restarting_keeps_the_global_batch(batch, start_run, tmp_path):
     values = {"batch_size": batch[0], "grad_accum_steps": batch[1]}
-    before = begun(4, **values)
+    first_plan = start_run(4, **values)
     for count in (1, 2, 3, 4, 6):
-        asked = config_for(tmp_path, **values)
-        if before.batch.global_batch_size % count:
+        requested = config_for(tmp_path, **values)
+        if first_plan.batch.global_batch_size % count:
             with refused(
                 f"{count} processes cannot share the global batch", "Use a number of processes"
             ):
-                continue_run(asked, AGENTS[:1], count)
+                continue_run(requested, AGENTS[:1], count)
             continue
-        config, (note,) = continue_run(asked, AGENTS[:1], count)
-        assert planned(config, count).work == before.work
+        config, (note,) = continue_run(requested, AGENTS[:1], count)
+        assert build_plan(config, count).work == first_plan.work
         assert config.batch_size <= batch[0]
         assert ("global batch stays" in note) is (count != 4)
         assert "from the beginning" in note
 
 
-def test_restarting_keeps_an_automatic_batch_size(begun, tmp_path):
-    before = begun(2, batch_size="auto", strategy="auto")
+def test_restarting_keeps_an_automatic_batch_size(start_run, tmp_path):
+    first_plan = start_run(2, batch_size="auto", strategy="auto")
     config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
-    assert planned(config, 1).work == before.work
+    assert build_plan(config, 1).work == first_plan.work
 
 
-def test_restarting_continues_the_run_of_the_same_launchers(begun, tmp_path):
-    asked = config_for(tmp_path)
-    assert continue_run(asked, AGENTS, 2) == (asked, [])
-    older, _ = begun(2), begun(2, launchers=["a 100 9.5"])
+def test_restarting_continues_the_run_of_the_same_launchers(start_run, tmp_path):
+    requested = config_for(tmp_path)
+    assert continue_run(requested, AGENTS, 2) == (requested, [])
+    older, _ = start_run(2), start_run(2, launchers=["a 100 9.5"])
     saved = older.run_dir.resolve() / "checkpoints/step-00000007"
     saved.mkdir(parents=True)
-    assert continue_run(asked, ["a 101 1.5"], 2) == continue_run(asked, [], 2) == (asked, [])
-    config, notes = continue_run(asked, AGENTS[1:], 2)
-    assert config == asked.model_copy(update={"resume": str(saved)})
+    assert (
+        continue_run(requested, ["a 101 1.5"], 2)
+        == continue_run(requested, [], 2)
+        == (requested, [])
+    )
+    config, notes = continue_run(requested, AGENTS[1:], 2)
+    assert config == requested.model_copy(update={"resume": str(saved)})
     assert notes == ["restarted from step-00000007"]
 
 
@@ -81,19 +85,19 @@ def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
         folder.mkdir()
         os.utime(folder, (1, 1))
     plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
-    assert started_again(plan) == (older, "restarted from step-00000002")
+    assert plan_restart(plan) == (older, "restarted from step-00000002")
     newer.rmdir()
     saved.mkdir()
-    assert started_again(plan)[0] == saved
+    assert plan_restart(plan)[0] == saved
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_plan(tmp_path):
     """Return the plan of a local SGD run on four processes that has saved a checkpoint."""
     own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
     config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
     kept = ("hang_timeout_s=50", "checkpoint_every=signal")
-    plan = reserve_run_dir(planned(merged(config, *own, *kept), 4))
+    plan = reserve_run_dir(build_plan(merged(config, *own, *kept), 4))
     meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
     meta.parent.mkdir(parents=True)
     meta.touch()
@@ -101,12 +105,12 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("count", [4, 2, 8])
-def test_resuming_a_named_run_keeps_its_work(count, saved):
+def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
     notes = []
-    config = take_over(merged(shipped, f"resume={saved.run_dir}"), count, notes)
-    plan = planned(config.model_copy(update={"resume": None}), count)
-    assert plan.work == saved.work
+    config = take_over(merged(shipped, f"resume={saved_plan.run_dir}"), count, notes)
+    plan = build_plan(config.model_copy(update={"resume": None}), count)
+    assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
     assert config.hang_timeout_s != 50  # the key is not part of the work
@@ -119,22 +123,22 @@ def test_resuming_a_named_run_keeps_its_work(count, saved):
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
-def test_typed_values_override_those_of_the_saved_run(typed, saved):
+def test_typed_values_override_those_of_the_saved_run(typed, saved_plan):
     """Values that the user sets in CONFIG or on the command line replace those of the saved
     run."""
     own = {"strategy": "local_sgd"}
-    words = [f"resume={saved.run_dir}", "strategy=local_sgd"]
+    arguments = [f"resume={saved_plan.run_dir}", "strategy=local_sgd"]
     more = [f"{name}={value}" for name, value in typed.items()]
-    for config in (merged(own | typed, *words), merged(own, *words, *more)):
+    for config in (merged(own | typed, *arguments), merged(own, *arguments, *more)):
         notes = []
         config = take_over(config, 4, notes)
-        plan = planned(config.model_copy(update={"resume": None}), 4)
-        assert plan.work == saved.work | typed
+        plan = build_plan(config.model_copy(update={"resume": None}), 4)
+        assert plan.work == saved_plan.work | typed
         assert not any(name in " ".join(notes) for name in typed)
 
 
-def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved):
-    config = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4, [])
+def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved_plan):
+    config = take_over(merged({}, f"resume={saved_plan.run_dir}", "strategy=fsdp"), 4, [])
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
     with refused("3 processes", "global batch of 8 evenly"):
-        take_over(merged({}, f"resume={saved.run_dir}"), 3, [])
+        take_over(merged({}, f"resume={saved_plan.run_dir}"), 3, [])

@@ -13,16 +13,16 @@ from tests.pool import ROOT
 
 
 def test_a_stalled_or_closed_reader_does_not_block_the_run(monkeypatch):
-    monkeypatch.setattr(streams, "STALLED_S", 0.2)
+    monkeypatch.setattr(streams, "STALL_TIMEOUT_S", 0.2)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
         lasting = LastingStream(stream)
         lasting.write("first\n")
         lasting.write("x" * 100_000 + "\n")  # more than a pipe can hold
-        held = b""
-        while len(held) < 60_000:
-            held += os.read(reader, 2**20)
-        assert held.startswith(b"first\nxxx")
+        received = b""
+        while len(received) < 60_000:
+            received += os.read(reader, 2**20)
+        assert received.startswith(b"first\nxxx")
         lasting.write("it reads again\n")
         assert os.read(reader, 2**20).endswith(b"it reads again\n")
         lasting.write("a line")  # like print, which writes the newline separately
@@ -42,16 +42,16 @@ def test_output_to_closed_streams_is_discarded(closed, tmp_path):
     """A file that is opened later must not get the descriptor of a closed stream."""
     command = f'{sys.executable} real_model_example.py --dry-run --set output_dir="$0" {closed}'
     environment = clean_environment()
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", command, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_unencodable_characters_do_not_end_the_run():
     command = [sys.executable, ROOT / "real_model_example.py", "--dry-run"]
-    words = [
+    options = [
         "--generate",
         "größer \U0001f642",
         "--dataset",
@@ -60,9 +60,9 @@ def test_unencodable_characters_do_not_end_the_run():
         "gpt2-tiny",
     ]
     environment = clean_environment(PYTHONIOENCODING="ascii")
-    found = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert "'gr??er ?'" in found.stdout
+    result = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "'gr??er ?'" in result.stdout
 
 
 NOTEBOOK = """
@@ -82,9 +82,9 @@ assert not [name for name in sys.modules if name.startswith("distributed_trainin
 def test_a_notebook_kernel_stays_unchanged():
     script = str(ROOT / "real_model_example.py")
     code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    message, command = found.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    message, command = result.stdout.splitlines()
     assert (
         message == "error: Training cannot run in a notebook's kernel. Run this command in a cell:"
     )

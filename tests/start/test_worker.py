@@ -98,11 +98,11 @@ def test_each_process_gets_a_device_or_is_refused(planned, seen, device, variabl
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     if variable:
-        assert worker.prepare(planned, PROCESS) == device
+        assert worker.prepare_device(planned, PROCESS) == device
         assert variable in os.environ.items()
     else:
         with refused(*device):
-            worker.prepare(planned, PROCESS)
+            worker.prepare_device(planned, PROCESS)
 
 
 def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
@@ -111,10 +111,10 @@ def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rendezvous.plan_data, "read_data", full)
     monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
-    sent = []
+    messages = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
     with refused("No space left on device. Set output_dir to a folder on another disk"):
         rendezvous.agree_on_plan(
-            config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
+            config, replace(PROCESS, rank=0), lambda mine: messages.append(mine) or [mine]
         )
-    assert list(json.loads(sent[-1])) == ["error"]
+    assert list(json.loads(messages[-1])) == ["error"]

@@ -35,12 +35,12 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_held():
+def _release_claims():
     yield
     for run_dir in list(claims._claim_fds):
         claims.release(run_dir)
     claims._claims.clear()
-    claims._silent.clear()
+    claims._expired_claims.clear()
 
 
 def claim_as(run_dir, **changes):
@@ -61,21 +61,21 @@ def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
     rank = int(launcher.stdout.readline())
     launcher.kill()
     launcher.wait()
-    here = f"Process {launcher.pid} on {platform.node()} started it"
+    owner = f"Process {launcher.pid} on {platform.node()} started it"
     for refuse in (
         lambda: claims.refuse_held(run_dir),
         lambda: claims.claim(run_dir, IDENTITY),
-        lambda: claims.refuse_doubling(tmp_path, IDENTITY),
+        lambda: claims.refuse_duplicate_run(tmp_path, IDENTITY),
     ):
-        with refused("is still in use", here, "resume=None"):
+        with refused("is still in use", owner, "resume=None"):
             refuse()
-    claims.refuse_doubling(tmp_path, {**IDENTITY, "seed": 2})
+    claims.refuse_duplicate_run(tmp_path, {**IDENTITY, "seed": 2})
     os.kill(rank, 9)
     end = time.monotonic() + 30
     while claims.is_locked(run_dir):
         assert time.monotonic() < end
         time.sleep(0.01)
-    claims.refuse_doubling(tmp_path, IDENTITY)
+    claims.refuse_duplicate_run(tmp_path, IDENTITY)
     for _ in range(2):
         claims.claim(run_dir, IDENTITY)
     assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
@@ -98,12 +98,12 @@ def test_a_run_whose_claim_was_taken_over_stops(tmp_path):
     ("end", "kernel"), [("renewed", "another"), ("renewed", ""), ("released", ""), ("silent", "")]
 )
 def test_a_claim_without_locks_expires_unless_it_is_renewed(end, kernel, tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "RENEWED_S", 30.0 if end == "renewed" else 1.0)
+    monkeypatch.setattr(claims, "RENEWAL_TIMEOUT_S", 30.0 if end == "renewed" else 1.0)
     claim_as(tmp_path / "a", hostname="another-host", kernel=kernel)
     os.close(claims._claim_fds.pop(tmp_path / "a"))
     claims._claims.clear()
-    does = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
-    timer = threading.Timer(0.3, does, [tmp_path / "a"])
+    action = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
+    timer = threading.Timer(0.3, action, [tmp_path / "a"])
     timer.start()
     with refused("is still in use", "another-host") if end == "renewed" else nullcontext():
         claims.refuse_held(tmp_path / "a")
@@ -115,7 +115,7 @@ def test_a_claim_without_locks_expires_unless_it_is_renewed(end, kernel, tmp_pat
 def test_the_claim_of_a_silent_machine_is_waited_for_once_with_a_note(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(claims, "RENEWED_S", 1.0)
+    monkeypatch.setattr(claims, "RENEWAL_TIMEOUT_S", 1.0)
     run_dir = tmp_path / "a"
     claim_as(run_dir, hostname="\x1b[2Jother", kernel="")
     os.close(claims._claim_fds.pop(run_dir))
@@ -132,7 +132,7 @@ def test_a_pipe_as_owner_file_does_not_block(tmp_path):
     os.mkfifo(tmp_path / claims.OWNER_FILE)
     claims.hold(tmp_path)
     claims.refuse_held(tmp_path)
-    claims.refuse_doubling(tmp_path.parent, IDENTITY)
+    claims.refuse_duplicate_run(tmp_path.parent, IDENTITY)
 
 
 def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
@@ -150,20 +150,20 @@ def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
 
 def test_the_lock_file_of_another_user_works_and_a_held_lock_is_named(tmp_path, monkeypatch):
     (tmp_path / ".lock").touch()
-    real = os.open
+    os_open = os.open
 
-    def denied(path, flags, *mode):
+    def deny(path, flags, *mode):
         if flags & os.O_RDWR:
             raise PermissionError(13, "Permission denied")
-        return real(path, flags, *mode)
+        return os_open(path, flags, *mode)
 
-    monkeypatch.setattr(claims, "LOCKED_S", 0.2)
-    monkeypatch.setattr(os, "open", denied)
-    with claims.one_at_a_time(tmp_path):
+    monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(os, "open", deny)
+    with claims.lock_output_dir(tmp_path):
         pass
     with (
-        claims.one_at_a_time(tmp_path),
+        claims.lock_output_dir(tmp_path),
         refused(f"kept {tmp_path / '.lock'} locked"),
-        claims.one_at_a_time(tmp_path),
+        claims.lock_output_dir(tmp_path),
     ):
         pass

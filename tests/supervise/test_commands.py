@@ -28,7 +28,9 @@ from distributed_training.supervise import commands
 )  # fmt: skip
 def test_command_that_repeats_a_run_with_other_values(typed, changes, expected):
     plan = SimpleNamespace(command=f"python real_model_example.py {typed}")
-    assert commands.again(plan, **changes) == f"python real_model_example.py {expected}"
+    assert (
+        commands.build_repeat_command(plan, **changes) == f"python real_model_example.py {expected}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,13 +52,13 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
         requested=SimpleNamespace(resume=resume),
         run_dir=Path("runs/a"), output_dir=Path("runs"), launchers=[], num_processes=1,
     )  # fmt: skip
-    longer = commands.after_the_end(plan, SimpleNamespace(best=None))[-1]
+    longer = commands.suggest_commands(plan, SimpleNamespace(best=None))[-1]
     assert longer == f"python real_model_example.py {expected}"
 
 
 def test_under_a_launcher_the_resume_option_is_printed():
     plan = SimpleNamespace(run_dir=Path("runs/a"), launchers=["torchrun"])
-    assert commands.to_continue(plan)[1] == "--resume runs/a"
+    assert commands.build_continue_command(plan)[1] == "--resume runs/a"
 
 
 def test_long_commands_can_be_pasted():

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from distributed_training.supervise.process import Process
-from distributed_training.supervise.watch import LOST_S, Watch, read_stacks, who_is_late
+from distributed_training.supervise.watch import LOST_S, Watch, describe_late_ranks, read_stacks
 
 
 @pytest.fixture
@@ -36,19 +36,19 @@ def watch():
 def test_stacks_that_wait_for_other_ranks_are_recognized(watch, file, waits):
     *callers, inner = (f"/site-packages/{name}.py" for name in file.split(" > "))
     gate = threading.Lock()
-    there = {"gate": gate}
-    exec(compile("def inside():\n    gate.acquire()", inner, "exec"), there)
-    target = there["inside"]
+    namespace = {"gate": gate}
+    exec(compile("def inside():\n    gate.acquire()", inner, "exec"), namespace)
+    target = namespace["inside"]
     for caller in callers:
-        above = {"target": target}
-        exec(compile("def outside():\n    target()", caller, "exec"), above)
-        target = above["outside"]
+        caller_namespace = {"target": target}
+        exec(compile("def outside():\n    target()", caller, "exec"), caller_namespace)
+        target = caller_namespace["outside"]
     with gate:
         thread = threading.Thread(target=target, daemon=True)
         thread.start()
         while all(function != "inside" for _, _, function in read_stacks()[thread.ident]):
             time.sleep(0.001)
-        watch.at("where another thread works", thread=thread.ident)
+        watch.set_activity("where another thread works", thread=thread.ident)
         assert watch._describe()["waits"] == waits
     thread.join(10)
 
@@ -69,37 +69,37 @@ def test_inspecting_a_thread_keeps_none_of_its_local_variables(watch, monkeypatc
     thread = threading.Thread(target=work)
     thread.start()
     entered.wait()
-    left = []
+    num_alive = []
 
     def node():  # `_describe` calls this function at its end
         leave.set()
         thread.join()
-        left.append(len(tensors))
+        num_alive.append(len(tensors))
         return "n"
 
     monkeypatch.setattr(platform, "node", node)
     watch._describe()
-    assert left == [0]
+    assert num_alive == [0]
 
 
 def test_time_limit_follows_measured_steps_and_is_ten_minutes_for_all_else(watch):
     watch.end()
     watch.world_size, watch._min_limit_s = 2, 60.0
-    watch.at("saving step 3")
+    watch.set_activity("saving step 3")
     watch._clock += 200  # time that does not belong to a step
     limits = []
     for seconds in (1, 5, 5, 300):
-        watch.at("step", is_step=True)
+        watch.set_activity("step", is_step=True)
         limits.append(watch.limit_s)
         watch._clock += seconds
-    watch.at("step", is_step=True)
+    watch.set_activity("step", is_step=True)
     assert [*limits, watch.limit_s] == [600, 60, 60, 100, 100]
-    watch.at("the end")
+    watch.set_activity("the end")
     assert watch.limit_s == 600
     watch._timeout_s = 7
     assert watch.limit_s == 7
     watch._min_limit_s = 600.0  # the minimum for compiled steps
-    watch.at("step", is_step=True)
+    watch.set_activity("step", is_step=True)
     assert watch.limit_s == 7
     watch._steps_s.clear()  # the first step
     assert watch.limit_s == 600
@@ -128,12 +128,12 @@ def test_a_frozen_rank_0_is_distinguished_from_a_lost_connection(
     watch._heartbeat_at, watch._response_at = watch._clock - heard_s, watch._clock - answered_s
     reasons = [""]
     monkeypatch.setattr(watch, "_give_up", lambda reason, *_: reasons.append(reason))
-    watch._look_at_others()
+    watch._check_other_ranks()
     assert re.match(reason or "$", reasons[-1])
 
 
 def test_the_rank_outside_of_a_collective_is_named_as_late():
-    same = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _update"}
-    states = [{**same, "waits": True}, {**same, "waits": False}, {**same, "waits": True}]
+    state = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _update"}
+    states = [{**state, "waits": True}, {**state, "waits": False}, {**state, "waits": True}]
     text = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"
-    assert who_is_late(states) == text
+    assert describe_late_ranks(states) == text

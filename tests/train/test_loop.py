@@ -64,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(autouse=True)
-def saved(monkeypatch):
+def saved_steps(monkeypatch):
     """Replace the saving of checkpoints with a stub. Return the list in which the stub records the
     step of each checkpoint."""
     steps = []
@@ -73,7 +73,7 @@ def saved(monkeypatch):
 
 
 @pytest.fixture
-def exported(monkeypatch):
+def exported_steps(monkeypatch):
     """Replace the export of weights with a stub. Return the list in which the stub records the step
     of each export."""
     steps = []
@@ -146,22 +146,22 @@ def test_checkpoints_are_saved_when_due_and_after_the_record(every, steps, monke
 
 
 def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
-    done = []
+    events = []
     row = {"copied": True}
-    monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: done.append(step))
+    monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: events.append(step))
     monkeypatch.setattr(
-        saver.Saver, "finish", lambda _: done.append("finished") or (Path("x"), row)
+        saver.Saver, "finish", lambda _: events.append("finished") or (Path("x"), row)
     )
-    engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
+    engine = CountingEngine(at_step=lambda step: events.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
     trainer.saver.ending = Future()
-    monkeypatch.setattr(Trainer, "_export", lambda *_: done.append("best"))
+    monkeypatch.setattr(Trainer, "_export", lambda *_: events.append("best"))
     trainer.run()
-    finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
-    assert [what for what in done if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
-    assert set(finished) == {"finished"}
-    assert done[-1] == "finished"
+    preceding = [before for before, after in itertools.pairwise(events) if after != "finished"]
+    assert [what for what in events if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
+    assert set(preceding) == {"finished"}
+    assert events[-1] == "finished"
 
 
 def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(monkeypatch, capsys):
@@ -175,10 +175,10 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(m
     monkeypatch.setattr(saver.Saver, "begin", begin)
     trainer.run()
     lines = capsys.readouterr().out.splitlines()
-    evaluated = [line for line in lines if "validation" in line]
-    assert [line.endswith("; saving") for line in evaluated] == [False, *[True] * 3]
-    others = [line for line in lines if line not in evaluated]
-    saves = [line for line in others if "saved" in line or "saving" in line]
+    evaluation_lines = [line for line in lines if "validation" in line]
+    assert [line.endswith("; saving") for line in evaluation_lines] == [False, *[True] * 3]
+    other_lines = [line for line in lines if line not in evaluation_lines]
+    saves = [line for line in other_lines if "saved" in line or "saving" in line]
     assert saves == ["saved checkpoints/step"]
 
 
@@ -193,12 +193,14 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(m
         (signal.SIGQUIT, 100, [7]),
     ],
 )
-def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(signum, every, steps, saved):
+def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(
+    signum, every, steps, saved_steps
+):
     engine = CountingEngine(at_step=lambda step: step == 7 and os.kill(os.getpid(), signum))
     before = signal.getsignal(signum)
     assert make_trainer(engine, checkpoint_every=every).run() == signum
     assert engine.step == 7
-    assert saved == steps
+    assert saved_steps == steps
     assert signal.getsignal(signum) == before
 
 
@@ -213,7 +215,7 @@ def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(signum, ev
         ([5, 6, 7, 8, 9, 9, 9], 12, 12),
     ],
 )
-def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, saved):
+def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, saved_steps):
     trainer = make_trainer(
         CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
     )
@@ -227,23 +229,23 @@ def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, save
     trainer.sampler = SimpleNamespace(steps_per_epoch=100, step_batch=trainer.sampler.step_batch)
     assert trainer.run() == 0
     assert (trainer.step, trainer.num_steps) == (steps, steps)
-    assert saved[-1] == steps
+    assert saved_steps[-1] == steps
 
 
 def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
-    clock, raised, trainer = [1000.0], [], make_trainer()
-    trainer._handlers_before = {signal.SIGTERM: "end the run"}
+    clock, calls, trainer = [1000.0], [], make_trainer()
+    trainer._previous_handlers = {signal.SIGTERM: "end the run"}
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
-    monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(signal, "raise_signal", lambda signum: calls.append(signum))
     for seconds, expected in (
         (0.0, []),
-        (loop.PATIENCE_S, []),
+        (loop.IGNORE_SIGNALS_S, []),
         (0.1, [(signal.SIGTERM, "end the run"), signal.SIGTERM]),
     ):
         clock[0] += seconds
-        trainer._receive(signal.SIGTERM, None)
-        assert raised == expected
+        trainer._handle_signal(signal.SIGTERM, None)
+        assert calls == expected
 
 
 def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
@@ -252,8 +254,8 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
     history = History(**values, skipped_steps=[2, 5], best={"step": 4})
     history.cut(4)
-    kept = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
-    assert history == History(**kept, skipped_steps=[2], best={"step": 4})
+    expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
+    assert history == History(**expected, skipped_steps=[2], best={"step": 4})
     history.cut(3)
     assert history.best is None, "that step runs again"
 
@@ -266,13 +268,13 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
         ([9.0, float("nan"), 3.0, 5.0, 4.0, 3.0, 6.0], [5]),
     ],
 )
-def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, exported):
+def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, exported_steps):
     engine = CountingEngine(losses=[*range(NUM_STEPS)])
     trainer = make_trainer(engine, keep_best=True, eval_every=3)
     values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))
     engine.eval_step = lambda inputs, targets: torch.tensor(next(values) * len(targets) * 2.0)
     trainer.run()
-    assert exported == steps
+    assert exported_steps == steps
     assert trainer.history.best["step"] == steps[-1]
     epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
     assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # mean losses over the steps of each epoch
@@ -281,12 +283,12 @@ def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
     monkeypatch.setattr(loop.records, "append_metrics", lambda _, new: rows.extend(new))
-    answers = [
+    results = [
         StepResult(torch.tensor(1.5), torch.tensor(0.5), False),
         StepResult(torch.tensor(4.5), None, True),
     ]
     engine = CountingEngine()
-    engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
+    engine.train_step = lambda batch: batches.append(batch) or results[len(batches) - 1]
     trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
     trainer.data.train.num_targets[:] = 1  # num_targets is 1 and num_tokens is 2
@@ -297,5 +299,5 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert values == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
-    assert trainer.timed == [(2, 0.5), (3, 0.25)]
+    assert trainer.step_times == [(2, 0.5), (3, 0.25)]
     assert trainer.history.skipped_steps == [3]
