@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed_training.plan.orders import Operation, find_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.simulate import expect_spans
+from distributed_training.predict.simulate import predict_spans
 
 
 class TwoGroupStage(PipelineStage):
@@ -59,7 +59,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
         if plan.orders is not None:
-            spans = expect_spans(plan)
+            spans = predict_spans(plan)
             self.pipeline_order_with_comms = {
                 rank: _sort_messages(actions, spans)
                 for rank, actions in self.pipeline_order_with_comms.items()

@@ -109,7 +109,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
-    if prediction.room_on_gpu == "no" and not plan.requested.force:
+    if prediction.gpu_memory_fit == "no" and not plan.requested.force:
         needed = memory.needed_bytes
         needs = f"{needed / GIB:.1f} GiB per GPU"
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"

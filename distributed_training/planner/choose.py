@@ -22,7 +22,7 @@ from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
-from distributed_training.predict.speed import Work
+from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
     KEYS,
@@ -350,11 +350,11 @@ def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
     """Find orders of a pipeline's operations that suit the predicted durations. The durations are
     for the cluster's rates or, if these rates are unknown, for an H200. The plan stores the orders,
     because ranks with different orders would deadlock."""
-    work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
-    costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
+    step = StepCosts(plan, cluster.rates or rates_of(known_gpu("H200")))
+    costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     m = plan.batch.num_microbatches
     if plan.schedule.searched:
-        return search_orders(seconds, blocks, m, message_s(work))
-    return time_orders(seconds, m, message_s(work))
+        return search_orders(seconds, blocks, m, message_s(step))
+    return time_orders(seconds, m, message_s(step))

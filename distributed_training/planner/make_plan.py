@@ -44,7 +44,7 @@ def make_plan(
     deepspeed_json = None
     if draft.strategy.traits.takes_json:
         deepspeed_json = fill_deepspeed_json(draft, notes)
-    if prediction.room in ("tight", "unlikely"):
+    if prediction.memory_fit in ("tight", "unlikely"):
         most = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: similar runs have needed up to {most:.1f} GiB per GPU")
     return Plan(

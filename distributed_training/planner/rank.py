@@ -70,7 +70,7 @@ def rank_layouts(
                 known = choices.get(key)
                 if known is None or _detours(plan) < _detours(known.plan):
                     choices[key] = predict(plan, cluster.rates)
-    return sorted(choices.values(), key=lambda choice: choice.order)
+    return sorted(choices.values(), key=lambda choice: choice.sort_key)
 
 
 def _detours(plan: Draft) -> tuple[int, bool]:
@@ -184,7 +184,7 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
         request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
             draft = lay_out(replace(candidate, config=request), cluster)
-            return predict(draft, None).room == "yes"
+            return predict(draft, None).memory_fit == "yes"
         return False
 
     suggestions: list[Settings] = []
@@ -214,7 +214,7 @@ def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
-        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < cluster.below_bytes
+        if choice.gpu_memory_fit != "no" and choice.memory.needed_bytes < cluster.below_bytes
     ]
     return first_choice(choices) if choices else None
 
@@ -238,8 +238,8 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 def _within(choices: Sequence[Prediction], best: Prediction, share: float) -> list[Prediction]:
     """Return the layouts that fit as well as `best` and take at most 1 + `share` times as long."""
-    room, seconds = best.order
-    return [choice for choice in choices if choice.order <= (room, seconds * (1 + share))]
+    room, seconds = best.sort_key
+    return [choice for choice in choices if choice.sort_key <= (room, seconds * (1 + share))]
 
 
 def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
@@ -295,7 +295,7 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
             draft = lay_out(_sized(candidate, size), cluster)
             prediction = predict(draft, cluster.rates)
             is_below = prediction.memory.needed_bytes < cluster.below_bytes
-            if prediction.room == "yes" and is_below:
+            if prediction.memory_fit == "yes" and is_below:
                 speeds[size] = prediction.tokens_per_s or size
     enough = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= enough), 1)

@@ -14,7 +14,12 @@ from distributed_training.plan.orders import (
     write_orders,
 )
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
-from distributed_training.predict.simulate import by_operation, flow, length_of, simulate
+from distributed_training.predict.simulate import (
+    durations_by_step,
+    map_consumers,
+    simulate,
+    total_duration,
+)
 
 # Parameters of the search, tuned with durations of gpt2-medium on 4 H200 GPUs (commit 3f6f234) for
 # 2 to 8 ranks and 1 to 32 micro-batches.
@@ -61,11 +66,11 @@ def search_orders(
     on floats and `random()`. The sequence of `random()` does not depend on the Python version."""
     last = len(blocks) - 1
     p = len(blocks) // 2
-    took = by_operation(seconds)
+    took = durations_by_step(seconds)
     # The last stage runs I right after F, before the logits of another micro-batch exist.
     at_once = ("I", last)
     took["F", last] += took[at_once]
-    gives = flow(SCHEDULES["zb-v"].ranks(p), message_s)
+    gives = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
     gives["F", last] = gives.pop(at_once)
     timed = tuple(map(read_order, time_orders(seconds, m, message_s).by_place))
     best: list[list[Step]] = min(
@@ -73,7 +78,7 @@ def search_orders(
             [[step[:2] for step in order if step[:2] != at_once] for order in starts]
             for starts in (fixed_zb_v(p, m), timed)
         ),
-        key=lambda words: length_of(simulate(words, took, gives)),
+        key=lambda words: total_duration(simulate(words, took, gives)),
     )
 
     def held_by(words: list[Step]) -> int | None:
@@ -102,7 +107,7 @@ def search_orders(
     ]
     draw = random.Random(0).random
     orders = list(best)
-    now = shortest = length_of(simulate(orders, took, gives))
+    now = shortest = total_duration(simulate(orders, took, gives))
     heat = HEAT * sum(took.values()) / len(took)
     count = sum(map(len, orders))
     changes = min(CHANGES * count, SIMULATED // count)
@@ -122,7 +127,7 @@ def search_orders(
             continue
         orders[rank] = new
         most = now + heat * (1 - change / changes) * draw()
-        length = length_of(simulate(orders, took, gives))
+        length = total_duration(simulate(orders, took, gives))
         if length > most:
             orders[rank] = old
             continue

@@ -15,37 +15,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.rates import Rates, tiled
+from distributed_training.predict.rates import Rates, tiled_multiplications
 
 # Operation -> number of times that the data travels around the ring of processes. "send" uses no
 # ring.
-TURNS = {
+RING_TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
     "send": 0,
 }  # fmt: skip
-Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
 # Points in a step at which memory use may peak: during the passes, in the backward pass of the
 # first block (the last block to run backward), and in the optimizer step
-Moment = Literal["passes", "first block", "update"]
-Parts = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
-Passes = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
+StepPoint = Literal["passes", "first block", "update"]
+ComponentBytes = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
+PassCosts = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
 
 
-def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
+def sent_bytes(operation: str, tensor_bytes: float, members: int) -> float:
     """Return the number of bytes that each of `members` processes sends in a ring collective. For
     "send" and "broadcast", return the number of bytes that the sender sends."""
-    if kind in ("send", "broadcast"):
+    if operation in ("send", "broadcast"):
         return tensor_bytes
-    return TURNS[kind] * (members - 1) / members * tensor_bytes
+    return RING_TURNS[operation] * (members - 1) / members * tensor_bytes
 
 
-class Place:
+class PipelineRank:
     """Tensor sizes in the processes of one pipeline rank."""
 
-    def __init__(self, plan: Draft, place: int = 0) -> None:
+    def __init__(self, plan: Draft, index: int = 0) -> None:
         config = plan.config
         size = plan.size
         self.plan = plan
@@ -57,70 +57,80 @@ class Place:
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
-        self.micro_batches = plan.batch.num_microbatches
+        self.num_microbatches = plan.batch.num_microbatches
         # Number of times per step that FSDP and ZeRO exchange a block (1 in a pipeline)
-        self.rounds = 1 if self.pp > 1 else self.micro_batches
+        self.exchanges_per_step = 1 if self.pp > 1 else self.num_microbatches
         # Whether the model's own weights are frozen and only adapters are trained
-        self.frozen = config.lora_rank > 0
-        self.trained = 0 if self.frozen else 1  # trained share of the model's own weights
+        self.freezes_base = config.lora_rank > 0
+        self.trained_share = (
+            0 if self.freezes_base else 1
+        )  # trained share of the model's own weights
         # Whether DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
-        self.width = 4 if config.precision == "fp32" else 2
+        self.dtype_bytes = 4 if config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * config.max_length
         # Size in bytes of one micro-batch's hidden states between two blocks, and their number of
         # shards
-        self.hidden = self.tokens * size.hidden_size * self.width
-        self.parts = self.tp if config.sequence_parallel else 1
-        self.between = 1 / self.parts
+        self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
+        self.hidden_shards = self.tp if config.sequence_parallel else 1
+        self.hidden_share = 1 / self.hidden_shards
         # Values that tp splits in a block, relative to the hidden size
-        values = size.values_in + size.values_out + size.kept_values
-        self.split_values = values / size.hidden_size
-        self.way = "compiled" if config.compile else "eager"
+        split_values = size.values_in + size.values_out + size.kept_values
+        self.split_values = split_values / size.hidden_size
+        self.compile_mode = "compiled" if config.compile else "eager"
         # The sizes below depend on the rank.
-        self.place = place
+        self.index = index
         ranks = plan.layout.ranks
-        self.first = ranks[0] == place
-        self.last = ranks[-1] == place
+        self.has_first_stage = ranks[0] == index
+        self.has_last_stage = ranks[-1] == index
         # Number of boundaries between a stage of this process and a stage of another process
-        self.edges = sum(place in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1)
+        self.num_boundaries = sum(
+            index in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1
+        )
         stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
-        self.num_blocks = sum(count for rank, count in stages if rank == place)
+        self.num_blocks = sum(count for rank, count in stages if rank == index)
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
-        whole = size.block_parameters - size.block_parameters_split
-        self.in_blocks = self.num_blocks * (size.block_parameters_split // self.tp + whole)
-        self.embedding = size.padded_vocab_size * size.hidden_size // self.tp
-        self.around = 0
+        replicated_parameters = size.block_parameters - size.block_parameters_split
+        self.parameters_in_blocks = self.num_blocks * (
+            size.block_parameters_split // self.tp + replicated_parameters
+        )
+        self.embedding_parameters = size.padded_vocab_size * size.hidden_size // self.tp
+        self.parameters_outside_blocks = 0
         # Number of parameters that are replicated over tp and whose gradients are summed over tp
-        terms = self.num_blocks * size.block_norm_parameters
-        if self.first:
-            self.around += self.embedding + size.position_parameters
-            terms += size.position_parameters
-        if self.last:
-            self.around += size.final_norm_parameters
-            terms += size.final_norm_parameters
+        tp_partial_parameters = self.num_blocks * size.block_norm_parameters
+        if self.has_first_stage:
+            self.parameters_outside_blocks += self.embedding_parameters + size.position_parameters
+            tp_partial_parameters += size.position_parameters
+        if self.has_last_stage:
+            self.parameters_outside_blocks += size.final_norm_parameters
+            tp_partial_parameters += size.final_norm_parameters
             if len(ranks) > 1 or not size.tied:
-                self.around += self.embedding
-        self.parameters = self.in_blocks + self.around
-        self.terms = terms if config.sequence_parallel else 0
-        self.adapters = 0
-        self.learning = self.parameters
-        if self.frozen:
+                self.parameters_outside_blocks += self.embedding_parameters
+        self.parameters = self.parameters_in_blocks + self.parameters_outside_blocks
+        self.tp_partial_parameters = tp_partial_parameters if config.sequence_parallel else 0
+        self.adapter_parameters = 0
+        self.trained_parameters = self.parameters
+        if self.freezes_base:
             counts = size.count_adapters(config.lora_rank, config.lora_targets, self.tp)
-            self.adapters, self.terms = (self.num_blocks * count for count in counts)
-            self.learning = self.adapters
+            self.adapter_parameters, self.tp_partial_parameters = (
+                self.num_blocks * count for count in counts
+            )
+            self.trained_parameters = self.adapter_parameters
 
-    def traced_bytes(self, what: str, way: str) -> float:
+    def traced_bytes(self, what: str, compile_mode: str) -> float:
         """Return the traced number of bytes per block and micro-batch, such as the bytes that a
         block keeps. Models are traced in bf16, so the number is scaled to the width of the compute
         dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
-        return self.tokens * self.width / 2 * traced.bytes_per_token(what, way, length)
+        return (
+            self.tokens * self.dtype_bytes / 2 * traced.bytes_per_token(what, compile_mode, length)
+        )
 
 
-class Timing(Place):
+class Timing(PipelineRank):
     """Tensor sizes of a plan, and durations of elementary operations on the plan's machine."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
@@ -131,71 +141,77 @@ class Timing(Place):
     def gemm(self, m: float, k: float, n: float) -> Cost:
         """Return the cost of an m x k by k x n matrix multiplication."""
         rates = self.rates
-        flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
-        return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
+        flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops
+        return 2 * tiled_multiplications(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
-    def moving(self, num_bytes: float) -> Cost:
+    def memory_cost(self, num_bytes: float) -> Cost:
         """Return the cost of reading and writing `num_bytes` in element-wise kernels."""
         return num_bytes / self.rates.memory_bytes * MEMORY
 
-    def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Return the time in seconds for `times` collectives over an axis that together exchange
-        `tensor_bytes`."""
+    def collective_s(
+        self, axis: str, operation: str, tensor_bytes: float, num_collectives: float
+    ) -> float:
+        """Return the time in seconds for `num_collectives` collectives over an axis that together
+        exchange `tensor_bytes`."""
         members = self.mesh[axis]
         # tp is the fastest-varying axis. If a group spans nodes, each member has its own network
         # adapter, and NCCL's rings use all adapters of a node.
-        faster = ["tp", "dp_shard", "dp_replicate", "pp"]
-        stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
-        together = min(members, max(1, self.plan.processes_here // stride))
+        axes = ["tp", "dp_shard", "dp_replicate", "pp"]
+        stride = math.prod(self.mesh[name] for name in axes[: axes.index(axis)])
+        members_per_node = min(members, max(1, self.plan.processes_here // stride))
         rate = self.rates.link_bytes
         latency = self.rates.link_latency_s
-        if together < members:
-            rate = min(rate, self.rates.network_bytes * together)
+        if members_per_node < members:
+            rate = min(rate, self.rates.network_bytes * members_per_node)
             latency *= 2
-        sent = sent_bytes(kind, tensor_bytes, members)
-        return times * latency * math.sqrt(max(1, members - 1)) + sent / rate
+        num_bytes = sent_bytes(operation, tensor_bytes, members)
+        return num_collectives * latency * math.sqrt(max(1, members - 1)) + num_bytes / rate
 
 
-def all_places(plan: Draft) -> list[Place]:
+def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
     """Return the tensor sizes for each pipeline rank."""
-    return [Place(plan, rank) for rank in range(plan.mesh["pp"])]
+    return [PipelineRank(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism:
     """Costs that one mechanism adds to a plan that uses it. Omitted fields add nothing."""
 
-    used: Callable[[Draft], bool]
+    is_used: Callable[[Draft], bool]
     # Bytes of model state per trained parameter, and bytes of frozen weights. The keys are
     # "parameters", "gradients" and "optimizer" on the device, and "host" and "disk" for offloading.
-    state: Callable[[Place], Parts] = lambda _: {}
-    frozen: Callable[[Place], Parts] = lambda _: {}
-    # Bytes needed in addition to the given state at a moment, and the share of all gradients that
-    # exists at this moment
-    held: Callable[[Place, Moment, Parts], Parts] = lambda _, moment, state: {}
-    gradients: Callable[[Place, Moment], float] = lambda _, moment: 0
+    state: Callable[[PipelineRank], ComponentBytes] = lambda _: {}
+    frozen_state: Callable[[PipelineRank], ComponentBytes] = lambda _: {}
+    # Bytes needed in addition to the given state at a point, and the share of all gradients that
+    # exists at this point
+    additional_bytes: Callable[[PipelineRank, StepPoint, ComponentBytes], ComponentBytes] = (
+        lambda _, point, state: {}
+    )
+    gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
     # Bytes of the buckets that are filled after the backward pass of the loss has freed the logits
-    buckets: Callable[[Place], float] = lambda _: 0
+    bucket_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
-    kept: Callable[[Place], float] = lambda _: 0
-    backward: Callable[[Place], float] = lambda _: 0
-    on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM in addition to offloaded state
+    activation_bytes: Callable[[PipelineRank], float] = lambda _: 0
+    backward_bytes: Callable[[PipelineRank], float] = lambda _: 0
+    host_bytes: Callable[[PipelineRank], float] = lambda _: (
+        0
+    )  # bytes of RAM in addition to offloaded state
     # Bytes per step of exchanges inside blocks and between stages, and of data-parallel exchanges
-    traffic: Callable[[Place], Bytes] = lambda _: Counter()
-    exchange: Callable[[Place], Bytes] = lambda _: Counter()
+    layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
+    data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
     # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
     # repeats
-    block: Callable[[Timing], Passes] = lambda _: np.zeros((3, 3))
-    again: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
+    block_costs: Callable[[Timing], PassCosts] = lambda _: np.zeros((3, 3))
+    recomputed_costs: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
-    moved: Callable[[Place], float] = lambda _: 0
+    moved_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
-    updated: Callable[[Place], float] = lambda _: 0
+    update_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Number of exchanges per block that the host launches
-    launches: Callable[[Place], float] = lambda _: 0
+    num_launches: Callable[[PipelineRank], float] = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
     # for this code)
-    hooks: Callable[[Place, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
+    hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
     # Seconds per step spent off the device, by bottleneck. The second argument is the largest
     # number of trained parameters in any process.
-    off_device: Callable[[Place, float], dict[str, float]] = lambda _, learning: {}
+    off_device_s: Callable[[PipelineRank, float], dict[str, float]] = lambda _, most_parameters: {}

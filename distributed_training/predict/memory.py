@@ -10,7 +10,13 @@ from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import loss_bytes
 from distributed_training.predict.costs.pp import pending_bytes
-from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place, all_places
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PipelineRank,
+    StepPoint,
+    pipeline_ranks,
+)
 from distributed_training.predict.rates import FITTED
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -21,7 +27,7 @@ COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 class MemoryEstimate:
     """Estimated peak memory of the processes on each pipeline rank, in bytes."""
 
-    by_place: list[dict[str, int]]  # component -> bytes when their sum is largest
+    by_rank: list[dict[str, int]]  # component -> bytes when their sum is largest
     likely_bytes: list[int]  # lower and upper ends of the likely need for GPU memory
     context_bytes: int  # on a GPU, outside PyTorch's allocator
     host_bytes: int  # RAM per process
@@ -30,7 +36,7 @@ class MemoryEstimate:
     @property
     def fullest(self) -> dict[str, int]:
         """Memory by component, in bytes, of the process that uses the most memory."""
-        return max(self.by_place, key=_total)
+        return max(self.by_rank, key=_sum_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -47,40 +53,42 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
     """Estimate the peak memory of a plan's processes by component. `tokenized`: whether the token
     cache already contains the samples."""
     mechanisms = used_by(plan)
-    processes = all_places(plan)
-    by_place = [_find_peak(process, mechanisms) for process in processes]
-    peak = max(map(_total, by_place))
-    context = 0
+    ranks = pipeline_ranks(plan)
+    by_rank = [_find_peak(process, mechanisms) for process in ranks]
+    peak = max(map(_sum_bytes, by_rank))
+    context_bytes = 0
     if plan.machine.num_gpus:
-        context = FITTED.gpu_context_bytes.alone
+        context_bytes = FITTED.gpu_context_bytes.alone
         if plan.num_processes > 1:
-            context += FITTED.gpu_context_bytes.nccl
-    likely = FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
-    fullest = max(processes, key=lambda process: process.parameters)
-    state = _state_of(fullest, mechanisms)
-    fitted = FITTED.process_bytes
-    on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
-    on_host += sum(mechanism.on_host(processes[0]) for mechanism in mechanisms)
+            context_bytes += FITTED.gpu_context_bytes.nccl
+    likely_range = (
+        FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
+    )
+    fullest = max(ranks, key=lambda process: process.parameters)
+    state = _estimate_state(fullest, mechanisms)
+    fitted_bytes = FITTED.process_bytes
+    host_bytes = state["host"] + (fitted_bytes.cuda if plan.machine.num_gpus else fitted_bytes.cpu)
+    host_bytes += sum(mechanism.host_bytes(ranks[0]) for mechanism in mechanisms)
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
-        on_host += fitted.libraries
+        host_bytes += fitted_bytes.libraries
     if plan.num_processes == 1 and not tokenized:
-        on_host += fitted.tokenizing
+        host_bytes += fitted_bytes.tokenizing
     # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
     # process's shards of two parameters at a time. Without a GPU, the peak memory of a step is also
     # in RAM.
-    model = 4.0 * plan.size.num_parameters
+    model_bytes = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
-        parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
-        model = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / parts
-    on_host += model if plan.machine.num_gpus else max(peak, model)
-    copy = estimate_copy(plan, processes)
-    if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:
-        on_host += copy  # otherwise training waits during saves
+        num_shards = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
+        model_bytes = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / num_shards
+    host_bytes += model_bytes if plan.machine.num_gpus else max(peak, model_bytes)
+    copy_bytes = estimate_copy(plan, ranks)
+    if (host_bytes + copy_bytes) * plan.processes_here <= plan.machine.ram_bytes:
+        host_bytes += copy_bytes  # otherwise training waits during saves
     return MemoryEstimate(
-        by_place=by_place,
-        likely_bytes=[round(share * peak) + context for share in likely],
-        context_bytes=context,
-        host_bytes=int(on_host),
+        by_rank=by_rank,
+        likely_bytes=[round(share * peak) + context_bytes for share in likely_range],
+        context_bytes=context_bytes,
+        host_bytes=int(host_bytes),
         disk_bytes=state["disk"],
     )
 
@@ -89,106 +97,114 @@ def estimate_state(plan: Draft) -> dict[str, int]:
     """Return the size in bytes of each component of the model state, for the process with the most
     parameters. The keys are the components in STATE for the device, and "host" and "disk" for
     offloaded state."""
-    fullest = max(all_places(plan), key=lambda process: process.parameters)
-    return _state_of(fullest, used_by(plan))
+    fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
+    return _estimate_state(fullest, used_by(plan))
 
 
-def estimate_copy(plan: Draft, processes: Sequence[Place]) -> int:
+def estimate_copy(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
     """Return the number of bytes that a process copies for a checkpoint: its share of the fp32
     weights and Adam moments, and its engine's private state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(process.learning for process in processes)
+    trained_parameters = max(process.trained_parameters for process in ranks)
     per_parameter = 12 / plan.batch.num_replicas + plan.engine_bytes_per_parameter
     if plan.steps_between_exchanges is not None:  # replicas differ
         per_parameter += 12
-    return round(held * per_parameter)
+    return round(trained_parameters * per_parameter)
 
 
-def _total(parts: Parts) -> float:
+def _sum_bytes(parts: ComponentBytes) -> float:
     return sum(parts.values())
 
 
-def _state_of(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
+def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
     state = dict.fromkeys((*STATE, "host", "disk"), 0.0)
     for mechanism in mechanisms:
-        for part, size in mechanism.state(at).items():
-            state[part] += size
-    state["optimizer"] += at.plan.engine_bytes_per_parameter
-    state = {part: size * at.learning for part, size in state.items()}
+        for component, size in mechanism.state(rank).items():
+            state[component] += size
+    state["optimizer"] += rank.plan.engine_bytes_per_parameter
+    state = {component: size * rank.trained_parameters for component, size in state.items()}
     for mechanism in mechanisms:
-        for part, size in mechanism.frozen(at).items():
-            state[part] += size
-    return {part: round(size) for part, size in state.items()}
+        for component, size in mechanism.frozen_state(rank).items():
+            state[component] += size
+    return {component: round(size) for component, size in state.items()}
 
 
-def _find_peak(at: Place, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
+def _find_peak(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
     uses the most memory."""
-    kept = sum(mechanism.kept(at) for mechanism in mechanisms)
-    backward = sum(mechanism.backward(at) for mechanism in mechanisms)
-    held = partial(_held, at, mechanisms, _state_of(at, mechanisms))
-    passes = held("passes")
-    blocks, logits = _activations(at, kept, backward)
-    passes["activations"] += blocks
-    passes["logits"] = logits
-    buckets = sum(mechanism.buckets(at) for mechanism in mechanisms)
-    passes["buffers"] += max(0, buckets - logits)
-    moments = [passes, held("update")]
-    if at.pp == 1:
-        first_block = held("first block")
-        first_block["activations"] = kept + backward
-        moments.append(first_block)
-    fullest = max(moments, key=_total)
+    per_block = sum(mechanism.activation_bytes(rank) for mechanism in mechanisms)
+    backward = sum(mechanism.backward_bytes(rank) for mechanism in mechanisms)
+    bytes_at = partial(_bytes_at, rank, mechanisms, _estimate_state(rank, mechanisms))
+    passes = bytes_at("passes")
+    block_bytes, logit_bytes = _peak_activations(rank, per_block, backward)
+    passes["activations"] += block_bytes
+    passes["logits"] = logit_bytes
+    buckets = sum(mechanism.bucket_bytes(rank) for mechanism in mechanisms)
+    passes["buffers"] += max(0, buckets - logit_bytes)
+    candidates = [passes, bytes_at("update")]
+    if rank.pp == 1:
+        first_block = bytes_at("first block")
+        first_block["activations"] = per_block + backward
+        candidates.append(first_block)
+    fullest = max(candidates, key=_sum_bytes)
     return {name: round(size) for name, size in fullest.items()}
 
 
-def _held(
-    at: Place, mechanisms: Sequence[Mechanism], state: Mapping[str, int], moment: Moment
+def _bytes_at(
+    rank: PipelineRank, mechanisms: Sequence[Mechanism], state: Mapping[str, int], point: StepPoint
 ) -> dict[str, float]:
-    """Return the sizes in bytes of state, gradients, copies and buffers at a moment."""
-    parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
+    """Return the sizes in bytes of state, gradients, copies and buffers at a point in a step."""
+    sizes: dict[str, float] = {component: state.get(component, 0) for component in COMPONENTS}
     for mechanism in mechanisms:
-        for part, size in mechanism.held(at, moment, state).items():
-            parts[part] += size
-    parts["gradients"] *= max(mechanism.gradients(at, moment) for mechanism in mechanisms)
-    return parts
+        for component, size in mechanism.additional_bytes(rank, point, state).items():
+            sizes[component] += size
+    sizes["gradients"] *= max(mechanism.gradient_share(rank, point) for mechanism in mechanisms)
+    return sizes
 
 
-def _activations(at: Place, per_block: float, backward: float) -> tuple[float, float]:
+def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
     """Return (bytes of block activations, bytes of logits) at the memory peak of the process's
     sequence of operations. A block keeps `per_block` bytes, and its backward pass needs `backward`
     additional bytes."""
-    blocks = at.plan.layout.blocks_per_stage
-    loss = loss_bytes(at)
-    pending = pending_bytes(at)
-    around_loss = loss.around if at.last else 0
-    of_logits = {
-        "F": loss.kept, "B": -loss.kept, "I": loss.waiting - loss.kept, "W": -loss.waiting
-    }  # fmt: skip
-    held = held_logits = 0.0
-    most = (0.0, 0.0)
-    for operation, stage, _ in find_orders(at.plan)[at.place]:
-        last = stage == len(blocks) - 1
-        action = "B" if at.frozen and operation == "I" else operation
-        if at.frozen and action == "W":  # frozen blocks have no weight gradients
+    blocks = rank.plan.layout.blocks_per_stage
+    loss = loss_bytes(rank)
+    pending = pending_bytes(rank)
+    outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
+    logit_changes = {
+        "F": loss.kept,
+        "B": -loss.kept,
+        "I": loss.until_weights - loss.kept,
+        "W": -loss.until_weights,
+    }
+    block_bytes = logit_bytes = 0.0
+    peak = (0.0, 0.0)
+    for operation, stage, _ in find_orders(rank.plan)[rank.index]:
+        is_last_stage = stage == len(blocks) - 1
+        change = "B" if rank.freezes_base and operation == "I" else operation
+        if rank.freezes_base and change == "W":  # frozen blocks have no weight gradients
             continue
-        during = (held, held_logits)
+        current = (block_bytes, logit_bytes)
         # The first stage needs no input gradients. If this stage is not compiled, its W runs the
         # whole backward pass.
-        later = pending if stage or at.config.compile else 0.0
-        of_block = {"F": per_block, "B": -per_block, "I": later, "W": -per_block - later}
-        held += blocks[stage] * of_block[action]
-        if last:
-            held_logits += of_logits[action]
-        if action == "F":
-            during = (held, held_logits)
-        moments = [during]
-        if last and action != "W":
-            moments.append((during[0], during[1] + loss.peak - loss.kept))
-        if action in "BI":
-            logits = during[1] - loss.kept + loss.after if last else during[1]
-            freed = around_loss if at.pp == 1 else 0
-            moments.append((during[0] + backward - freed, logits))
-        most = max(most, *moments, key=sum)
-    return most[0] + around_loss, most[1]
+        until_weights = pending if stage or rank.config.compile else 0.0
+        block_changes = {
+            "F": per_block,
+            "B": -per_block,
+            "I": until_weights,
+            "W": -per_block - until_weights,
+        }
+        block_bytes += blocks[stage] * block_changes[change]
+        if is_last_stage:
+            logit_bytes += logit_changes[change]
+        if change == "F":
+            current = (block_bytes, logit_bytes)
+        candidates = [current]
+        if is_last_stage and change != "W":
+            candidates.append((current[0], current[1] + loss.peak - loss.kept))
+        if change in "BI":
+            logits = current[1] - loss.kept + loss.rows_gradient if is_last_stage else current[1]
+            freed = outer_loss_bytes if rank.pp == 1 else 0
+            candidates.append((current[0] + backward - freed, logits))
+        peak = max(peak, *candidates, key=sum)
+    return peak[0] + outer_loss_bytes, peak[1]

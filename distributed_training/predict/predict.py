@@ -17,11 +17,11 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MAX_PROCESSES = 2**16
-RECORDED = (9, 0)  # compute capability of the GPUs on which the records were measured
+MEASURED_CAPABILITY = (9, 0)  # compute capability of the GPUs on which the records were measured
 # The largest of three memory estimates that fits: the upper end of the likely range ("yes"), the
 # prediction ("tight"), or the lower end ("unlikely"). "no" means that none of them fits.
-Room = Literal["yes", "tight", "unlikely", "no"]
-ROOMS: tuple[Room, ...] = get_args(Room)
+MemoryFit = Literal["yes", "tight", "unlikely", "no"]
+MEMORY_FITS: tuple[MemoryFit, ...] = get_args(MemoryFit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +50,26 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         what = f"--cluster {shown(text)} is not accepted"
         why = "it must be NODESxGPUSxGPU, GPUSxGPU, or NODESxGPUS with --gpu"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
-    nodes, here = [1] * (2 - len(numbers)) + numbers
-    if nodes * here > MAX_PROCESSES:
-        what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
+    nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
+    if nodes * gpus_per_node > MAX_PROCESSES:
+        what = f"--cluster {shown(text)} has {nodes * gpus_per_node:,} GPUs"
         raise UserError(what, fix=f"plan for at most {MAX_PROCESSES:,} GPUs")
-    kind = known_gpu(gpu or name)
+    gpu_spec = known_gpu(gpu or name)
     machine = Machine(
-        num_gpus=here,
-        gpu_name=kind.name,
-        gpu_memory_bytes=int(kind.memory_gib * GIB),
-        compute_capability=kind.compute_capability,
+        num_gpus=gpus_per_node,
+        gpu_name=gpu_spec.name,
+        gpu_memory_bytes=int(gpu_spec.memory_gib * GIB),
+        compute_capability=gpu_spec.compute_capability,
         ram_bytes=sys.maxsize,  # not known
-        num_cpus=8 * here,
-        power_w=kind.power_w,
+        num_cpus=8 * gpus_per_node,
+        power_w=gpu_spec.power_w,
     )
-    name = f"{here} x {kind.name}"
+    name = f"{gpus_per_node} x {gpu_spec.name}"
     return Cluster(
-        num_processes=nodes * here,
-        processes_a_node=here,
+        num_processes=nodes * gpus_per_node,
+        processes_a_node=gpus_per_node,
         machine=machine,
-        rates=rates_of(kind),
+        rates=rates_of(gpu_spec),
         name=f"{nodes} x {name}" if nodes > 1 else name,
         is_here=False,
     )
@@ -83,13 +83,13 @@ def this_machine(
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
-        guess = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
-        rates = measured_rates(f"cpu-x{processes_here}", guess)
+        estimated_rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
+        rates = measured_rates(f"cpu-x{processes_here}", estimated_rates)
     else:
         name = f"{num_processes} x {machine.gpu_name}"
-        known = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
-        if known is not None:
-            limited = limited_to(known, machine.power_w)
+        gpu_spec = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
+        if gpu_spec is not None:
+            limited = limited_to(gpu_spec, machine.power_w)
             rates = measured_rates(str(machine.gpu_name), rates_of(limited))
     return Cluster(
         num_processes=num_processes,
@@ -111,37 +111,37 @@ class Prediction:
     step: StepTime | None
 
     @property
-    def room(self) -> Room:
-        """Likelihood, as one of ROOMS, that the process that uses the most memory fits into GPU and
-        host memory."""
-        on_host = self.memory.host_bytes * self.plan.processes_here
-        return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
+    def memory_fit(self) -> MemoryFit:
+        """Likelihood, as one of MEMORY_FITS, that the process that uses the most memory fits into
+        GPU and host memory."""
+        host_bytes = self.memory.host_bytes * self.plan.processes_here
+        return self.gpu_memory_fit if host_bytes <= self.plan.machine.ram_bytes else "no"
 
     @property
-    def room_on_gpu(self) -> Room:
-        """Likelihood, as one of ROOMS, that the process that uses the most memory fits into its
-        GPU. The value is "yes" if there are no GPUs."""
+    def gpu_memory_fit(self) -> MemoryFit:
+        """Likelihood, as one of MEMORY_FITS, that the process that uses the most memory fits into
+        its GPU. The value is "yes" if there are no GPUs."""
         machine = self.plan.machine
-        least, most = self.memory.likely_bytes
-        if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
+        low_bytes, high_bytes = self.memory.likely_bytes
+        if machine.num_gpus == 0 or high_bytes <= machine.gpu_memory_bytes:
             return "yes"
         if self.memory.needed_bytes <= machine.gpu_memory_bytes:
             return "tight"
-        return "unlikely" if least <= machine.gpu_memory_bytes else "no"
+        return "unlikely" if low_bytes <= machine.gpu_memory_bytes else "no"
 
     @property
     def fits(self) -> bool:
         """True if the run may be started."""
-        return self.room != "no"
+        return self.memory_fit != "no"
 
     @property
-    def order(self) -> tuple[int, float]:
+    def sort_key(self) -> tuple[int, float]:
         """Sort key. Layouts that are more likely to fit come first. Layouts that are equally likely
         to fit are sorted from fastest to slowest, if times are known."""
-        return (ROOMS.index(self.room), self.step.seconds if self.step else 0.0)
+        return (MEMORY_FITS.index(self.memory_fit), self.step.seconds if self.step else 0.0)
 
     @property
-    def kind(self) -> str:
+    def bottleneck_kind(self) -> str:
         """Kind of the main bottleneck of a step. If the rates are known, the kind is a key of
         FITTED.likely_s, which contains the typical errors."""
         rates = self.rates
@@ -149,12 +149,16 @@ class Prediction:
             return "unknown"
         if rates.on_host and not rates.measured:
             return "cpu"
-        part = "host" if self.step.bound_by == "host" else "gpu"
-        if rates.on_host or part in rates.measured or self.step.bound_by in ("disk", "host RAM"):
+        measured_part = "host" if self.step.bound_by == "host" else "gpu"
+        if (
+            rates.on_host
+            or measured_part in rates.measured
+            or self.step.bound_by in ("disk", "host RAM")
+        ):
             return "other"
-        if part == "host":
+        if measured_part == "host":
             return "host"
-        if self.plan.machine.compute_capability != RECORDED:
+        if self.plan.machine.compute_capability != MEASURED_CAPABILITY:
             return "other"
         return "graph" if self.plan.config.cuda_graphs is True else "launched"
 
@@ -165,21 +169,21 @@ class Prediction:
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
-        known = FITTED.validated
+        measured_runs = FITTED.validated
         return (
-            plan.num_processes == plan.processes_here <= known.num_gpus
-            and plan.model.label in known.models
-            and plan.machine.compute_capability == RECORDED
+            plan.num_processes == plan.processes_here <= measured_runs.num_gpus
+            and plan.model.label in measured_runs.models
+            and plan.machine.compute_capability == MEASURED_CAPABILITY
         )
 
     @property
     def likely_shares(self) -> tuple[float, float]:
         """Lower and upper ends of the likely step time, relative to the predicted time."""
-        least, most = vars(FITTED.likely_s)[self.kind]
+        low, high = vars(FITTED.likely_s)[self.bottleneck_kind]
         if not self.validated:
-            wider = FITTED.unvalidated_s
-            least, most = min(least, wider[0]), max(most, wider[1])
-        return least, most
+            wider_range = FITTED.unvalidated_s
+            low, high = min(low, wider_range[0]), max(high, wider_range[1])
+        return low, high
 
     @property
     def likely_s(self) -> list[float] | None:
@@ -213,7 +217,7 @@ class Prediction:
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
-            "kind": self.kind,
+            "kind": self.bottleneck_kind,
             "validated": self.validated,
             "likely_s": self.likely_s,
             "likely_bytes": self.memory.likely_bytes,

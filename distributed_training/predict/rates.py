@@ -20,7 +20,7 @@ _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
 # units, source records and observed ranges.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
 TILES = ((128, 256), (256, 128))  # (rows, columns) of a tile in a matrix multiplication's result
-PARTS = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
+SPLIT_K = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
 
 
 def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
@@ -59,16 +59,16 @@ def rates_of(gpu: Gpu) -> Rates:
     Element-wise kernels are bound by memory bandwidth or, if the bandwidth is large, by the
     throughput of the multiprocessors."""
     shares = FITTED.gpu_shares
-    powers = vars(FITTED.full_power)
+    watts_by_generation = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)
-    needed_w = powers.get(generation, powers["others"]) * gpu.flops / 1e12
-    gemm = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
+    needed_w = watts_by_generation.get(generation, watts_by_generation["others"]) * gpu.flops / 1e12
+    gemm_flops = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
     bandwidth = shares.memory * gpu.memory_gb_s * 1e9
     return Rates(
-        gemm_flops=gemm,
+        gemm_flops=gemm_flops,
         fp32_gemm_flops=shares.gemm * gpu.fp32_tflops * 1e12,
         memory_bytes=min(bandwidth, FITTED.multiprocessor_bytes_per_s * gpu.num_sms),
-        attention_flops=shares.attention * gemm,
+        attention_flops=shares.attention * gemm_flops,
         link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
@@ -96,16 +96,16 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
     )
 
 
-def tiled(m: float, k: float, n: float, num_sms: int) -> float:
+def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
     """Return the number of scalar multiplications that a GPU performs for an m x k by k x n matrix
     multiplication. Each multiprocessor computes one tile of the result at a time, and all
     multiprocessors are assumed to compute the same number of tiles."""
     costs = []
-    for (rows, columns), parts in itertools.product(TILES, PARTS):
+    for (rows, columns), split_k in itertools.product(TILES, SPLIT_K):
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
-        waves = -(-tiles * parts // num_sms)
-        products = waves * num_sms * rows * columns * k / parts
-        costs.append(products if parts == 1 else FITTED.split_cost * products)
+        waves = -(-tiles * split_k // num_sms)
+        multiplications = waves * num_sms * rows * columns * k / split_k
+        costs.append(multiplications if split_k == 1 else FITTED.split_cost * multiplications)
     return min(costs)
 
 
@@ -124,23 +124,23 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
     measured: dict[str, Any] = {"measured": ("gpu",)}
     for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
-        products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
-        measured[name] = _product_rate(products, base.num_sms)
-    traffic = document["memory_bytes_per_s"]
+        matmuls = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
+        measured[name] = _matmul_rate(matmuls, base.num_sms)
+    bandwidths = document["memory_bytes_per_s"]
     if base.on_host:  # CPU caches make these rates differ
-        measured["memory_bytes"] = traffic["block"]
-        measured["head_memory_bytes"] = traffic["head"]
-        measured["update_memory_bytes"] = traffic["update"]
+        measured["memory_bytes"] = bandwidths["block"]
+        measured["head_memory_bytes"] = bandwidths["head"]
+        measured["update_memory_bytes"] = bandwidths["update"]
     else:
-        measured["memory_bytes"] = statistics.mean((traffic["gelu"], traffic["adamw"]))
+        measured["memory_bytes"] = statistics.mean((bandwidths["gelu"], bandwidths["adamw"]))
     longest = max(document["attention"], key=lambda entry: entry["length"])
-    slowed = 1 + FITTED.attention_half / longest["length"]
-    measured["attention_flops"] = longest["flops_per_s"]["both"] * slowed
+    slowdown = 1 + FITTED.attention_half / longest["length"]
+    measured["attention_flops"] = longest["flops_per_s"]["both"] * slowdown
     if document["collectives"]:
         measured |= _link_rates(document["collectives"], base.on_host)
-    block = document["seconds"].get("compiled_block")
-    if block is not None:
-        measured["host"] = host_costs(base.host, block / FITTED.launching_s.block)
+    block_s = document["seconds"].get("compiled_block")
+    if block_s is not None:
+        measured["host"] = host_costs(base.host, block_s / FITTED.launching_s.block)
         measured["measured"] = ("host", "gpu")
     return replace(
         base,
@@ -150,20 +150,20 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     )
 
 
-def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
+def _matmul_rate(matmuls: list[Mapping[str, Any]], num_sms: int) -> float:
     """Return the median FLOP/s of the largest matrix multiplications. FLOPs are counted for whole
     tiles."""
-    m = max(product["tokens"] for product in products)
+    m = max(matmul["tokens"] for matmul in matmuls)
     rates = []
-    for product in products:
-        if product["tokens"] < m:
+    for matmul in matmuls:
+        if matmul["tokens"] < m:
             continue
-        k = product["in"]
-        n = product["out"]
+        k = matmul["in"]
+        n = matmul["out"]
         shapes = {"forward": (m, k, n), "inputs": (m, n, k), "weights": (n, m, k)}
         for name, shape in shapes.items():
-            rate = product["flops_per_s"][name]
-            rates.append(rate * tiled(*shape, num_sms) / math.prod(shape))
+            rate = matmul["flops_per_s"][name]
+            rates.append(rate * tiled_multiplications(*shape, num_sms) / math.prod(shape))
     return statistics.median(rates)
 
 
@@ -175,8 +175,8 @@ def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str
     entries = [entry for entry in collectives if entry["members"] == members]
     entries.sort(key=lambda entry: entry["bytes"])
     largest = entries[-1]
-    sent = (members - 1) / members * largest["bytes"]
+    sent_bytes = (members - 1) / members * largest["bytes"]
     latency = min(entry["seconds"]["all_gather"] for entry in entries)
     if on_host:  # gloo's latencies differ and do not overlap
         latency = statistics.mean(entries[0]["seconds"].values()) / (members - 1) ** 0.5
-    return {"link_bytes": sent / largest["seconds"]["all_gather"], "link_latency_s": latency}
+    return {"link_bytes": sent_bytes / largest["seconds"]["all_gather"], "link_latency_s": latency}

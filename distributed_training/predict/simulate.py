@@ -10,85 +10,87 @@ from distributed_training.plan.orders import Operation, Step, find_orders
 from distributed_training.plan.plan import Draft
 
 
-def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
+def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
     """Return the duration in seconds of each (kind, stage). `stage_s`: durations of F, I and W for
     each stage."""
     return {
-        (kind, stage): took
+        (kind, stage): duration
         for stage, durations in enumerate(stage_s)
-        for kind, took in zip("FIW", durations, strict=True)
+        for kind, duration in zip("FIW", durations, strict=True)
     }
 
 
-def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
+def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
     """Map each operation to (the operation that needs its result, the time in seconds to send the
     result). The time is 0 if both operations run on the same rank. `ranks`: the rank of each
     stage."""
-    gives: dict[Step, tuple[Step, float]] = {}
-    for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
-        apart = 0.0 if rank == following else message_s
-        gives["F", stage] = ("F", stage + 1), apart
+    consumers: dict[Step, tuple[Step, float]] = {}
+    for stage, (rank, next_rank) in enumerate(itertools.pairwise(ranks)):
+        transfer_s = 0.0 if rank == next_rank else message_s
+        consumers["F", stage] = ("F", stage + 1), transfer_s
         for kind in "BI":
-            gives[kind, stage + 1] = (kind, stage), apart
-    return gives
+            consumers[kind, stage + 1] = (kind, stage), transfer_s
+    return consumers
 
 
 def simulate(
     orders: Sequence[Sequence[Step | Operation]],
     seconds: Mapping[Step, float],
-    gives: Mapping[Step, tuple[Step, float]],
-    launching: Mapping[Step, float] | None = None,
+    consumers: Mapping[Step, tuple[Step, float]],
+    launch_s: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
     """Return the (start, end) times of each operation in seconds, one pair per micro-batch. If the
-    orders deadlock, the returned mapping is empty. `gives`: the result of `flow`.
+    orders deadlock, the returned mapping is empty. `consumers`: the result of `map_consumers`.
 
-    `launching`: time in seconds that a rank's host needs to launch each operation. The host
+    `launch_s`: time in seconds that a rank's host needs to launch each operation. The host
     launches operations ahead of the GPU, and no operation ends on the GPU before its launch has
     ended."""
     # Times at which each micro-batch's input, or the gradient of its output, arrives
-    ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+    ready: dict[Step, list[float]] = {step: [] for step, _ in consumers.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
-    hosts = [0.0] * len(orders)
-    clock = [0.0] * len(orders)
-    left = [list(reversed(order)) for order in orders]
-    while any(left):
-        before = sum(map(len, left))
-        for rank, steps in enumerate(left):
-            end = clock[rank]
+    host_clocks = [0.0] * len(orders)
+    gpu_clocks = [0.0] * len(orders)
+    remaining = [list(reversed(order)) for order in orders]
+    while any(remaining):
+        num_remaining = sum(map(len, remaining))
+        for rank, steps in enumerate(remaining):
+            end = gpu_clocks[rank]
             while steps:
                 step = steps[-1][:2]
-                done = spans[step]
+                finished = spans[step]
                 begin = end
                 if step in ready:
-                    there = ready[step]
-                    if len(there) == len(done):
+                    arrivals = ready[step]
+                    if len(arrivals) == len(finished):
                         break
-                    if there[len(done)] > begin:
-                        begin = there[len(done)]
+                    if arrivals[len(finished)] > begin:
+                        begin = arrivals[len(finished)]
                 end = begin + seconds[step]
-                if launching:
-                    hosts[rank] += launching[step]
-                    end = max(end, hosts[rank])
-                done.append((begin, end))
-                if step in gives:
-                    to, message_s = gives[step]
-                    ready[to].append(end + message_s)
+                if launch_s:
+                    host_clocks[rank] += launch_s[step]
+                    end = max(end, host_clocks[rank])
+                finished.append((begin, end))
+                if step in consumers:
+                    consumer, message_s = consumers[step]
+                    ready[consumer].append(end + message_s)
                 steps.pop()
-            clock[rank] = end
-        if sum(map(len, left)) == before:
+            gpu_clocks[rank] = end
+        if sum(map(len, remaining)) == num_remaining:
             return {}
     return spans
 
 
-def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
+def total_duration(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
     """Return the time in seconds at which the last operation ends."""
     return max((times[-1][1] for times in spans.values()), default=math.inf)
 
 
-def expect_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
+def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
     """Return the expected (start, end) times of each operation in seconds, given the durations that
     the schedule search used."""
     assert plan.orders is not None
-    seconds = by_operation(plan.orders.stage_s)
-    spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))
+    seconds = durations_by_step(plan.orders.stage_s)
+    spans = simulate(
+        find_orders(plan), seconds, map_consumers(plan.layout.ranks, plan.orders.message_s)
+    )
     return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}

@@ -14,11 +14,17 @@ import numpy as np
 from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
-from distributed_training.predict.costs.loss import head
+from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.pp import message_s
-from distributed_training.predict.mechanism import Cost, Passes, Place, Timing, all_places
+from distributed_training.predict.mechanism import (
+    Cost,
+    PassCosts,
+    PipelineRank,
+    Timing,
+    pipeline_ranks,
+)
 from distributed_training.predict.rates import FITTED, Rates
-from distributed_training.predict.simulate import flow, length_of, simulate
+from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 
 
 class StepTime(NamedTuple):
@@ -30,59 +36,68 @@ class StepTime(NamedTuple):
 
 def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     """Estimate the time of one step."""
-    work = Work(plan, rates)
-    graph = work.config.cuda_graphs is True  # one launch per step
-    processes = all_places(plan)
-    costs = work.operations()
+    step = StepCosts(plan, rates)
+    is_graph = step.config.cuda_graphs is True  # one launch per step
+    ranks = pipeline_ranks(plan)
+    costs = step.operation_costs()
     orders = find_orders(plan)
     seconds = {key: float(cost.sum()) for key, cost in costs.items()}
-    gives = flow(plan.layout.ranks, message_s(work))
-    on_gpu = length_of(simulate(orders, seconds, gives))
-    busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
-    here = plan.processes_here
+    consumers = map_consumers(plan.layout.ranks, message_s(step))
+    gpu_passes_s = total_duration(simulate(orders, seconds, consumers))
+    busy_s = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
+    processes_here = plan.processes_here
     if rates.on_host:  # while a stage waits, other stages use its cores
-        on_gpu = max(sum(busy) / len(busy), on_gpu * min(1.0, plan.machine.num_cpus / here))
-    phase = on_gpu
-    if work.pp > 1 and not (graph or rates.on_host):  # each stage's host launches its operations
-        phase = length_of(simulate(orders, seconds, gives, work.launching()))
-    slowest = busy.index(max(busy))
-    process = processes[slowest]
-    spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
-    computing = sum(spent)
-    data = work.data_parallel(process, computing)
-    update = work.update(process)
-    step_host, waits = work.host_step(process)
-    launching = 0.0
-    if not graph:
-        blocks = max(other.num_blocks for other in processes)
-        launching = work.host_block() * blocks * work.micro_batches + step_host
-    gpu = phase + data + update
-    learning = max(other.learning for other in processes)
+        gpu_passes_s = max(
+            sum(busy_s) / len(busy_s),
+            gpu_passes_s * min(1.0, plan.machine.num_cpus / processes_here),
+        )
+    passes_s = gpu_passes_s
+    if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations
+        passes_s = total_duration(simulate(orders, seconds, consumers, step.launch_s()))
+    slowest = busy_s.index(max(busy_s))
+    slowest_rank = ranks[slowest]
+    seconds_by_resource = np.sum(
+        [costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0
+    ).tolist()
+    computing_s = sum(seconds_by_resource)
+    data_parallel_s = step.data_parallel_s(slowest_rank, computing_s)
+    update_s = step.update_s(slowest_rank)
+    host_step_s, hook_wait_s = step.host_step_s(slowest_rank)
+    launch_s = 0.0
+    if not is_graph:
+        max_blocks = max(other.num_blocks for other in ranks)
+        launch_s = step.host_block_s() * max_blocks * step.num_microbatches + host_step_s
+    gpu_s = passes_s + data_parallel_s + update_s
+    most_parameters = max(other.trained_parameters for other in ranks)
     off_device = {"host RAM": 0.0, "disk": 0.0}
-    for mechanism in work.mechanisms:
-        off_device |= mechanism.off_device(work, learning)
-    total = gpu + launching if rates.on_host else max(gpu, launching)
-    total += waits
-    total += sum(off_device.values())
-    parts = dict(zip(("arithmetic", "memory", "network"), spent, strict=True))
-    parts["memory"] += update
-    parts["network"] += data
-    parts["bubble"] = max(0.0, on_gpu - computing) if work.pp > 1 else 0.0
-    parts |= off_device
-    parts["host"] = max(0.0, total - sum(parts.values()))
-    return StepTime(total, max(parts, key=lambda name: parts[name]))
+    for mechanism in step.mechanisms:
+        off_device |= mechanism.off_device_s(step, most_parameters)
+    total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
+    total_s += hook_wait_s
+    total_s += sum(off_device.values())
+    seconds_by_bottleneck = dict(
+        zip(("arithmetic", "memory", "network"), seconds_by_resource, strict=True)
+    )
+    seconds_by_bottleneck["memory"] += update_s
+    seconds_by_bottleneck["network"] += data_parallel_s
+    seconds_by_bottleneck["bubble"] = max(0.0, gpu_passes_s - computing_s) if step.pp > 1 else 0.0
+    seconds_by_bottleneck |= off_device
+    seconds_by_bottleneck["host"] = max(0.0, total_s - sum(seconds_by_bottleneck.values()))
+    return StepTime(
+        total_s, max(seconds_by_bottleneck, key=lambda name: seconds_by_bottleneck[name])
+    )
 
 
-class Work(Timing):
+class StepCosts(Timing):
     """Times and costs of the individual parts of a plan's step."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan, rates)
         self.mechanisms = used_by(plan)
 
-    def operations(self) -> dict[Step, Cost]:
+    def operation_costs(self) -> dict[Step, Cost]:
         """Return the cost of each kind of operation on each stage, for one micro-batch."""
-        forward, inputs, weights = self.block()
+        forward, inputs, weights = self.block_costs()
         blocks = self.plan.layout.blocks_per_stage
         costs = {}
         for stage, number in enumerate(blocks):
@@ -90,71 +105,75 @@ class Work(Timing):
             costs["I", stage] = number * inputs
             costs["W", stage] = number * weights  # only for the blocks' matrices
             if stage == len(blocks) - 1:
-                of_head = head(self)
-                costs["F", stage] += of_head[0]
-                costs["I", stage] += of_head[1] + of_head[2]
+                passes_of_head = head_costs(self)
+                costs["F", stage] += passes_of_head[0]
+                costs["I", stage] += passes_of_head[1] + passes_of_head[2]
             costs["B", stage] = costs["I", stage] + costs["W", stage]
         return costs
 
-    def block(self) -> Passes:
+    def block_costs(self) -> PassCosts:
         """Return the costs of one block for one micro-batch."""
-        costs = sum((mechanism.block(self) for mechanism in self.mechanisms), np.zeros((3, 3)))
+        costs = sum(
+            (mechanism.block_costs(self) for mechanism in self.mechanisms), np.zeros((3, 3))
+        )
         forward, inputs, weights = costs
-        weights += self.moving(self._gradient_bytes())
-        weights *= self.trained
+        weights += self.memory_cost(self._gradient_bytes())
+        weights *= self.trained_share
         for mechanism in self.mechanisms:
-            for cost in mechanism.again(self, forward):
+            for cost in mechanism.recomputed_costs(self, forward):
                 inputs += cost
         return costs
 
     def _gradient_bytes(self) -> float:
         """Return the number of bytes that are read and written per micro-batch for a block's
         gradients and rounded weights."""
-        whole = self.size.block_parameters
-        split = self.size.block_parameters_split
-        per_parameter = sum(mechanism.moved(self) for mechanism in self.mechanisms)
-        return per_parameter * (whole - split + split / self.tp)
+        block_parameters = self.size.block_parameters
+        split_parameters = self.size.block_parameters_split
+        per_parameter = sum(mechanism.moved_bytes(self) for mechanism in self.mechanisms)
+        return per_parameter * (block_parameters - split_parameters + split_parameters / self.tp)
 
-    def update(self, process: Place) -> float:
+    def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
-        return sum(mechanism.updated(process) for mechanism in self.mechanisms) / rate
+        return sum(mechanism.update_bytes(process) for mechanism in self.mechanisms) / rate
 
-    def data_parallel(self, process: Place, computing: float) -> float:
+    def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
         """Return the time in seconds that data-parallel exchanges add to the computation time."""
         steps = self.plan.steps_between_exchanges
-        times = 1 / steps if steps else (process.num_blocks + 1.0) * self.rounds
+        num_collectives = (
+            1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
+        )
         seconds = sum(
-            self.collective(axis, kind, size, times)
+            self.collective_s(axis, operation, size, num_collectives)
             for mechanism in self.mechanisms
-            for (axis, kind), size in mechanism.exchange(process).items()
+            for (axis, operation), size in mechanism.data_parallel_traffic(process).items()
             if self.mesh[axis] > 1
         )
         if self.pp > 1 or steps:  # no overlap: they run after the pipeline phase or the update
             return seconds
-        overlapped = min(seconds, computing)
+        overlapped = min(seconds, computing_s)
         return FITTED.interference * overlapped + seconds - overlapped
 
-    def launching(self) -> dict[Step, float]:
+    def launch_s(self) -> dict[Step, float]:
         """Return the time in seconds that the host needs to launch each operation on each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
-            (kind, stage): self.host_block() * number * share + self.rates.host.exchange
+            (kind, stage): self.host_block_s() * number * share + self.rates.host.exchange
             for stage, number in enumerate(self.plan.layout.blocks_per_stage)
             for kind, share in shares.items()
         }
 
-    def host_block(self) -> float:
+    def host_block_s(self) -> float:
         """Return the time in seconds that the host needs to launch the forward and backward passes
         of one block, including the block's exchanges."""
-        exchanges = sum(mechanism.launches(self) for mechanism in self.mechanisms)
+        exchanges = sum(mechanism.num_launches(self) for mechanism in self.mechanisms)
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
-    def host_step(self, process: Place) -> tuple[float, float]:
+    def host_step_s(self, process: PipelineRank) -> tuple[float, float]:
         """Return (seconds of host work outside the blocks, seconds that the GPU waits for
         hooks)."""
         host = self.rates.host
-        calls = [mechanism.hooks(process, self.rates) for mechanism in self.mechanisms]
-        visits, waits = map(sum, zip(*calls, strict=True))
-        tensors = host.tensor * self.size.block_tensors * process.num_blocks
-        return host.step + tensors * visits, waits
+        calls = [mechanism.hook_costs(process, self.rates) for mechanism in self.mechanisms]
+        hook_calls, wait_s = map(sum, zip(*calls, strict=True))
+        seconds_per_call = host.tensor * self.size.block_tensors * process.num_blocks
+        return host.step + seconds_per_call * hook_calls, wait_s

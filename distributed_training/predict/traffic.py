@@ -5,32 +5,34 @@ from collections import Counter, defaultdict
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
-from distributed_training.predict.mechanism import Bytes, Place, all_places, sent_bytes
+from distributed_training.predict.mechanism import PipelineRank, Traffic, pipeline_ranks, sent_bytes
 
 
-def tensor_bytes(at: Place) -> Bytes:
+def tensor_bytes(rank: PipelineRank) -> Traffic:
     """Return the number of bytes that a process exchanges per step, by axis and operation.
     Exchanges of at most 8 bytes are omitted."""
-    total: Bytes = Counter()
-    for mechanism in used_by(at.plan):
-        total += mechanism.traffic(at) + mechanism.exchange(at)
+    total: Traffic = Counter()
+    for mechanism in used_by(rank.plan):
+        total += mechanism.layer_traffic(rank) + mechanism.data_parallel_traffic(rank)
     return total
 
 
-def sent_by_kind(at: Place) -> dict[str, float]:
+def sent_by_operation(rank: PipelineRank) -> dict[str, float]:
     """Return the number of bytes that a process sends per step, by axis and operation. The keys are
     strings such as "tp all_reduce"."""
     return {
-        f"{axis} {kind}": sent_bytes(kind, size, 2 if axis == "pp" else at.mesh[axis])
-        for (axis, kind), size in sorted(tensor_bytes(at).items())
+        f"{axis} {operation}": sent_bytes(operation, size, 2 if axis == "pp" else rank.mesh[axis])
+        for (axis, operation), size in sorted(tensor_bytes(rank).items())
     }
 
 
 def sent_by_axis(plan: Draft) -> dict[str, float]:
     """Return the number of bytes that a process sends per step over each axis. The process is on
     the pipeline rank whose processes send the most."""
-    most = max(map(sent_by_kind, all_places(plan)), key=lambda sent: sum(sent.values()))
+    sent_bytes_by_operation = max(
+        map(sent_by_operation, pipeline_ranks(plan)), key=lambda sent: sum(sent.values())
+    )
     by_axis: dict[str, float] = defaultdict(float)
-    for name, size in most.items():
+    for name, size in sent_bytes_by_operation.items():
         by_axis[name.split()[0]] += size
     return dict(by_axis)

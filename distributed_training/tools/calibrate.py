@@ -21,11 +21,11 @@ from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.costs.block import BACKWARD_ATTENTION
-from distributed_training.predict.costs.loss import head
+from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.precision import MOMENT_BYTES, UPDATE_BYTES
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
-from distributed_training.predict.speed import Work
+from distributed_training.predict.speed import StepCosts
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import build_config
@@ -153,7 +153,7 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     # term equals the number of bytes.
     unit_rates = dict.fromkeys(("block", "head", "update"), 1.0)
     calibration = {**measured, "memory_bytes_per_s": unit_rates}
-    work = Work(
+    step = StepCosts(
         plan,
         from_calibration(
             calibration, cpu_rates(machine.num_cpus, 1, has_bf16=machine.cpu_has_bf16)
@@ -161,7 +161,7 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     )
     bytes_per_parameter = UPDATE_BYTES + 2 * MOMENT_BYTES["adamw"]
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
-    for name, costs in (("block", work.block()), ("head", head(work))):
+    for name, costs in (("block", step.block_costs()), ("head", head_costs(step))):
         arithmetic, memory, _ = np.sum(costs, axis=0)
         # Matrix multiplications alone can be slower than in the model. Memory traffic is assumed to
         # take at least a tenth of the time.

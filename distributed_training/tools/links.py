@@ -26,7 +26,7 @@ from torch.utils.benchmark import Timer
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.plan.layout import show_axes
-from distributed_training.predict.mechanism import TURNS, sent_bytes
+from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
 from distributed_training.records.display import duration, short_path
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import RENDEZVOUS_S
@@ -155,13 +155,13 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             (sent_bytes(operation, entry["bytes"], members), entry["seconds"][operation])
             for entry in entries
         ]
-        for operation in TURNS
+        for operation in RING_TURNS
     }
     message_s, message_rate, _ = fit_line(lines["send"])
     summary = {}
     for operation, line in lines.items():
         latency, rate, error = fit_line(line)
-        ring_s = max(1, TURNS[operation] * (members - 1)) * message_s
+        ring_s = max(1, RING_TURNS[operation] * (members - 1)) * message_s
         points = [
             {
                 "bytes": size,
@@ -186,7 +186,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     panels: Any = figure.subplots(2, 3, sharex=True, sharey=True)
-    for axes, operation in zip(panels.flat, TURNS, strict=True):
+    for axes, operation in zip(panels.flat, RING_TURNS, strict=True):
         for index, (axis, axis_group) in enumerate(groups.items()):
             points = axis_group["operations"][operation]["points"]
             curves: list[Any] = []
@@ -218,11 +218,11 @@ def main(options: argparse.Namespace) -> int:
         largest = (options.largest or LARGEST_MIB[device_type]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
         if process.rank == 0:
-            num_figures = len(members) * len(sizes) * len(TURNS)
+            num_figures = len(members) * len(sizes) * len(RING_TURNS)
             seconds = num_figures * group.budget_s
             print(f"Taking {num_figures} measurements: {duration(seconds)}.", flush=True)
         for axis, axis_members in members.items():
-            entries = time_group(group, axis_members, sizes, TURNS)
+            entries = time_group(group, axis_members, sizes, RING_TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
     if process.rank > 0:
         return 0

@@ -20,7 +20,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
-    ROOMS,
+    MEMORY_FITS,
     Cluster,
     Prediction,
     parse_cluster,
@@ -114,7 +114,7 @@ def run(
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
-    fitting = [choice for choice in choices if choice.room in ("yes", "tight")]
+    fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")]
     if not fitting:
         raise _fits_nowhere(choices, cluster)
     picks = pick(fitting)
@@ -176,7 +176,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """Return an error that names the layout with the lowest memory requirement and says how much
     memory this layout needs. Raises UserError if only the RAM is too small."""
-    if fit_on_gpu := [choice for choice in choices if choice.room_on_gpu != "no"]:
+    if fit_on_gpu := [choice for choice in choices if choice.gpu_memory_fit != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
@@ -249,7 +249,7 @@ def _rank(
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices
     for mode in MODES[1:]:
-        too_large = {layout_name(c.plan): c for c in choices if c.room != "yes"}
+        too_large = {layout_name(c.plan): c for c in choices if c.memory_fit != "yes"}
         if not too_large:
             break
 
@@ -261,17 +261,17 @@ def _rank(
             name: choice
             for choice in recomputed
             if (name := layout_name(choice.plan)) in too_large
-            and ROOMS.index(choice.room) < ROOMS.index(too_large[name].room)
+            and MEMORY_FITS.index(choice.memory_fit) < MEMORY_FITS.index(too_large[name].memory_fit)
         }
         choices = [better.get(layout_name(choice.plan), choice) for choice in choices]
-    return sorted(choices, key=lambda choice: choice.order)
+    return sorted(choices, key=lambda choice: choice.sort_key)
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
     """Return a layout as a dictionary for --json. `memory_bytes` maps each component to a list of
     its sizes in bytes, one per rank."""
     plan = choice.plan
-    stages = choice.memory.by_place
+    stages = choice.memory.by_rank
     ranks_per_stage = plan.num_processes // len(stages)
     by_rank = {
         component: [stage[component] for stage in stages for _ in range(ranks_per_stage)]

@@ -52,10 +52,10 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
     needed_text = count(memory.needed_bytes / GIB)
     first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
     if not every:
-        tight = "" if choice.room == "yes" else f"{choice.room} "
+        tight = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
         return {**first_cells, "GiB": f"{tight}{needed_text}", **speed}
     gibs = {name: count(size / GIB) for name, size in sizes.items()}
-    return {**first_cells, "fits": choice.room, "GiB": needed_text, **gibs, **speed}
+    return {**first_cells, "fits": choice.memory_fit, "GiB": needed_text, **gibs, **speed}
 
 
 def _layout_and_mode(choice: Prediction) -> str:
@@ -83,9 +83,9 @@ def legend(
         lines.append("+selective, +full: fits only with this value of activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
     lines.append(f"GiB: memory of the process with the highest memory use{components}")
-    if any(choice.room == "tight" for choice in choices):
+    if any(choice.memory_fit == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
-    if any(choice.room == "unlikely" for choice in choices):
+    if any(choice.memory_fit == "unlikely" for choice in choices):
         lines.append("unlikely: predicted to need more memory than the GPU has")
     lines.append("likely: typical error of the predicted time for similar runs")
     if any(not choice.validated for choice in choices):

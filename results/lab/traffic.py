@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.mesh import Topology
-from distributed_training.predict.mechanism import Place, sent_bytes
-from distributed_training.predict.traffic import sent_by_kind
+from distributed_training.predict.mechanism import PipelineRank, sent_bytes
+from distributed_training.predict.traffic import sent_by_operation
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
@@ -170,7 +170,7 @@ def count_step(run: Run) -> dict[str, Any]:
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
-        "formula_sent_bytes": sent_by_kind(Place(run.plan, topology.pp_rank)),
+        "formula_sent_bytes": sent_by_operation(PipelineRank(run.plan, topology.pp_rank)),
     }
 
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.mesh import Topology
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.mechanism import Place, sent_bytes
+from distributed_training.predict.mechanism import PipelineRank, sent_bytes
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.traffic import sent_by_axis, tensor_bytes
 from distributed_training.settings.files import ROOT
@@ -31,7 +31,7 @@ RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_tex
 
 def place_of(config, processes, rank):
     plan = draft_plan(config, this_machine(CPU_MACHINE, processes, processes))
-    return Place(plan, cpu_topology(plan, rank).pp_rank)
+    return PipelineRank(plan, cpu_topology(plan, rank).pp_rank)
 
 
 @pytest.mark.parametrize("name", RECORD["cases"])

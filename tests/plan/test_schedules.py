@@ -9,7 +9,7 @@ import pytest
 from distributed_training.plan.orders import build_orders, read_order, time_orders
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.plan.zb_v import mid_durations
-from distributed_training.predict.simulate import flow, length_of, simulate
+from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 from distributed_training.settings.files import ROOT
 
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
@@ -33,9 +33,9 @@ def test_messages_take_time_only_between_processes():
     stages, all operations run in sequence."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
-    assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
+    assert total_duration(simulate(orders, seconds, map_consumers((0, 1), 0.25))) == 6.5
     alone = [orders[0][:1] + orders[1] + orders[0][1:]]
-    assert length_of(simulate(alone, seconds, flow((0, 0), 0.25))) == 6.0
+    assert total_duration(simulate(alone, seconds, map_consumers((0, 0), 0.25))) == 6.0
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -53,7 +53,7 @@ def test_orders_are_complete_and_match_the_closed_forms(name):
         done = [operation for order in orders for operation in order]
         assert sorted(done) == sorted(itertools.product(kinds, range(len(ranks)), range(m)))
         seconds = {(kind, s): lengths[kind] for kind in kinds for s in range(len(ranks))}
-        length = length_of(simulate(orders, seconds, flow(ranks, 0.0)))
+        length = total_duration(simulate(orders, seconds, map_consumers(ranks, 0.0)))
         busy = sum(seconds[kind, stage] for kind, stage, _ in done)
         bubble = schedule.bubble(p, m)
         if bubble is not None:

@@ -133,7 +133,7 @@ def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
     ):  # fmt: skip
         plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
-        assert predict(plan, None).room == room
+        assert predict(plan, None).memory_fit == room
     small = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=least - 1), model="gpt2")
     with refused("gpt2 under dp needs", "GiB per GPU", "NVIDIA H200 has", "set ", "--force"):
         check_fit(small)

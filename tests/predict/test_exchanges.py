@@ -6,7 +6,7 @@ import pytest
 
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import as_chosen, best_layout, rank_layouts
-from distributed_training.predict.mechanism import all_places
+from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict, this_machine
 from tests.planner.helpers import merged
@@ -62,8 +62,8 @@ def test_settings_that_combine_with_buckets_and_prefetch():
         estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)
     )
-    block = one.by_place[0]["copies"] - none.by_place[0]["copies"]
-    assert three.by_place[0]["copies"] - one.by_place[0]["copies"] == pytest.approx(2 * block) != 0
+    block = one.by_rank[0]["copies"] - none.by_rank[0]["copies"]
+    assert three.by_rank[0]["copies"] - one.by_rank[0]["copies"] == pytest.approx(2 * block) != 0
 
 
 def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
@@ -88,7 +88,7 @@ def test_bytes_of_optimizer_state_and_checkpoint():
         plan = plan_of(**values)
         whole = estimate_state(plan)["parameters"] / 4
         assert estimate_state(plan)["optimizer"] == optimizer * whole
-        assert estimate_copy(plan, all_places(plan)) == copied * whole
+        assert estimate_copy(plan, pipeline_ranks(plan)) == copied * whole
 
 
 def test_fewer_bytes_pay_off_only_on_slow_links():

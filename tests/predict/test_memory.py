@@ -9,7 +9,7 @@ import pytest
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.predict.mechanism import all_places
+from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.predict.rates import FITTED
@@ -52,7 +52,7 @@ def test_rank_0_of_a_v_schedule_has_the_first_and_last_stage(tmp_path):
     """In a V-shaped schedule, rank 0 has the first and the last stage. These contain blocks 0 and
     11, the embeddings, the final norm and the tied output layer."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
-    parts = peak(tmp_path, 2, **words).by_place[0]
+    parts = peak(tmp_path, 2, **words).by_rank[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
 
 
@@ -91,7 +91,7 @@ def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
     micro-batches."""
     words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
     few, many = (
-        [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_place]
+        [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_rank]
         for schedule in ({"pipeline_schedule": "1f1b"}, {"pipeline_schedule": "gpipe"})
     )
     assert few == sorted(few, reverse=True)
@@ -162,7 +162,7 @@ def state(strategy, precision="bf16", **axes):
     config = build_config({**values, **axes})
     cluster = parse_cluster(f"{math.prod(mesh.values())}xH200")
     plan = dataclasses.replace(draft_plan(config, cluster), strategy=strategy)
-    fullest = max(process.parameters for process in all_places(plan))
+    fullest = max(process.parameters for process in pipeline_ranks(plan))
     return tuple(size / fullest for size in estimate_state(plan).values())
 
 

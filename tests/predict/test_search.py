@@ -16,13 +16,13 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.predict.simulate import (
-    by_operation,
-    expect_spans,
-    flow,
-    length_of,
+    durations_by_step,
+    map_consumers,
+    predict_spans,
     simulate,
+    total_duration,
 )
-from distributed_training.predict.speed import Work
+from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
@@ -44,7 +44,9 @@ def search_order(*durations):
 
 def length(found, seconds, message=MESSAGE):
     ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
-    return length_of(simulate(found, by_operation(seconds), flow(ranks, message)))
+    return total_duration(
+        simulate(found, durations_by_step(seconds), map_consumers(ranks, message))
+    )
 
 
 def held(order, blocks):
@@ -121,15 +123,15 @@ def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypat
     plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
     as_json = TypeAdapter(Draft)
     for cluster, plan in zip((slow, quick), plans, strict=True):
-        costs = Work(plan, cluster.rates).operations()
-        spans = expect_spans(plan)
+        costs = StepCosts(plan, cluster.rates).operation_costs()
+        spans = predict_spans(plan)
         for (kind, stage, _), (begin, end) in spans.items():
             assert end - begin == pytest.approx(costs[kind, stage].sum())
         found, m = orders.find_orders(plan), plan.batch.num_microbatches
         assert set(found[0]) == set(orders.build_orders("zb-v", 2, m)[0])
         monkeypatch.setattr(choose, "search_orders", None)
         read = as_json.validate_json(as_json.dump_json(plan))
-        assert (orders.find_orders(read), expect_spans(read)) == (found, spans)
+        assert (orders.find_orders(read), predict_spans(read)) == (found, spans)
 
 
 def lowered(plan):
@@ -199,7 +201,7 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, mor
     message that is produced later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
-    ranks, spans = plan.layout.ranks, expect_spans(plan)
+    ranks, spans = plan.layout.ranks, predict_spans(plan)
     before = lowered(plan)
     found = {
         rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()

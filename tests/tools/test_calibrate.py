@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.predict.rates import FITTED, cpu_rates, from_calibration, tiled
+from distributed_training.predict.rates import (
+    FITTED,
+    cpu_rates,
+    from_calibration,
+    tiled_multiplications,
+)
 from distributed_training.predict.speed import estimate_step
 from distributed_training.tools import calibrate, links
 from tests.conftest import heavy_pool
@@ -56,7 +61,10 @@ def test_rates_are_recovered_from_measured_times():
     links of 100 GB/s, and a slow host."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
-    seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}
+    seen = {
+        name: flops * math.prod(shape) / tiled_multiplications(*shape, 100)
+        for name, shape in shapes.items()
+    }
     products = [
         {"tokens": tokens, "in": k, "out": n, "dtype": dtype, "flops_per_s": seen}
         for dtype in ("torch.bfloat16", "torch.float32")

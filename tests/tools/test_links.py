@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from distributed_training.predict.mechanism import TURNS, sent_bytes
+from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
 from distributed_training.tools.links import Link, describe, fit_line, mesh_of, pairs, summarize
 from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused
@@ -31,7 +31,7 @@ def test_neither_latency_nor_rate_is_below_zero(points, latency):
 
 def test_fitted_links_reproduce_the_times_of_the_ring_formula():
     """Simulate four processes whose links have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
-    messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
+    messages = dict.fromkeys(RING_TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
     for size in (2**12, 2**20, 2**26):
         seconds = {
@@ -59,7 +59,7 @@ def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
         "dp_replicate": 2, "tp": 2, "all": 4,
     }  # fmt: skip
     for group in record["groups"].values():
-        assert set(group["operations"]) == set(TURNS)
+        assert set(group["operations"]) == set(RING_TURNS)
         for row in group["operations"].values():
             assert [point["bytes"] for point in row["points"]] == [4**n for n in range(5, 11)]
             assert all(point["seconds"] > 0 for point in row["points"])

@@ -40,4 +40,4 @@ MECHANISMS = (
 
 def used_by(plan: Draft) -> list[Mechanism]:
     """Return the mechanisms that a plan uses."""
-    return [mechanism for mechanism in MECHANISMS if mechanism.used(plan)]
+    return [mechanism for mechanism in MECHANISMS if mechanism.is_used(plan)]

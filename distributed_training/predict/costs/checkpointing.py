@@ -4,57 +4,59 @@ pass recomputes the others. This module does not import torch."""
 from collections.abc import Sequence
 
 from distributed_training.predict.costs import block, lora, tp
-from distributed_training.predict.mechanism import Cost, Mechanism, Place, Timing
+from distributed_training.predict.mechanism import Cost, Mechanism, PipelineRank, Timing
 
 
-def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
+def forward_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the forward pass. Only uncompiled blocks with adapters repeat
     the last matrix multiplication. Compiled blocks with adapters also save half of the adapters'
     cost."""
-    last = block.last_product(at)
-    if at.config.compile:
-        return forward, -(last + (0 if at.trained else lora.block(at)[0] / 2))
-    return (forward, -last) if at.trained else (forward,)
+    last_gemm = block.last_gemm_cost(timing)
+    if timing.config.compile:
+        return forward, -(
+            last_gemm + (0 if timing.trained_share else lora.adapter_costs(timing)[0] / 2)
+        )
+    return (forward, -last_gemm) if timing.trained_share else (forward,)
 
 
-def elementwise_again(at: Timing, forward: Cost) -> Sequence[Cost]:
+def elementwise_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the element-wise operations and half of the exchanges over
     tp."""
-    return (block.elementwise(at)[0] + 0.5 * tp.exchange_in_block(at),)
+    return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
 
 
-def between_blocks(at: Place) -> float:
+def boundary_bytes(rank: PipelineRank) -> float:
     """Return the size in bytes of a block's input, or of the gradient of its output."""
-    return at.hidden * at.between
+    return rank.hidden_bytes * rank.hidden_share
 
 
-def kept_selectively(at: Place) -> float:
+def selective_activation_bytes(rank: PipelineRank) -> float:
     """Return the total size in bytes of a block's input and of the results of its attention and
     matrix multiplications. The last result is not needed for any gradient, and only uncompiled
     blocks keep it."""
-    if at.size.traced is not None:
-        return at.traced_bytes("kept", "selective")
-    returned = (at.size.values_in + at.size.attention_width) / at.size.hidden_size
-    values = (2 if at.config.compile else 3) * at.between + returned / at.tp
-    return at.hidden * values + block.statistics_bytes(at)
+    if rank.size.traced is not None:
+        return rank.traced_bytes("kept", "selective")
+    split_outputs = (rank.size.values_in + rank.size.attention_width) / rank.size.hidden_size
+    values = (2 if rank.config.compile else 3) * rank.hidden_share + split_outputs / rank.tp
+    return rank.hidden_bytes * values + block.statistics_bytes(rank)
 
 
 # The incoming gradient needs memory in addition to everything that the block keeps. In a recomputed
 # block, the gradient takes the memory of the block's input.
 NONE = Mechanism(
-    used=lambda plan: plan.config.activation_checkpointing == "none",
-    kept=block.kept,
-    backward=between_blocks,
+    is_used=lambda plan: plan.config.activation_checkpointing == "none",
+    activation_bytes=block.activation_bytes,
+    backward_bytes=boundary_bytes,
 )
 FULL = Mechanism(
-    used=lambda plan: plan.config.activation_checkpointing == "full",
-    kept=between_blocks,
-    backward=block.kept,
-    again=all_again,
+    is_used=lambda plan: plan.config.activation_checkpointing == "full",
+    activation_bytes=boundary_bytes,
+    backward_bytes=block.activation_bytes,
+    recomputed_costs=forward_again,
 )
 SELECTIVE = Mechanism(
-    used=lambda plan: plan.config.activation_checkpointing == "selective",
-    kept=kept_selectively,
-    backward=block.kept,
-    again=elementwise_again,
+    is_used=lambda plan: plan.config.activation_checkpointing == "selective",
+    activation_bytes=selective_activation_bytes,
+    backward_bytes=block.activation_bytes,
+    recomputed_costs=elementwise_again,
 )

@@ -3,43 +3,60 @@ PyTorch's DDP or by a strategy's own engine. This module does not import torch."
 
 from collections import Counter
 
-from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PipelineRank,
+    StepPoint,
+    Traffic,
+)
 from distributed_training.settings.keys import Options
 
 
-def exchange(at: Place) -> Bytes:
+def gradient_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic per step for averaging gradients. If an engine instead averages parameters
     every few steps, return the mean traffic per step."""
-    kinds = {"all_reduce": 2 * at.learning}
-    if at.config.gradient_compression == "none":
-        matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
-        values = at.plan.engine_options
-        options = at.strategy.options(values) if values else Options()
-        kinds = options.sent_bytes(at.learning, matrices, at.mesh["dp_replicate"])
-    steps = at.plan.steps_between_exchanges or 1
-    return Counter({("dp_replicate", kind): sent // steps for kind, sent in kinds.items()})
+    bytes_by_operation = {"all_reduce": 2 * rank.trained_parameters}
+    if rank.config.gradient_compression == "none":
+        matrices = (
+            _matrix_shapes(rank) * rank.trained_share
+        )  # adapters are as small as compressed matrices
+        values = rank.plan.engine_options
+        options = rank.strategy.options(values) if values else Options()
+        bytes_by_operation = options.sent_bytes(
+            rank.trained_parameters, matrices, rank.mesh["dp_replicate"]
+        )
+    steps = rank.plan.steps_between_exchanges or 1
+    return Counter(
+        {
+            ("dp_replicate", operation): num_bytes // steps
+            for operation, num_bytes in bytes_by_operation.items()
+        }
+    )
 
 
-def _matrices(at: Place) -> list[tuple[int, int]]:
+def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
     """Return the (rows, columns) of each matrix in the model."""
-    size = at.size
+    size = rank.size
     hidden = size.hidden_size
-    tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
+    vocabulary_matrices = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
     positions = (size.position_parameters // hidden, hidden)
-    return [*size.block_matrices] * at.num_blocks + [*tables, positions]
+    return [*size.block_matrices] * rank.num_blocks + [*vocabulary_matrices, positions]
 
 
-def held(at: Place, moment: Moment, state: Parts) -> Parts:
+def gradient_sum_bytes(
+    rank: PipelineRank, point: StepPoint, state: ComponentBytes
+) -> ComponentBytes:
     """Return the size in bytes of the gradient sum. Until the last micro-batch, this sum exists in
     addition to the buckets."""
-    return {"buffers": state["gradients"]} if at.has_buckets and at.micro_batches > 1 else {}
+    return {"buffers": state["gradients"]} if rank.has_buckets and rank.num_microbatches > 1 else {}
 
 
 # Scaled gradients are copied into the buckets once per step.
 DP = Mechanism(
-    used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
-    held=held,
-    gradients=lambda at, moment: at.has_buckets,
-    exchange=exchange,
-    moved=lambda at: 8 / at.micro_batches if at.has_buckets else 0,
+    is_used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
+    additional_bytes=gradient_sum_bytes,
+    gradient_share=lambda rank, point: rank.has_buckets,
+    data_parallel_traffic=gradient_traffic,
+    moved_bytes=lambda rank: 8 / rank.num_microbatches if rank.has_buckets else 0,
 )

@@ -4,51 +4,69 @@ over dp_replicate. This module does not import torch."""
 from collections import Counter
 
 from distributed_training.predict.costs.lora import base_bytes
-from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PipelineRank,
+    StepPoint,
+    Traffic,
+)
 
 
-def exchange(at: Place) -> Bytes:
+def shard_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic for gathering each block before its forward and backward passes in every
     micro-batch, and for reduce-scattering its gradients. In a pipeline, these collectives run once
     per step, before and after the pipeline's passes."""
-    traffic: Bytes = Counter()
-    if at.shards > 1:
-        around = at.width * at.around
-        blocks = base_bytes(at) - around + at.width * at.adapters
-        traffic["dp_shard", "all_gather"] = at.rounds * ((1 if at.pp > 1 else 2) * blocks + around)
-        traffic["dp_shard", "reduce_scatter"] = at.rounds * 4 * at.learning
-    if at.mesh["dp_replicate"] > 1:  # between replicas, once per step
-        traffic["dp_replicate", "all_reduce"] = 4 * at.learning // at.shards
+    traffic: Traffic = Counter()
+    if rank.shards > 1:
+        outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
+        block_bytes = base_bytes(rank) - outer_bytes + rank.dtype_bytes * rank.adapter_parameters
+        traffic["dp_shard", "all_gather"] = rank.exchanges_per_step * (
+            (1 if rank.pp > 1 else 2) * block_bytes + outer_bytes
+        )
+        traffic["dp_shard", "reduce_scatter"] = (
+            rank.exchanges_per_step * 4 * rank.trained_parameters
+        )
+    if rank.mesh["dp_replicate"] > 1:  # between replicas, once per step
+        traffic["dp_replicate", "all_reduce"] = 4 * rank.trained_parameters // rank.shards
     return traffic
 
 
-def held(at: Place, moment: Moment, state: Parts) -> Parts:
+def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded fp32 gradients before
     their reduce-scatter. Parameters outside the blocks stay gathered. Among the blocks, only the
     current and the prefetched ones are gathered."""
-    if at.pp > 1:  # see costs/pp.py
+    if rank.pp > 1:  # see costs/pp.py
         return {}
-    if moment == "update" and at.trained:
+    if point == "update" and rank.trained_share:
         # Gradients of the root module in fp32, and of the output rows in the compute dtype
-        return {"buffers": 4 * at.around + at.width * at.embedding}
-    num_blocks = max(1, at.num_blocks)
-    base = (base_bytes(at) - at.width * at.around) / num_blocks
-    adapters = at.width * at.adapters / num_blocks
-    blocks = (1 + at.config.fsdp_prefetch) * (base + adapters)
-    learning = at.in_blocks if at.trained else at.learning
-    return {"copies": at.width * at.around + blocks, "buffers": 4 * (learning / num_blocks)}
+        return {
+            "buffers": 4 * rank.parameters_outside_blocks
+            + rank.dtype_bytes * rank.embedding_parameters
+        }
+    num_blocks = max(1, rank.num_blocks)
+    base_per_block = (
+        base_bytes(rank) - rank.dtype_bytes * rank.parameters_outside_blocks
+    ) / num_blocks
+    adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / num_blocks
+    gathered_blocks = (1 + rank.config.fsdp_prefetch) * (base_per_block + adapters_per_block)
+    block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
+    return {
+        "copies": rank.dtype_bytes * rank.parameters_outside_blocks + gathered_blocks,
+        "buffers": 4 * (block_parameters / num_blocks),
+    }
 
 
-def _moved(at: Place) -> float:
+def _moved_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per parameter that are read and written in copies to and from
     buffers. Parameters are copied out of a buffer twice, and gradients are copied once as fp32."""
-    return 4 * at.width + 4 + at.width if at.pp == 1 else 0
+    return 4 * rank.dtype_bytes + 4 + rank.dtype_bytes if rank.pp == 1 else 0
 
 
 FSDP = Mechanism(
-    used=lambda plan: plan.uses_fsdp,
-    held=held,
-    exchange=exchange,
-    moved=_moved,
-    launches=lambda at: 1,
+    is_used=lambda plan: plan.uses_fsdp,
+    additional_bytes=gathered_bytes,
+    data_parallel_traffic=shard_traffic,
+    moved_bytes=_moved_bytes,
+    num_launches=lambda rank: 1,
 )

@@ -3,63 +3,84 @@ import torch."""
 
 import numpy as np
 
-from distributed_training.predict.costs.block import backward, mlp_values
+from distributed_training.predict.costs.block import backward_bytes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
-from distributed_training.predict.mechanism import Mechanism, Parts, Passes, Place, Timing
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PassCosts,
+    PipelineRank,
+    Timing,
+)
 
 
-def block(at: Timing) -> Passes:
+def adapter_costs(timing: Timing) -> PassCosts:
     """Return the costs of a block's adapters, which are bound by memory bandwidth."""
-    outputs = sum(rows for rows, _ in at.size.block_matrices) / at.tp
-    adapted = at.size.adapted(at.config.lora_targets)
-    moved = at.moving(at.tokens * at.width * outputs)
-    return np.outer((4, 7, 0), moved) * (len(adapted) / len(at.size.matrix_names))
+    outputs = sum(rows for rows, _ in timing.size.block_matrices) / timing.tp
+    adapted = timing.size.adapted(timing.config.lora_targets)
+    memory_cost_per_pass = timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs)
+    return np.outer((4, 7, 0), memory_cost_per_pass) * (
+        len(adapted) / len(timing.size.matrix_names)
+    )
 
 
-def base_bytes(at: Place) -> int:
+def base_bytes(rank: PipelineRank) -> int:
     """Return the size in bytes of the base model's parameters, in the compute dtype or quantized.
     NF4 uses 4 bits per value and one fp32 scale per 64 values."""
-    saved = (16 * at.width - 9) * _values(at) // 16 if at.config.base_dtype == "nf4" else 0
-    return at.width * at.parameters - at.num_blocks * saved
+    saved = (
+        (16 * rank.dtype_bytes - 9) * _num_block_values(rank) // 16
+        if rank.config.base_dtype == "nf4"
+        else 0
+    )
+    return rank.dtype_bytes * rank.parameters - rank.num_blocks * saved
 
 
-def frozen(at: Place) -> Parts:
+def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
     """Return the size in bytes of the frozen base weights, which FSDP and ZeRO stage 3 shard. A
     pipeline with FSDP also keeps gathered weights throughout all micro-batches."""
-    sharded = at.plan.uses_fsdp or at.zero.stage == 3
-    copies = 1 / at.shards if sharded else 1
-    if at.plan.uses_fsdp and at.pp > 1:
+    is_sharded = rank.plan.uses_fsdp or rank.zero.stage == 3
+    copies = 1 / rank.shards if is_sharded else 1
+    if rank.plan.uses_fsdp and rank.pp > 1:
         copies += 1
-    return {OFFLOADED.get(at.strategy.offload["param"], "parameters"): copies * base_bytes(at)}
+    return {OFFLOADED.get(rank.strategy.offload["param"], "parameters"): copies * base_bytes(rank)}
 
 
-def beside_base(at: Place) -> float:
+def adapter_backward_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that adapters add to the peak of a block's backward pass, which
     occurs in the MLP. The gradient of the second matrix's input through its adapter coexists with
     the gradient through the base weights. Recomputation adds the first matrix's output."""
-    outer, inner = mlp_values(at)
-    return at.tokens * at.width * (inner + at.recomputes * outer) / at.tp
+    first_outputs, second_inputs = mlp_values(rank)
+    return (
+        rank.tokens * rank.dtype_bytes * (second_inputs + rank.recomputes * first_outputs) / rank.tp
+    )
 
 
-def matrix_in_use(at: Place) -> float:
+def dequantized_matrix_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes by which a dequantized matrix, at the end of a block's backward
     pass, exceeds the gradients in the block's MLP. Return 0 if the matrix is smaller."""
-    largest = max(rows * columns for rows, columns in at.size.block_matrices)
-    return max(0, at.width * largest - backward(at) - beside_base(at))
+    largest = max(rows * columns for rows, columns in rank.size.block_matrices)
+    return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
 
 
-def dequantizing(at: Timing) -> Passes:
+def dequantize_costs(timing: Timing) -> PassCosts:
     """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
-    return np.outer((1, 1, 0), at.moving((9 / 16 + at.width) * _values(at)))
+    return np.outer(
+        (1, 1, 0), timing.memory_cost((9 / 16 + timing.dtype_bytes) * _num_block_values(timing))
+    )
 
 
-def _values(at: Place) -> int:
-    return sum(rows * columns for rows, columns in at.size.block_matrices)
+def _num_block_values(rank: PipelineRank) -> int:
+    return sum(rows * columns for rows, columns in rank.size.block_matrices)
 
 
 LORA = Mechanism(
-    used=lambda plan: plan.config.lora_rank > 0, frozen=frozen, backward=beside_base, block=block
+    is_used=lambda plan: plan.config.lora_rank > 0,
+    frozen_state=frozen_bytes,
+    backward_bytes=adapter_backward_bytes,
+    block_costs=adapter_costs,
 )
 NF4 = Mechanism(
-    used=lambda plan: plan.config.base_dtype == "nf4", backward=matrix_in_use, block=dequantizing
+    is_used=lambda plan: plan.config.base_dtype == "nf4",
+    backward_bytes=dequantized_matrix_bytes,
+    block_costs=dequantize_costs,
 )

@@ -8,11 +8,11 @@ import numpy as np
 
 from distributed_training.predict.mechanism import (
     MEMORY,
+    ComponentBytes,
     Mechanism,
-    Moment,
-    Parts,
-    Passes,
-    Place,
+    PassCosts,
+    PipelineRank,
+    StepPoint,
     Timing,
 )
 from distributed_training.predict.rates import FITTED
@@ -26,80 +26,100 @@ class LossBytes(NamedTuple):
 
     kept: float  # from forward to backward
     peak: float
-    waiting: float  # from I to W
-    around: float  # for the last norm and the output layer, throughout the passes
-    after: float  # for the output rows' gradient, if it is not counted elsewhere
+    until_weights: float  # from I to W
+    outer_bytes: float  # for the last norm and the output layer, throughout the passes
+    rows_gradient: float  # for the output rows' gradient, if it is not counted elsewhere
 
 
-def loss_bytes(at: Place) -> LossBytes:
+def loss_bytes(rank: PipelineRank) -> LossBytes:
     """Return the sizes in bytes of the logits and of the tensors that coexist with them.
 
     The compiled loss keeps the logits and overwrites them with their gradient. Without compilation,
     log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
     With tp, the probabilities are kept in fp32, and the gradient is a separate tensor."""
-    sharded = at.strategy.traits.rounds_weights or at.plan.uses_fsdp
-    after = 0.0
-    if at.trained and not at.has_buckets and at.micro_batches == 1:
-        after = (at.width if sharded else 4) * at.embedding
-    around = at.hidden * (at.between + 2)  # input and output of the norm, and one gradient
-    count = at.tokens * at.size.padded_vocab_size / at.tp
-    chunk = int(at.config.loss_chunk_tokens)
+    rounds_or_shards = rank.strategy.traits.rounds_weights or rank.plan.uses_fsdp
+    rows_gradient = 0.0
+    if rank.trained_share and not rank.has_buckets and rank.num_microbatches == 1:
+        rows_gradient = (rank.dtype_bytes if rounds_or_shards else 4) * rank.embedding_parameters
+    outer_bytes = rank.hidden_bytes * (
+        rank.hidden_share + 2
+    )  # input and output of the norm, and one gradient
+    num_logits = rank.tokens * rank.size.padded_vocab_size / rank.tp
+    chunk = int(rank.config.loss_chunk_tokens)
     if chunk:
         # The gradients of the hidden states and output rows are kept. The peak also includes one
         # chunk or, if the weights are fp32, an fp32 copy of the output rows' gradient after the
         # last chunk.
-        rows = at.trained * (at.size.padded_vocab_size * at.size.hidden_size / at.tp)
-        kept = at.hidden + at.width * rows
-        share = min(chunk, at.tokens) / at.tokens
-        beside = share * count * (at.width if at.config.compile else at.width + EAGER_CHUNK)
-        if at.width < 4 and not sharded:
-            beside = max(beside, 4 * rows)
-        return LossBytes(kept, kept + beside, 0, around, after)
-    around += at.trained * at.width * at.embedding
+        row_parameters = rank.trained_share * (
+            rank.size.padded_vocab_size * rank.size.hidden_size / rank.tp
+        )
+        kept = rank.hidden_bytes + rank.dtype_bytes * row_parameters
+        share = min(chunk, rank.tokens) / rank.tokens
+        chunk_bytes = (
+            share
+            * num_logits
+            * (rank.dtype_bytes if rank.config.compile else rank.dtype_bytes + EAGER_CHUNK)
+        )
+        if rank.dtype_bytes < 4 and not rounds_or_shards:
+            chunk_bytes = max(chunk_bytes, 4 * row_parameters)
+        return LossBytes(kept, kept + chunk_bytes, 0, outer_bytes, rows_gradient)
+    outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
     kept, peak = {
-        "split": (4, 4 + at.width), "compiled": (at.width, at.width), "eager": (4, 12)
-    }[_kind(at)]  # fmt: skip
-    waiting = 0 if at.config.compile else SPLIT_LOGIT_BYTES
-    return LossBytes(kept * count, peak * count, waiting * count, around, after)
+        "split": (4, 4 + rank.dtype_bytes),
+        "compiled": (rank.dtype_bytes, rank.dtype_bytes),
+        "eager": (4, 12),
+    }[_loss_kernels(rank)]
+    until_weights = 0 if rank.config.compile else SPLIT_LOGIT_BYTES
+    return LossBytes(
+        kept * num_logits, peak * num_logits, until_weights * num_logits, outer_bytes, rows_gradient
+    )
 
 
-def _kind(at: Place) -> str:
-    return "split" if at.tp > 1 else at.way  # with tp, the loss consists of several kernels
+def _loss_kernels(rank: PipelineRank) -> str:
+    return (
+        "split" if rank.tp > 1 else rank.compile_mode
+    )  # with tp, the loss consists of several kernels
 
 
-def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
+def _second_gradient_bytes(
+    rank: PipelineRank, point: StepPoint, state: ComponentBytes
+) -> ComponentBytes:
     """Return the size in bytes of a tied embedding's second gradient, which is added to the
     first."""
-    in_fsdp_buffers = at.plan.uses_fsdp and at.pp == 1
-    if moment == "update" and at.trained and not in_fsdp_buffers:
-        return {"buffers": 4 * at.embedding}
+    in_fsdp_buffers = rank.plan.uses_fsdp and rank.pp == 1
+    if point == "update" and rank.trained_share and not in_fsdp_buffers:
+        return {"buffers": 4 * rank.embedding_parameters}
     return {}
 
 
-def head(at: Timing) -> Passes:
+def head_costs(timing: Timing) -> PassCosts:
     """Return the costs of the output layer and the loss for each pass of one micro-batch."""
-    d = at.size.hidden_size
-    vocabulary = at.size.padded_vocab_size / at.tp
-    rate = at.rates.memory_bytes
-    kind = _kind(at)
-    if kind != "split":  # PyTorch's loss is one kernel
-        rate = at.rates.head_memory_bytes or rate
-    moved = vars(FITTED.logit_traffic)[kind] * at.width / 2 * at.tokens * vocabulary
-    traffic = 0.5 * (moved / rate) * MEMORY
+    d = timing.size.hidden_size
+    vocabulary = timing.size.padded_vocab_size / timing.tp
+    rate = timing.rates.memory_bytes
+    kernels = _loss_kernels(timing)
+    if kernels != "split":  # PyTorch's loss is one kernel
+        rate = timing.rates.head_memory_bytes or rate
+    logit_bytes = (
+        vars(FITTED.logit_traffic)[kernels] * timing.dtype_bytes / 2 * timing.tokens * vocabulary
+    )
+    traffic = 0.5 * (logit_bytes / rate) * MEMORY
     # Each chunk reads and writes the gradient of the output rows.
-    chunk = int(at.config.loss_chunk_tokens)
-    times = 2 * math.ceil(at.tokens / chunk) if chunk else 0
-    weights = at.gemm(d, at.tokens, vocabulary) + at.moving(times * at.width * vocabulary * d)
+    chunk = int(timing.config.loss_chunk_tokens)
+    num_accesses = 2 * math.ceil(timing.tokens / chunk) if chunk else 0
+    weights = timing.gemm(d, timing.tokens, vocabulary) + timing.memory_cost(
+        num_accesses * timing.dtype_bytes * vocabulary * d
+    )
     return np.stack(
         [
-            at.gemm(at.tokens, d, vocabulary) + traffic,
-            at.gemm(at.tokens, vocabulary, d) + traffic,
-            at.trained * weights,
+            timing.gemm(timing.tokens, d, vocabulary) + traffic,
+            timing.gemm(timing.tokens, vocabulary, d) + traffic,
+            timing.trained_share * weights,
         ]
     )
 
 
 TIED = Mechanism(
-    used=lambda plan: plan.size.tied and not plan.strategy.traits.rounds_weights,
-    held=_second_gradient,
+    is_used=lambda plan: plan.size.tied and not plan.strategy.traits.rounds_weights,
+    additional_bytes=_second_gradient_bytes,
 )

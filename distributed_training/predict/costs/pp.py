@@ -4,59 +4,75 @@ module does not import torch. predict/simulate.py computes how long stages wait.
 from collections import Counter
 
 from distributed_training.plan.schedules import P2P_CHANNELS
-from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place, Timing
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PipelineRank,
+    StepPoint,
+    Timing,
+    Traffic,
+)
 from distributed_training.predict.rates import FITTED
 
 
-def traffic(at: Place) -> Bytes:
+def stage_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic for activations and their gradients and, once per step, for the gradient
     of a tied embedding."""
-    sent = at.edges * at.micro_batches * at.hidden // at.parts
-    traffic: Bytes = Counter({("pp", "send"): sent})
-    if at.first != at.last and at.size.tied and at.trained:
-        if at.strategy.traits.rounds_weights:
-            traffic["pp", "all_reduce"] = at.width * at.embedding
+    sent_bytes = (
+        rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes // rank.hidden_shards
+    )
+    traffic: Traffic = Counter({("pp", "send"): sent_bytes})
+    if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
+        if rank.strategy.traits.rounds_weights:
+            traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters
         else:
-            traffic["pp", "send"] += 4 * at.embedding // at.shards
+            traffic["pp", "send"] += 4 * rank.embedding_parameters // rank.shards
     return traffic
 
 
-def message_s(at: Timing) -> float:
+def message_s(timing: Timing) -> float:
     """Return the time in seconds to send a result from one stage to the next."""
-    rate = at.rates.link_bytes
-    latency = at.rates.link_latency_s
-    if at.plan.num_processes // at.pp >= at.plan.processes_here:  # on another node
-        rate = at.rates.network_bytes
+    rate = timing.rates.link_bytes
+    latency = timing.rates.link_latency_s
+    if timing.plan.num_processes // timing.pp >= timing.plan.processes_here:  # on another node
+        rate = timing.rates.network_bytes
         latency *= 2
     rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
-    return latency + at.hidden * at.between / rate
+    return latency + timing.hidden_bytes * timing.hidden_share / rate
 
 
-def state(at: Place) -> Parts:
+def stage_state(rank: PipelineRank) -> ComponentBytes:
     """Return the number of additional bytes per parameter that stages with fp32 weights keep
     throughout a step. These bytes hold gathered or rounded parameters, and unsharded gradients."""
-    if at.strategy.traits.rounds_weights:
+    if rank.strategy.traits.rounds_weights:
         return {}
-    copied = at.mesh["dp_replicate"] * at.shards > 1 or at.width < 4
-    return {"parameters": copied * at.width, "gradients": 4 - 4 / at.shards}
+    keeps_copy = rank.mesh["dp_replicate"] * rank.shards > 1 or rank.dtype_bytes < 4
+    return {"parameters": keeps_copy * rank.dtype_bytes, "gradients": 4 - 4 / rank.shards}
 
 
-def held(at: Place, moment: Moment, state: Parts) -> Parts:
+def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
     """Return the sizes in bytes of PyTorch's receive buffers, one per message of a step, and of the
     embedding's gradient. Gathered parameters are moved from the component "parameters" to the
     component "copies"."""
-    parts = {}
-    if not at.strategy.traits.rounds_weights:
-        shard = (4 if at.trained else at.width) * at.parameters / at.shards
-        parts["copies"] = state["parameters"] - shard
-        parts["parameters"] = -parts["copies"]
-    if moment == "passes":
-        received = at.edges * at.micro_batches * at.hidden * at.between
-        parts["activations"] = received + at.first * at.trained * 4 * at.embedding
-    return parts
+    component_bytes = {}
+    if not rank.strategy.traits.rounds_weights:
+        shard_bytes = (
+            (4 if rank.trained_share else rank.dtype_bytes) * rank.parameters / rank.shards
+        )
+        component_bytes["copies"] = state["parameters"] - shard_bytes
+        component_bytes["parameters"] = -component_bytes["copies"]
+    if point == "passes":
+        received_bytes = (
+            rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes * rank.hidden_share
+        )
+        component_bytes["activations"] = (
+            received_bytes
+            + rank.has_first_stage * rank.trained_share * 4 * rank.embedding_parameters
+        )
+    return component_bytes
 
 
-def pending_bytes(at: Place) -> float:
+def pending_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per block and micro-batch that are kept from the backward pass for
     inputs (I) to the backward pass for weights (W), in addition to the activations.
 
@@ -64,9 +80,14 @@ def pending_bytes(at: Place) -> float:
     activations and have the same total size (parallel/zero_bubble.py). With sequence parallelism,
     additional memory is needed, because the gradients of both sums over tp are unsharded. In
     uncompiled blocks, the gradients are kept in addition to the activations."""
-    if at.config.compile:
-        return 2 * (1 - at.between) * at.hidden
-    return at.tokens * at.width * sum(rows for rows, _ in at.size.block_matrices)
+    if rank.config.compile:
+        return 2 * (1 - rank.hidden_share) * rank.hidden_bytes
+    return rank.tokens * rank.dtype_bytes * sum(rows for rows, _ in rank.size.block_matrices)
 
 
-PP = Mechanism(used=lambda plan: plan.mesh["pp"] > 1, state=state, held=held, traffic=traffic)
+PP = Mechanism(
+    is_used=lambda plan: plan.mesh["pp"] > 1,
+    state=stage_state,
+    additional_bytes=stage_bytes,
+    layer_traffic=stage_traffic,
+)

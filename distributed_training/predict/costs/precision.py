@@ -2,7 +2,12 @@
 does not import torch."""
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place
+from distributed_training.predict.mechanism import (
+    ComponentBytes,
+    Mechanism,
+    PipelineRank,
+    StepPoint,
+)
 
 # Size of the Adam moments in bytes per parameter. torchao's 8-bit moments have one fp32 scale per
 # 256 values.
@@ -11,39 +16,49 @@ MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 UPDATE_BYTES = 12 + 12
 
 
-def state(at: Place) -> Parts:
+def state(rank: PipelineRank) -> ComponentBytes:
     return {
-        "parameters": 4 / at.shards,
-        "gradients": 4 / at.shards,
-        "optimizer": MOMENT_BYTES[at.config.optimizer] / at.shards,
+        "parameters": 4 / rank.shards,
+        "gradients": 4 / rank.shards,
+        "optimizer": MOMENT_BYTES[rank.config.optimizer] / rank.shards,
     }
 
 
-def rounded(at: Place, moment: Moment, state: Parts) -> Parts:
+def rounded_weight_bytes(
+    rank: PipelineRank, point: StepPoint, state: ComponentBytes
+) -> ComponentBytes:
     """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
     Recomputed blocks round their weights again."""
-    if moment == "update" and (at.plan.only_copies or at.trained):
+    if point == "update" and (rank.plan.only_copies or rank.trained_share):
         return {}
-    kept = at.learning
-    if at.trained and at.recomputes:
-        kept = at.around
-    shares = max(1, at.num_blocks) if moment == "first block" and at.trained else 1
-    return {"copies": 2 * kept / shares}
+    num_kept = rank.trained_parameters
+    if rank.trained_share and rank.recomputes:
+        num_kept = rank.parameters_outside_blocks
+    num_shares = max(1, rank.num_blocks) if point == "first block" and rank.trained_share else 1
+    return {"copies": 2 * num_kept / num_shares}
 
 
-def updated(at: Place) -> float:
-    return (UPDATE_BYTES + 2 * MOMENT_BYTES[at.config.optimizer]) * (at.learning / at.shards)
+def update_bytes(rank: PipelineRank) -> float:
+    return (UPDATE_BYTES + 2 * MOMENT_BYTES[rank.config.optimizer]) * (
+        rank.trained_parameters / rank.shards
+    )
 
 
-def rounds_in_passes(plan: Draft) -> bool:
+def uses_autocast(plan: Draft) -> bool:
     """Return whether autocast rounds fp32 weights in each forward pass. FSDP and pipelines round
     weights without autocast."""
-    whole = plan.mesh["pp"] == 1 and not plan.uses_fsdp
-    return whole and plan.config.precision != "fp32" and not plan.strategy.traits.rounds_weights
+    is_unsharded = plan.mesh["pp"] == 1 and not plan.uses_fsdp
+    return (
+        is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.rounds_weights
+    )
 
 
 # Weights are rounded and gradients are widened in every micro-batch.
-AUTOCAST = Mechanism(used=rounds_in_passes, held=rounded, moved=lambda at: 12)
+AUTOCAST = Mechanism(
+    is_used=uses_autocast, additional_bytes=rounded_weight_bytes, moved_bytes=lambda rank: 12
+)
 FP32 = Mechanism(
-    used=lambda plan: not plan.strategy.traits.rounds_weights, state=state, updated=updated
+    is_used=lambda plan: not plan.strategy.traits.rounds_weights,
+    state=state,
+    update_bytes=update_bytes,
 )

@@ -7,83 +7,93 @@ import numpy as np
 
 from distributed_training.predict.mechanism import (
     NETWORK,
-    Bytes,
+    ComponentBytes,
     Cost,
     Mechanism,
-    Moment,
-    Parts,
-    Passes,
-    Place,
+    PassCosts,
+    PipelineRank,
+    StepPoint,
     Timing,
+    Traffic,
 )
 from distributed_training.predict.rates import FITTED
 
 
-def traffic(at: Place) -> Bytes:
+def tp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
     reduce-scatters in each direction. Without it, a block runs two all-reduces instead. The
-    embedding, output layer and loss add exchanges. The gradients of `at.terms` parameters are
-    summed over tp once per step."""
-    count = at.micro_batches
-    exchanged = count * 4 * at.num_blocks * at.hidden
-    reduced = 4 * at.terms // at.shards
-    gathered = 0
-    if at.last:
-        exchanged += count * at.hidden
-        if at.config.loss_chunk_tokens:  # two fp32 numbers per token and process
-            gathered += count * 8 * at.tokens * at.tp
+    embedding, output layer and loss add exchanges. The gradients of `rank.tp_partial_parameters`
+    parameters are summed over tp once per step."""
+    num_microbatches = rank.num_microbatches
+    exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
+    reduced_bytes = 4 * rank.tp_partial_parameters // rank.shards
+    gathered_bytes = 0
+    if rank.has_last_stage:
+        exchanged_bytes += num_microbatches * rank.hidden_bytes
+        if rank.config.loss_chunk_tokens:  # two fp32 numbers per token and process
+            gathered_bytes += num_microbatches * 8 * rank.tokens * rank.tp
         else:
-            reduced += count * 12 * at.tokens
-    if at.first:  # parameters are fp32 if FSDP does not round them
-        width = at.width if at.plan.num_processes > at.tp else 4
-        exchanged += at.trained * count * at.tokens * at.size.hidden_size * width
+            reduced_bytes += num_microbatches * 12 * rank.tokens
+    if rank.has_first_stage:  # parameters are fp32 if FSDP does not round them
+        embedding_bytes_per_value = rank.dtype_bytes if rank.plan.num_processes > rank.tp else 4
+        exchanged_bytes += (
+            rank.trained_share
+            * num_microbatches
+            * rank.tokens
+            * rank.size.hidden_size
+            * embedding_bytes_per_value
+        )
     # Recomputation stops before the last exchange of the forward pass, whose result is unused.
-    again = at.recomputes * count * at.num_blocks * at.hidden
+    recomputed_bytes = rank.recomputes * num_microbatches * rank.num_blocks * rank.hidden_bytes
     # With "selective", the sum is kept, and compiled blocks do not repeat it.
-    keeps_sum = at.config.activation_checkpointing == "selective" and at.config.compile
-    sum_again = 0 if keeps_sum else again
-    if not at.config.sequence_parallel:
-        sums = exchanged + sum_again + reduced
-        return Counter({("tp", "all_reduce"): sums, ("tp", "all_gather"): gathered})
+    keeps_sum = rank.config.activation_checkpointing == "selective" and rank.config.compile
+    recomputed_sum_bytes = 0 if keeps_sum else recomputed_bytes
+    if not rank.config.sequence_parallel:
+        all_reduced_bytes = exchanged_bytes + recomputed_sum_bytes + reduced_bytes
+        return Counter(
+            {("tp", "all_reduce"): all_reduced_bytes, ("tp", "all_gather"): gathered_bytes}
+        )
     return Counter(
         {
-            ("tp", "all_reduce"): reduced,
-            ("tp", "all_gather"): exchanged + 2 * again + gathered,
-            ("tp", "reduce_scatter"): exchanged + sum_again,
+            ("tp", "all_reduce"): reduced_bytes,
+            ("tp", "all_gather"): exchanged_bytes + 2 * recomputed_bytes + gathered_bytes,
+            ("tp", "reduce_scatter"): exchanged_bytes + recomputed_sum_bytes,
         }
     )
 
 
-def exchange_in_block(at: Timing) -> Cost:
+def block_exchange_cost(timing: Timing) -> Cost:
     """Return the cost of a block's exchanges over tp in one direction: two all-gathers and two
     reduce-scatters, or two all-reduces."""
-    if at.tp == 1:
+    if timing.tp == 1:
         return np.zeros(3)
-    if not at.config.sequence_parallel:
-        return at.collective("tp", "all_reduce", 2 * at.hidden, 2) * NETWORK
-    seconds = at.collective("tp", "all_gather", 4 * at.hidden, 4)
-    if at.config.async_tp:
+    if not timing.config.sequence_parallel:
+        return timing.collective_s("tp", "all_reduce", 2 * timing.hidden_bytes, 2) * NETWORK
+    seconds = timing.collective_s("tp", "all_gather", 4 * timing.hidden_bytes, 4)
+    if timing.config.async_tp:
         seconds *= 1 - FITTED.async_tp_share
     return seconds * NETWORK
 
 
-def held(at: Place, moment: Moment, state: Parts) -> Parts:
+def embedding_gradient_bytes(
+    rank: PipelineRank, point: StepPoint, state: ComponentBytes
+) -> ComponentBytes:
     """Return the size in bytes of an untied embedding's gradient, which is summed over tp and then
     copied to the parameter's layout."""
-    alone = at.pp == 1 and not at.plan.uses_fsdp
-    if moment == "update" and alone and at.trained and not at.size.tied:
-        return {"buffers": 2 * 4 * at.embedding}
+    is_replicated = rank.pp == 1 and not rank.plan.uses_fsdp
+    if point == "update" and is_replicated and rank.trained_share and not rank.size.tied:
+        return {"buffers": 2 * 4 * rank.embedding_parameters}
     return {}
 
 
-def block(at: Timing) -> Passes:
-    return np.outer((1, 1, 0), exchange_in_block(at))
+def exchange_costs(timing: Timing) -> PassCosts:
+    return np.outer((1, 1, 0), block_exchange_cost(timing))
 
 
 TP = Mechanism(
-    used=lambda plan: plan.mesh["tp"] > 1,
-    held=held,
-    traffic=traffic,
-    block=block,
-    launches=lambda at: 1,
+    is_used=lambda plan: plan.mesh["tp"] > 1,
+    additional_bytes=embedding_gradient_bytes,
+    layer_traffic=tp_traffic,
+    block_costs=exchange_costs,
+    num_launches=lambda rank: 1,
 )

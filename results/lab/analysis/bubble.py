@@ -5,7 +5,7 @@ from typing import Any
 
 from distributed_training.plan.orders import Order
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.simulate import flow, length_of, simulate
+from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def explain(
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
         seconds[kind, int(stage)] = operation_s
-    spans = simulate(orders, seconds, flow(stage_ranks, 0.0))
+    spans = simulate(orders, seconds, map_consumers(stage_ranks, 0.0))
     busy = sum(seconds[step] * len(done) for step, done in spans.items()) / len(orders)
-    simulated = 1 - busy / length_of(spans)
+    simulated = 1 - busy / total_duration(spans)
     return {
         "formula": formula,
         "unequal_operations": simulated - formula,

@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.costs import used_by
-from distributed_training.predict.mechanism import Place
+from distributed_training.predict.mechanism import PipelineRank
 from distributed_training.predict.memory import STATE, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict
 from distributed_training.settings.errors import UserError
@@ -69,7 +69,7 @@ def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
     for mode in MODES:
         for size in BATCH_SIZES:
             built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
-            if predict(draft_plan(built, cluster), cluster.rates).room_on_gpu == "yes":
+            if predict(draft_plan(built, cluster), cluster.rates).gpu_memory_fit == "yes":
                 fitting.append((size, mode))
                 break
     with_4_samples = [pair for pair in fitting if pair[0] >= 4]
@@ -118,7 +118,9 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
-            saved_bytes = sum(mechanism.kept(Place(plan)) for mechanism in used_by(plan))
+            saved_bytes = sum(
+                mechanism.activation_bytes(PipelineRank(plan)) for mechanism in used_by(plan)
+            )
             cells.append(f"{saved_bytes / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])
     modes = [f"`{mode}`" for mode in ("none", "selective", "full")]
