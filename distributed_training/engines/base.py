@@ -106,13 +106,15 @@ class Engine(abc.ABC):
         ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         local_parts = [part for part in weights if part.writes and math.prod(part.size)]
-        ranks = gather([(part.name, part.shape, part.start, part.size) for part in local_parts])
+        parts_by_rank = gather(
+            [(part.name, part.shape, part.start, part.size) for part in local_parts]
+        )
         if dist.get_rank() > 0:
             for part in local_parts:
                 dist.send(part.get().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
-        for sender, positions in enumerate(ranks):
+        for sender, positions in enumerate(parts_by_rank):
             for number, (name, shape, start, size) in enumerate(positions):
                 values = local_parts[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
@@ -131,7 +133,7 @@ class Engine(abc.ABC):
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Put `module` in evaluation mode, and disable gradients and torch.compile within the `with`
     block. Compiled code would be recompiled for new shapes."""
     module.eval()

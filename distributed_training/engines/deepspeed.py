@@ -43,11 +43,11 @@ class DeepSpeedEngine(base.Engine):
             # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        tables = set(model.vocabulary_parameters())
+        vocab_names = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
-        self.tied_names = tables if model.size.tied else set()
+        self.tied_names = vocab_names if model.size.tied else set()
         self.shapes = {  # shapes before sharding, without padding
-            name: (rows if name in tables else len(parameter), *parameter.shape[1:])
+            name: (rows if name in vocab_names else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
         blocks.apply_checkpointing(model, config.activation_checkpointing, config.lora_rank)
@@ -103,11 +103,11 @@ class DeepSpeedEngine(base.Engine):
         return loss_sum
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        with base.evaluating(self.engine):
+        with base.evaluation_mode(self.engine):
             return self.engine(*to_device(self.topology.device, *arrays))
 
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        with base.evaluating(self.engine):
+        with base.evaluation_mode(self.engine):
             return self.engine(input_ids.to(self.topology.device), past=past)
 
     def describe_dtypes(self) -> dict[str, str]:

@@ -215,8 +215,8 @@ class NativeEngine(base.Engine):
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         # Ranks along tp see the same samples, so only the first one reports a loss.
-        reported = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return reported, *self.update()
+        reported_loss = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
+        return reported_loss, *self.update()
 
     def _accumulate(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward passes of all micro-batches. Return the summed loss."""
@@ -251,13 +251,13 @@ class NativeEngine(base.Engine):
             self.parameters, self.topology, duplicate_params
         )
         overflow = grad_norm.isfinite().logical_not()
-        step = True
+        apply_update = True
         if self.fp16 or self.config.on_nonfinite == "skip":
             if self.skips_on_gpu:
                 self.optimizer.found_inf = overflow.float()
             else:
-                step = not overflow
-        if step:
+                apply_update = not overflow
+        if apply_update:
             self._clip(grad_norm)
             if self.topology.device_type == "cuda" and not self.optimizer.state:
                 # Otherwise, the Adam moments would fragment the memory segments of activations.
@@ -290,7 +290,7 @@ class NativeEngine(base.Engine):
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
-        with base.evaluating(self.stages), self.step_graph.memory():
+        with base.evaluation_mode(self.stages), self.step_graph.memory():
             loss = self._forward(*to_device(self.topology.device, *arrays))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
@@ -301,7 +301,7 @@ class NativeEngine(base.Engine):
         samples, tokens = self.plan.tp_parts
         # Attention is causal, so padding does not change the logits before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
-        with base.evaluating(self.stages):
+        with base.evaluation_mode(self.stages):
             logits = self._forward(ids) if past is None else self._forward(ids, past=past)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -331,13 +331,13 @@ class NativeEngine(base.Engine):
 
     def state_parts(self) -> Iterator[Part]:
         for stage, named_params in self.params_by_stage:
-            tables = stage.vocabulary_parameters()
+            vocab_names = stage.vocabulary_parameters()
             # The first stage writes the tied embedding, so the last stage does not.
-            copied = tables if stage.size.tied and not stage.is_first else ()
+            tied_names = vocab_names if stage.size.tied and not stage.is_first else ()
             for number, (name, parameter) in enumerate(named_params):
-                rows = stage.size.vocab_size if name in tables else parameter.shape[0]
+                rows = stage.size.vocab_size if name in vocab_names else parameter.shape[0]
                 start, copy_rank, num_copies = locate_copy(parameter, self.topology)
-                writes = name not in copied and number % num_copies == copy_rank
+                writes = name not in tied_names and number % num_copies == copy_rank
                 adam_state = self.optimizer.state.get(self.local_params[parameter], {})
                 shape = (rows, *parameter.shape[1:])
                 local = local_part(parameter)

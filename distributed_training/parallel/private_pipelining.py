@@ -84,8 +84,8 @@ def _sort_messages(
     messages = []
     for action in actions:
         if action.computation_type in _PRODUCERS:
-            operation, distance = _PRODUCERS[action.computation_type]
-            producer = (operation, action.stage_index - distance, action.microbatch_index)
+            operation, stage_offset = _PRODUCERS[action.computation_type]
+            producer = (operation, action.stage_index - stage_offset, action.microbatch_index)
             messages.append((spans[producer][1], producer, action))
     messages.sort(key=lambda message: message[:2], reverse=True)
     ordered = []

@@ -105,7 +105,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
             plan = plan_run(request, cluster)
     code = spawn(plan, command, max_restarts, started_ranks)
     # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
-    while is_auto and plan.checkpoint is None and ran_out_early(plan.run_dir):
+    while is_auto and plan.checkpoint is None and ran_out_of_memory_early(plan.run_dir):
         plan = _plan_smaller(plan, request, cluster)
         code = spawn(plan, command, max_restarts)
     return code
@@ -160,7 +160,7 @@ def train_in_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: P
     return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
 
 
-def ran_out_early(run_dir: Path) -> bool:
+def ran_out_of_memory_early(run_dir: Path) -> bool:
     """Return whether a run ran out of GPU memory within its first TRIAL_STEPS steps."""
     if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
         return False

@@ -80,10 +80,10 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
             print_error(error.printed)
         raise
     keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
-    ranks = [json.loads(text) for text in store.multi_get(keys)]
+    reports = [json.loads(text) for text in store.multi_get(keys)]
     num_readers = store.add(_READERS_KEY, 1)
     try:
-        process = assign_local_rank(process, ranks)
+        process = assign_local_rank(process, reports)
     except UserError:  # rank 0 serves the store until all ranks have read the hosts
         while process.rank == 0 and num_readers < process.world_size and time.monotonic() < end:
             time.sleep(RETRY_S)
@@ -213,14 +213,14 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         raise UserError(what, why, fix)
 
 
-def assign_local_rank(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
+def assign_local_rank(process: Process, reports: Sequence[Mapping[str, Any]]) -> Process:
     """Return `process` with its local rank and local world size, and set both in the environment.
-    If the launcher did not set these numbers, derive them from the reports of all `ranks`. Raises
+    If the launcher did not set these numbers, derive them from `reports`, one per rank. Raises
     UserError on all ranks unless every machine has the same number of consecutive ranks. Also
     raises UserError if a machine lacks an interface that its environment names."""
-    machines = [report["machine"] for report in ranks]
-    num_local = ranks[0]["local_world_size"] or machines.count(machines[0])
-    for rank, report in enumerate(ranks):
+    machines = [report["machine"] for report in reports]
+    num_local = reports[0]["local_world_size"] or machines.count(machines[0])
+    for rank, report in enumerate(reports):
         host = report["host"]
         local_rank = report["local_rank"]
         local_world_size = report["local_world_size"]
@@ -235,7 +235,7 @@ def assign_local_rank(process: Process, ranks: Sequence[Mapping[str, Any]]) -> P
                 f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % num_local}"
             )
         if what:
-            hosts = ", ".join(dict.fromkeys(report["host"] for report in ranks))
+            hosts = ", ".join(dict.fromkeys(report["host"] for report in reports))
             why = "every machine needs the same number of ranks, numbered consecutively"
             raise UserError(
                 what,
@@ -244,9 +244,13 @@ def assign_local_rank(process: Process, ranks: Sequence[Mapping[str, Any]]) -> P
             )
     local = {"local_rank": process.rank % num_local, "local_world_size": num_local}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
-    faults = [report["wrong_interface"] for report in ranks if report["wrong_interface"]]
-    if faults and num_local < process.world_size:  # ranks on one machine use loopback
-        raise UserError(faults[0], fix="name one of these interfaces, or unset the variable")
+    interface_errors = [
+        report["wrong_interface"] for report in reports if report["wrong_interface"]
+    ]
+    if interface_errors and num_local < process.world_size:  # ranks on one machine use loopback
+        raise UserError(
+            interface_errors[0], fix="name one of these interfaces, or unset the variable"
+        )
     return replace(process, **local)
 
 

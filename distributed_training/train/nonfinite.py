@@ -73,12 +73,12 @@ class Faults:
         if result.param_grad_norms is not None and not result.param_grad_norms.isfinite().all():
             first_index = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first_index)]
-        ranks = gather((math.isfinite(float(result.loss_sum)), name))
+        reports = gather((math.isfinite(float(result.loss_sum)), name))
         faults = []
-        if bad_ranks := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
+        if bad_ranks := [rank for rank, (finite, _) in enumerate(reports) if not finite]:
             faults.append(f"the loss is not finite on {format_numbers('rank', bad_ranks)}")
-        if names := [name for _, name in ranks if name is not None]:
-            holders = [rank for rank, (_, name) in enumerate(ranks) if name == names[0]]
+        if names := [name for _, name in reports if name is not None]:
+            holders = [rank for rank, (_, name) in enumerate(reports) if name == names[0]]
             location = f"{names[0]} on {format_numbers('rank', holders)}"
             faults.append(f"the first non-finite gradient is {location}")
         what = f"step {step}: {' and '.join(faults) or 'the gradients are not finite'}"

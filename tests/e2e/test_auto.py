@@ -9,7 +9,7 @@ import pytest
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.record import append_metrics, write_json
 from distributed_training.settings.config import AUTO
-from distributed_training.start.launch import ran_out_early
+from distributed_training.start.launch import ran_out_of_memory_early
 from tests.conftest import SMALL, assert_ok, run_command, settings
 from tests.e2e.support import run_folders
 from tests.planner.helpers import plan_for
@@ -68,7 +68,7 @@ def test_an_early_out_of_memory_restarts_with_a_strategy_that_needs_less(tmp_pat
 def test_only_an_early_out_of_memory_starts_another_strategy(status, steps, again, tmp_path):
     write_json(tmp_path / "record.json", record_values(status=status))
     append_metrics(tmp_path, [{"step": step} for step in range(steps)])
-    assert ran_out_early(tmp_path) == again
+    assert ran_out_of_memory_early(tmp_path) == again
 
 
 def test_the_next_choice_is_predicted_to_need_less(tmp_path):
