@@ -142,6 +142,9 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         if overrides is not None and unknown[0].startswith("--"):
             hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
             fix = foreign_key(word) or (f"did you mean --{hint}?" if hint else fix)
+        if not unknown[0].startswith("-"):
+            what = f"{shown(unknown[0])} follows no option"
+            raise UserError(what, fix="write options as --key value, and quote values with spaces")
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
     model = typed_values(overrides or ()).get("model")
     name_families([model, getattr(arguments, "model", None)])
@@ -236,8 +239,11 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         action="store_true",
         help="show all runs, not only the newest groups of comparable runs",
     )
-    add("--plots", type=Path, default=Path("report"), help="folder for the plots")
-    add("--html", type=Path, metavar="FILE", help="write tables and plots into one HTML page")
+    output = parser.add_mutually_exclusive_group()
+    plots = "folder for the plots (default: %(default)s)"
+    output.add_argument("--plots", type=Path, metavar="FOLDER", default=Path("report"), help=plots)
+    page = "write tables and plots into one HTML page instead"
+    output.add_argument("--html", type=Path, metavar="FILE", help=page)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
@@ -251,6 +257,8 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
     def act(a: argparse.Namespace) -> int:
         if a.nodes:
             return in_processes(program, a.num_gpus, lambda: _load("tools.links").check_nodes())
+        if a.num_gpus is not None:
+            raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
         return _load("tools.doctor").main(program.output_dir)
 
     return act
@@ -290,7 +298,7 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:
-        fix = "add --num_gpus 2, or start the command with torchrun on each node"
+        fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
         raise UserError("one process has no links to measure", fix=fix)
     return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 

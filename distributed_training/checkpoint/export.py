@@ -210,10 +210,11 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         if entry["step"] in (0, steps)
     ]
     # The card must not contain local paths.
+    runs = "runs" if folder.absolute().parents[1].name == "runs" else "path/to"
     settings = [(key, in_markdown(last_part(str(value)))) for key, value in r.work.items()]
     text = fill(
         "card.md.jinja", r=r, repo_id=repo_id,
-        folder=str(Path("runs", folder.parent.name, folder.name)),
+        folder=str(Path(runs, folder.parent.name, folder.name)),
         front=front.to_yaml(), steps=steps, best=best, strategy=r.layout_name,
         processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
         in_markdown=in_markdown,

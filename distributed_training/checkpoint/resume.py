@@ -79,10 +79,12 @@ class Meta(BaseModel, strict=True):
 
 
 def use_older(checkpoint: Path) -> str:
-    """Return advice on how to resume from the checkpoint that precedes a damaged one. The advice is
-    to rename the damaged folder, because a renamed folder is not treated as a checkpoint."""
+    """Return advice on how to use the run's other checkpoints instead of a damaged one. The advice
+    is to rename the damaged folder, because a renamed folder is not treated as a checkpoint."""
+    if len(list_checkpoints(checkpoint.parents[1])) < 2:
+        return "the run has no other checkpoint, so train again without resume"
     path = shlex.quote(str(checkpoint))
-    return f"set resume to None. Or, for the previous checkpoint, run: mv {path} {path}.damaged"
+    return f"to use the newest other checkpoint, run: mv {path} {path}.damaged"
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -233,6 +235,8 @@ def _start_from(checkpoint: Path) -> str:
     `checkpoint`. If these weights have not been exported yet, the export command precedes the
     option."""
     run_dir = relative_path(checkpoint.parents[1])
+    if run_dir.startswith(".."):
+        run_dir = str(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
 

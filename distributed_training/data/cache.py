@@ -176,7 +176,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         why = ""
         if reasons:
             why = f"{plural(counts['train'].records, 'record')} left out: {reasons}"
-        raise UserError(f"dataset={config.dataset!r} contains no text to train on", why)
+        raise UserError(f"dataset={config.dataset!r} contains no text", why)
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # left behind by a process that was killed
     building.mkdir()

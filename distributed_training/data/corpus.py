@@ -30,7 +30,7 @@ from distributed_training.data.files import (  # fmt: skip
 from distributed_training.data.folders import ABOUT, CARD, KINDS, find_splits
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import one_of, shown
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
@@ -212,8 +212,8 @@ def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> 
             encoding_of(file)
         return Source(form=RUNNING, files=files)
     if not set(suffixes) <= set(RECORDS):
-        fix = f"use {' and '.join(TEXTS)} files, or {', '.join(RECORDS)} files, but not both"
-        raise UserError(f"{what} cannot be read", f"found {', '.join(suffixes)}", fix)
+        fix = f"use {' and '.join(TEXTS)} files, or {one_of(RECORDS)} files, but not both"
+        raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
     for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
         shape = Shape(record, where, columns, column_names(files[0]))
         return Source(form=shape.form, files=files, shape=shape)

@@ -85,7 +85,7 @@ def encoding_of(path: Path) -> str:
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
         raise _not_utf8(
-            path, "it begins with zero bytes", encoding, "UTF-16 without a byte-order mark"
+            path, "its first bytes include zero bytes", encoding, "UTF-16 without a byte-order mark"
         )
     marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return "utf-16" if marked else "utf-8-sig"
@@ -296,7 +296,7 @@ def most_unpacked(path: Path) -> int:
 
 def bomb(path: Path) -> UserError:
     """Return the error for a file that unpacks to more than `most_unpacked` allows."""
-    why = f"its uncompressed size is more than {_RATIO} times its size"
+    why = f"it unpacks to more than {_RATIO} times its size on disk"
     fix = "convert it to .jsonl"
     return UserError(f"dataset file {path} cannot be read", why, fix)
 

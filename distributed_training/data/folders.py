@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distributed_training.data.files import COMPRESSED, RECORDS, TEXTS, suffix_of
 from distributed_training.settings.errors import UserError, describe, nearest
+from distributed_training.settings.files import one_of
 
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"
@@ -39,8 +40,9 @@ def find_splits(path: Path, what: str) -> Splits:
         beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
         if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
             raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
-        fix = f"use a {', '.join(KINDS)} file (also with {' or '.join(COMPRESSED)}), a folder of "
-        raise UserError(f"{what} {why}", fix=f'{fix}such files, "wikitext-2" or "embedded"')
+        fix = f"use a {one_of(KINDS)} file (optionally compressed: {', '.join(COMPRESSED)}), a "
+        fix += 'folder of such files, "wikitext-2" or "embedded"'
+        raise UserError(f"{what} {why}", fix=fix)
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _saved(path, what)
     try:
@@ -130,8 +132,10 @@ def _saved(folder: Path, what: str) -> Splits:
 
 
 def _unusable(what: str, files: Sequence[Path]) -> UserError:
-    suffixes = sorted({suffix_of(file) or "a file without an extension" for file in files})
+    suffixes = sorted({suffix_of(file) for file in files})
     why = "the folder has no files"
-    if suffixes:
-        why = f"found {', '.join(suffixes)}"
-    return UserError(f"{what} cannot be read", why, f"use {', '.join(KINDS)} files")
+    if suffixes == [""]:
+        why = "files without an extension are not supported"
+    elif suffixes:
+        why = f"files of type {', '.join(filter(None, suffixes))} are not supported"
+    return UserError(f"{what} cannot be read", why, f"use {one_of(KINDS)} files")

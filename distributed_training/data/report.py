@@ -96,12 +96,17 @@ def headline(counts: dict[str, Any]) -> list[str]:
         ]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
-    tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
-    lines.append(f"tokens per record: {tokens}")
+    lines.append(f"tokens per record: {lengths_in_words(counts)}")
     if counts["form"] in ANSWERS:
         share = f"{100 * counts['loss_share']:.1f}% of the tokens"
         lines[1] += f"; the loss covers only the answers ({share})"
     return lines
+
+
+def lengths_in_words(counts: dict[str, Any]) -> str:
+    """Return the lengths of records as a string such as "median 9, p90 20, p99 30, maximum 40"."""
+    names = {name: f"p{name.removesuffix('%')}" if "%" in name else name for name in QUANTILES}
+    return ", ".join(f"{names[name]} {count:,}" for name, count in counts["tokens"].items())
 
 
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
@@ -115,7 +120,8 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
             line += f". {_remedy(counts)}"
         lines.append(line)
     if counts["cut"]:
-        line = f"{_number(counts['cut'], 'sample')} truncated to max_length={max_length}"
+        verb = "is" if counts["cut"] == 1 else "are"
+        line = f"{_number(counts['cut'], 'sample')} {verb} truncated to max_length={max_length}"
         if counts["ends_cut"] == counts["cut"]:
             line += " within an answer"
         elif counts["ends_cut"]:
@@ -128,14 +134,13 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         lines.append(f"{count} ({names}{more})")
     for note, count in counts["notes"].items():
         subject, verb, rest = note.split(" ", 2)  # such as "records have ..."
-        if count == 1 and verb == "have":
-            verb = "has"
+        if count == 1:
+            verb = "has" if verb == "have" else f"{verb}s"
         line = f"{_number(count, subject.removesuffix('s'))} {verb} {rest}"
         if note == FILLED:
-            samples = _number(count, "sample")
-            line = (
-                f"{samples} from records with several answers left out ({note}). {_remedy(counts)}"
-            )
+            samples = f"{_number(count, 'sample')} from records with several answers"
+            verb = "is" if count == 1 else "are"
+            line = f"{samples} {verb} left out ({note}). {_remedy(counts)}"
         lines.append(line)
     return lines
 

@@ -164,8 +164,9 @@ class ModelSize:
             return self.matrix_names
         names = tuple(name.strip() for name in targets.split(","))
         if unknown := set(names).difference(self.matrix_names):
-            what = f"lora_targets={targets!r}: blocks have no matrix {', '.join(sorted(unknown))}"
-            raise UserError(what, fix=f"choose from {', '.join(self.matrix_names)}")
+            why = f"the blocks have no matrix named {', '.join(sorted(unknown))}"
+            fix = f"choose from {', '.join(self.matrix_names)}"
+            raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
         return names
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
@@ -500,6 +501,11 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         full_name = f"{folder}:{label}"
+    if chosen == "" and (name.count("/") > 1 or name.startswith(("/", "./", "~"))):
+        what = f"the folder model={shown(name)} does not exist"
+        if folder.is_dir():
+            what = f"the folder model={shown(name)} has neither config.json nor __init__.py"
+        raise UserError(what, fix="set model to a model's folder or its name on the Hub")
     why = f"it must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
     what = f"model={shown(name)} is not accepted"

@@ -145,7 +145,7 @@ def check_disk(plan: Draft) -> None:
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free, but "
+            what = f"the disk with {' and '.join(map(str, sizes))} has {gib(free)} free, but "
             what += f"the run may write {gib(needed)}"
             fix = "set output_dir or offload_dir to a folder on a larger disk, or set "
             fix += "checkpoint_every to 0"

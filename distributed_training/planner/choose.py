@@ -261,7 +261,7 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
     can_compile = on_gpu and machine.compute_capability >= (7, 0)
     compiled = _decide_switch(config, "compile", can_compile, obstacle)
     if config.compile == AUTO and can_compile and obstacle:
-        notes.append(f"not compiled: {obstacle}")
+        notes.append(f"compile is off, because it cannot be used with {obstacle}")
 
     obstacle = _async_tp_obstacle(candidate, machine, compiled)
     async_tp = _decide_switch(config, "async_tp", machine.compute_capability == (9, 0), obstacle)
@@ -269,7 +269,7 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
     obstacle = _graph_obstacle(candidate, machine)
     graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle)
     if config.cuda_graphs == AUTO and on_gpu and obstacle:
-        notes.append(f"no CUDA graph: {obstacle}")
+        notes.append(f"cuda_graphs is off, because it cannot be used with {obstacle}")
     return {"compile": compiled, "async_tp": async_tp, "cuda_graphs": graphs}
 
 

@@ -164,7 +164,9 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     train = data.train
     num_parts = len(train.starts)
     if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
-        notes.append(f"the dataset has {num_parts} training samples, fewer than {AUTO_SAMPLES}")
+        notes.append(
+            f"the dataset has only {num_parts} training samples, and the run uses all of them"
+        )
     if not data.packs and config.pack == AUTO:
         whose = f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
         notes.append(f"records are padded, because {whose} cannot keep packed records apart")
@@ -329,8 +331,10 @@ def choose_tokenizer(
         fetch = partial(hub.fetch_tokenizer, repo_id)
         command = f"hf download {repo_id} --include '*token*'"
     else:
-        fix = "use a folder with tokenizer.json, or with vocab.json and merges.txt, a model's "
-        fix += 'name on the Hub, "auto", "gpt2" or "embedded"'
+        fix = (
+            'use "auto", "gpt2", "embedded", the name of a model on the Hub, or a folder that has '
+        )
+        fix += "tokenizer.json or both vocab.json and merges.txt"
         raise UserError(f"tokenizer={named!r} is not a folder", fix=fix)
     try:
         return repo_id, fetch()

@@ -56,7 +56,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
     written = document.pop("train_batch_size", AUTO)
     if not _same(written, batch.global_batch_size):
-        what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
+        what = f"{source}: train_batch_size={shown(written)} differs from the run's batch size, "
+        what += batch.describe()
         raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
@@ -104,9 +105,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     if unusual:
         ask_deepspeed(document, str(source))
         names = ", ".join(unusual)
-        notes.append(
-            f"{names} in {source.name}: accepted by DeepSpeed, but ignored by the predictions"
-        )
+        notes.append(f"{source.name} sets {names}, which the predictions do not consider")
     return document
 
 

@@ -216,5 +216,9 @@ def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
         return
     if answer.strip():
         name, message = json.loads(answer.splitlines()[-1])
-        what = f"{source}: DeepSpeed does not accept {name}" if name else f"{source}: not accepted"
+        what = (
+            f"{source}: DeepSpeed does not accept {name}"
+            if name
+            else f"{source}: DeepSpeed does not accept this JSON"
+        )
         raise UserError(what, message, "see https://www.deepspeed.ai/docs/config-json")

@@ -332,9 +332,9 @@ def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> Use
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
     what = f"{' with '.join(f'{key}={value}' for key, value in given.items())} does not fit: a "
     what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
-    what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
+    what += f"grad_accum_steps {config.grad_accum_steps} x the number of processes per replica)"
     why = f"micro_batch_size x num_microbatches must be {sequences}"
     if pp > 1:
-        why += f", and {candidate.schedule_name} over pp={pp} must accept num_microbatches"
+        why += f", and {candidate.schedule_name} over pp={pp} must support num_microbatches"
     cuts.append("set micro_batch_size and num_microbatches to auto")
     return UserError(what, why, f"set {', or '.join(cuts)}")

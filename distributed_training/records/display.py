@@ -224,7 +224,7 @@ def header_rows(r: Record) -> dict[str, str]:
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
-                    f"shards {r.strategy['sharding']}",
+                    f"{r.strategy['sharding']}",
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
@@ -330,7 +330,7 @@ def summary_rows(r: Record) -> dict[str, str]:
     memory = r.memory
     rows = dict[str, str]()
     if len(r.evaluations) > 1:
-        after = f"after {r.evaluations[-1]['step']} steps"
+        after = f"after {plural(r.evaluations[-1]['step'], 'step')}"
         ends = (r.evaluations[0], r.evaluations[-1])
         for name, digits in (("perplexity", 2), ("bits_per_byte", 4)):
             if all(name in evaluation for evaluation in ends):
@@ -344,7 +344,9 @@ def summary_rows(r: Record) -> dict[str, str]:
         rows["overfitted"] = text + advice
     if speed.get("tokens_per_s"):
         median_ms = 1000 * speed["step_time_s"]["p50"]
-        step = f"{median_ms:.1f} ms per step (median of {speed['num_timed_steps']} steps)"
+        count = speed["num_timed_steps"]
+        timed = "1 step" if count == 1 else f"median of {count} steps"
+        step = f"{median_ms:.1f} ms per step ({timed})"
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         rows["throughput"] = f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"
     if (allocated := memory.get("peak_allocated_bytes")) is not None:

@@ -44,6 +44,6 @@ def named_checkpoint(resume: str) -> Path:
     checkpoint. Raises UserError if there is no checkpoint."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
-        fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or to None"
+        fix = "set resume to the folder of a run that has checkpoints/, to auto, or to None"
         raise UserError(f"resume={shown(resume)} is not a folder with a checkpoint", fix=fix)
     return checkpoint

@@ -32,7 +32,7 @@ METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 FAULTS_FILE = ".faults"  # file with one line of JSON for each failure that a process has reported
-LOST = "lost another process"
+LOST = "lost the connection to another process"
 # Axis -> size. The earliest records lack tp and pp.
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_AXES, 1) | mesh)]
 
@@ -233,7 +233,7 @@ def load_record(path: Path) -> Record:
     """Return the record in a file or in a run's folder. Raises UserError if there is no valid
     record."""
     file = path / RECORD_FILE if path.is_dir() else path
-    fix = "name a folder under runs/, or use the commit that the record names"
+    fix = "name a run's folder, or use the version of this suite that wrote the record"
     what = f"{file} is not a run record that this version can read"
     record = parse_as(Record, load_json(file, "record"), what, fix)
     if path.is_dir():  # the folder may have been copied or moved

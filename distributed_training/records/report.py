@@ -229,6 +229,9 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     records: dict[Path, Record] = {}
     for path in map(given_path, paths):
         files = [path]
+        if not path.exists():
+            fix = "name a run, a folder of runs, or a record"
+            raise UserError(f"{path} does not exist", fix=fix)
         if path.is_dir():
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
         records_here = {}

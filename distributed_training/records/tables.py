@@ -209,8 +209,8 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Return the tables that have data."""
-        memory = "Predicted peak memory, for the process that uses the most."
-        sent = "Predicted bytes, for the process that sends the most, from the formulas for ring "
+        memory = "Predicted peak memory of the process that uses the most memory."
+        sent = "Predicted bytes that the busiest process sends, from the formulas for ring "
         sent += "collectives in strategies/LAWS.md."
         tables = [
             results(self),
@@ -240,7 +240,9 @@ def status(r: Record) -> str:
     if r.status == "ok":
         return "ok"
     killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
-    return f"{'killed' if killed else r.status} {r.step}/{r.num_steps}"
+    word = "killed" if killed else r.status
+    # The record of a run that did not end as planned may lack the steps after the last checkpoint.
+    return f"{word} {r.step}/{r.num_steps}" if r.step or r.status == "running" else word
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
@@ -299,14 +301,14 @@ def results(comparison: Comparison) -> Table:
     if any(len(layout.records) > 1 for layout in layouts):
         about += " Cells show the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += " Peak RAM is for the process that uses the most and includes libraries."
+        about += " Peak RAM is for the process that uses the most memory, and includes libraries."
     return _table("Results", about, columns)
 
 
 def predictions(comparison: Comparison) -> Table:
     """Return the table that compares each plan's prediction with the measurements of its run."""
     records = comparison.records
-    memory = "the peak RAM, including libraries, of the process that uses the most"
+    memory = "the peak RAM, including libraries, of the process that uses the most memory"
     if any(r.machine["gpu_name"] for r in records):
         memory = "the peak memory of tensors on the fullest GPU"
     about = f"Memory is {memory}. Each prediction was made before its run."
@@ -316,7 +318,7 @@ def predictions(comparison: Comparison) -> Table:
         columns[f"{heading} measured"] = [measurement(*layout.done) for layout in layouts]
         columns[f"{heading} predicted"] = [prediction(*layout.done) for layout in layouts]
         errors = [_error(prediction, measurement, layout.done) for layout in layouts]
-        columns[f"{heading} off"] = [NOTHING if e is None else f"{e:+.0%}" for e in errors]
+        columns[f"{heading} error"] = [NOTHING if e is None else f"{e:+.0%}" for e in errors]
         run_errors = [_error(prediction, measurement, [r]) for r in records]
         if sizes := [abs(error) for error in run_errors if error is not None]:
             num_close = sum(size <= 0.10 for size in sizes)

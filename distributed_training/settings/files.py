@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -184,10 +184,10 @@ def load_json(
     try:
         return parse_json(read_small(path, most_bytes).decode(), unique=unique)
     except FileNotFoundError:
-        names = sorted(file.stem for file in path.parent.glob("*.json"))
+        names = sorted(file.name for file in path.parent.glob("*.json"))
         missing = f"{what} {path} does not exist"
         fix = f"the folder contains {', '.join(names) or 'no JSON file'}"
-        raise UserError(missing, fix=fix, typed=path.stem, known=names) from None
+        raise UserError(missing, fix=fix, typed=path.name, known=names) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -208,7 +208,7 @@ def _json_fault(error: json.JSONDecodeError) -> str:
         return f"line {line} has a comment, which JSON does not allow: {comment}"
     if remaining.startswith(("}", "]")) and preceding.endswith(","):
         return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
-    return f"{json_mistake(error)}, at line {error.lineno}, column {error.colno}"
+    return f"{json_mistake(error)} at line {error.lineno}, column {error.colno}"
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
@@ -272,6 +272,12 @@ def shown(value: object) -> str:
     """Return repr(value) for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
+
+
+def one_of(words: Sequence[str]) -> str:
+    """Return a string such as "a, b or c"."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def plural(count: int, noun: str) -> str:

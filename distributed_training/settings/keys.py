@@ -4,7 +4,6 @@ schema lists the accepted values. This module does not import torch."""
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError, nearest
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import load_json, one_of, shown
 
 Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
@@ -22,8 +21,7 @@ _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
     "null": {"none": None, "null": None},
 }
 _KINDS = {
-    "integer": "a whole number", "number": "a number", "boolean": "True or False",
-    "string": "text", "null": "None",
+    "integer": "a whole number", "number": "a number", "string": "text", "null": "None",
 }  # fmt: skip
 
 
@@ -98,14 +96,18 @@ class Key(BaseModel):
 
     def accepts(self) -> str:
         """Describe the accepted values."""
-        descriptions = []
+        descriptions = list[str]()
         for form in self.forms:
             if "enum" in form:
-                text = "one of " + ", ".join(map(str, form["enum"]))
-            elif "const" in form:
-                text = json.dumps(form["const"])
-            else:
-                text = _KINDS[form["type"]]
+                descriptions += map(str, form["enum"])
+                continue
+            if "const" in form:
+                descriptions.append(str(form["const"]))
+                continue
+            if form["type"] == "boolean":
+                descriptions += ["True", "False"]
+                continue
+            text = _KINDS[form["type"]]
             if "minimum" in form:
                 text += f" >= {form['minimum']:g}"
             if "exclusiveMinimum" in form:
@@ -113,7 +115,7 @@ class Key(BaseModel):
             if form.get("maximum", 2**20) < 2**20:  # larger limits only guard against overflow
                 text += f" and <= {form['maximum']:g}"
             descriptions.append(text)
-        return " or ".join(descriptions)
+        return one_of(descriptions)
 
     def parse(self, text: str) -> Any:
         """Convert `text` from the command line to a choice, a Boolean, None or a number if the key

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, nearest
 from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
@@ -215,19 +215,19 @@ class Strategy:
         """Describe the sharded and offloaded state for the header of a run."""
         phrases = []
         if self.mesh["pp"] != 1:
-            phrases.append("the layers over pp")
+            phrases.append("partitions the layers over pp")
         if self.mesh["tp"] != 1:
-            phrases.append("each layer over tp")
+            phrases.append("shards each layer over tp")
         if self.zero.stage:
             divided = ["optimizer state", "gradients", "parameters"]
-            phrases.append(", ".join(divided[: self.zero.stage]))
+            phrases.append(f"shards {', '.join(divided[: self.zero.stage])}")
         elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
-            phrases.append("parameters, gradients, optimizer state over dp_shard")
-        phrases = phrases or ["nothing (replicas)"]
+            phrases.append("shards parameters, gradients, optimizer state over dp_shard")
+        phrases = phrases or ["replicates all state"]
         if self.steps_on_host:
-            phrases.append(f"optimizer state kept {_PLACES[self.offload['optimizer']]}")
+            phrases.append(f"keeps optimizer state {_PLACES[self.offload['optimizer']]}")
         if self.fetches_parameters:
-            phrases.append(f"parameters kept {_PLACES[self.offload['param']]}")
+            phrases.append(f"keeps parameters {_PLACES[self.offload['param']]}")
         return "; ".join(phrases)
 
 
@@ -290,7 +290,7 @@ def load_strategy(config: RunConfig) -> Strategy:
             reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         if user_json is not None:
-            _check_form(folder, _form_of(parsed), source)
+            _check_form(folder, _form_of(parsed), document, source)
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
     traits, options = _find_engine(folder)
     engine = f"{folder._path}: engine={folder.engine!r}"
@@ -357,15 +357,20 @@ def _form_of(parsed: _DeepSpeed) -> str:
     return f"ZeRO stage {zero.stage}"
 
 
-def _check_form(folder: _Folder, form: str, source: Path) -> None:
-    """Raise UserError if the `form` of the user's DeepSpeed JSON, the file `source`, differs from
-    the form of the strategy's own JSON."""
+def _check_form(folder: _Folder, form: str, document: Mapping[str, Any], source: Path) -> None:
+    """Raise UserError if the `form` of the user's DeepSpeed JSON differs from the form of the
+    strategy's own JSON. `document` is the content of the user's JSON, and `source` its file."""
     forms = {
         name: _form_of(_read_json(other._path, other.deepspeed)[2])
         for name, other in list_strategies().items()
         if other.deepspeed is not None
     }
     if form != forms[folder.name]:
+        sections = ("zero_optimization", "pipeline")
+        for name in document:  # a misspelled section
+            if name not in sections and nearest(name, sections, cutoff=0.85):
+                what = f"{source}: neither DeepSpeed nor this suite reads {name}"
+                raise UserError(what, typed=name, known=sections)
         fitting = [name for name in forms if forms[name] == form]
         fix = f"set strategy to {fitting[0]}, or change the JSON" if fitting else "change the JSON"
         needed = f"strategy={folder.name!r} needs {forms[folder.name]}"

@@ -54,8 +54,8 @@ def print_plan(
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     if plan.num_steps is None:
-        note = "a dry run does not tokenize a dataset that is large or on the Hub. To "
-        notes.append(f"{note}preview it, use the data command")
+        note = "the number of steps is unknown, because this dry run did not tokenize the dataset. "
+        notes.append(f"{note}To tokenize and preview the dataset, use the data command")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, relative_path(script), arguments)

@@ -170,8 +170,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
         except (OSError, UnicodeError) as error:
             if time.monotonic() > end or isinstance(error, UnicodeError):
                 what = f"{label} cannot reach rank 0 at {host}:{port}"
-                failed = f"all attempts failed for {limit_s:g} s (rendezvous_timeout_s)"
-                why = f"{failed}: {_reason(error)}"
+                attempts = f"every attempt within {limit_s:g} s (rendezvous_timeout_s)"
+                why = f"{attempts} failed: {_reason(error)}"
                 fix = _fix_address(host, error) or (
                     f"start the same command on the first node. If {host} does not resolve to that "
                     "node, add --local_addr=ADDRESS to its torchrun command"

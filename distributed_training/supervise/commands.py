@@ -33,8 +33,9 @@ def suggest_commands(plan: Plan, record: Record) -> list[str]:
         best = ["--best"] if best_before(record) and record.best else []
         arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
         suggestions.append(shlex.join(arguments))
-    is_default = plan.output_dir.absolute() == Path(script).absolute().parent / "runs"
-    runs_argument = [] if is_default else [short_path(plan.output_dir)]
+    folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
+    is_default = folder == Path(script).absolute().parent / "runs"
+    runs_argument = [] if is_default else [short_path(folder)]
     suggestions.append(shlex.join(["python", script, "report", *runs_argument]))
     if _has_own_launcher(plan):
         return suggestions

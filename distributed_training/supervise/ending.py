@@ -126,12 +126,12 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in components[:3])
     fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto (same batch)": micro > 1,
+        f"micro_batch_size={micro // 2} num_microbatches=auto  # same batch": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
         f"max_length={config.max_length // 2}": config.max_length > 128,
         f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}": micro * config.max_length > GOOD_CHUNK_TOKENS
             and not config.loss_chunk_tokens and config.precision != "fp16",
-        "strategy=zero3 or fsdp (shards the model state, not activations)":
+        "strategy=zero3  # or fsdp; both shard the model state, not activations":
             topology.dp_size == topology.world_size > 1
             and not plan.uses_fsdp and plan.strategy.zero.stage < 3,
         "strategy=offload": not plan.strategy.steps_on_host,

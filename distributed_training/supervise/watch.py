@@ -317,7 +317,6 @@ def describe_late_ranks(states: Sequence[Mapping[str, Any]]) -> str:
         return f"all ranks are in {states[0]['where']}"
     descriptions = [f"rank {rank} on {states[rank]['host']}" for rank in late_ranks[:4]]
     first_state = states[late_ranks[0]]
-    return (
-        f"waiting for {', '.join(descriptions)}, in {first_state['activity']} at "
-        f"{first_state['where']}"
-    )
+    verb = "is" if len(descriptions) == 1 else "are"
+    position = f"which {verb} in {first_state['activity']} at {first_state['where']}"
+    return f"waiting for {', '.join(descriptions)}, {position}"

@@ -24,7 +24,6 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
-from tqdm import tqdm
 
 from distributed_training.planner.checks import unbuilt_extensions
 from distributed_training.planner.choose import choose_model
@@ -329,7 +328,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
-            line += f" ({num_remaining} remaining, {tqdm.format_interval(round(seconds))})"
+            line += f" ({num_remaining} remaining, {duration(seconds)})"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
 
 

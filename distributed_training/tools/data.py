@@ -98,8 +98,8 @@ def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple
 
 
 def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    left_out = [f"{count:,} {reason}" for reason, count in counts["left_out"].items()]
-    tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
+    left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
+    tokens = report.lengths_in_words(counts)
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return [
         ("records", f"{counts['records']:,} read, {counts['used']:,} used"),

@@ -131,7 +131,7 @@ def batch_script(
         )
     else:
         least, most = choice.likely_s or (choice.step.seconds, choice.step.seconds)
-        header.append(f"# Predicted: {steps:,} steps of {least:.3g} to {most:.3g} s.")
+        header.append(f"# Predicted: {steps:,} steps of {least:.3g} to {most:.3g} s each.")
         time = slurm_time(SPARE * steps * most + AROUND_STEPS_S)
     script_words = [script.name, *options]
     script_words += [] if "--strict" in script_words else ["--strict"]

@@ -220,7 +220,7 @@ def main(options: argparse.Namespace) -> int:
         if process.rank == 0:
             num_figures = len(members) * len(sizes) * len(RING_TURNS)
             seconds = num_figures * group.budget_s
-            print(f"Taking {num_figures} measurements: {duration(seconds)}.", flush=True)
+            print(f"{num_figures} measurements take {duration(seconds)}.", flush=True)
         for axis, axis_members in members.items():
             entries = time_group(group, axis_members, sizes, RING_TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
@@ -243,7 +243,7 @@ def main(options: argparse.Namespace) -> int:
     draw(groups, folder / "links.png")
     print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
     print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns")
-    print("are the algorithm and bus bandwidth for the largest tensor in GB/s.\n")
+    print("are the algorithm bandwidth and the bus bandwidth for the largest tensor, in GB/s.\n")
     for axis, axis_group in groups.items():
         rows = []
         for operation, row in axis_group["operations"].items():

@@ -44,6 +44,9 @@ MERGED_NF4 = (
 MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
+_NAME_A_MODEL = (
+    "name the folder of a run, such as runs/latest, or of a model in the Hugging Face format"
+)
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
@@ -67,8 +70,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
                 command = f"hf download {spec.hub_id}"
                 raise hub.cannot_fetch(f"model={name!r} is", error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
-        fix = "give a run folder, such as runs/latest, or its hf/ subfolder"
-        raise UserError(f"{name} {what}", fix=fix)
+        raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
     if not (run / weights_name).is_dir():
         why, fix = {
             LAST: ("a run exports its model when it ends", "--resume auto and export=True"),
@@ -192,6 +194,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if arguments.dataset is None and plan is None and not arguments.tasks:
+        if not given_path(arguments.run).exists() and _published(arguments.run) is None:
+            raise UserError(f"{arguments.run} does not exist", fix=_NAME_A_MODEL)
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
     if arguments.dataset is not None or plan is not None:
@@ -331,7 +335,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
         what = (
             "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"
         )
-        fix = "give a run folder, such as runs/latest, or a folder in its checkpoints/"
+        fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST
     if merge and folder.exists():

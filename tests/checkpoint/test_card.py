@@ -10,7 +10,7 @@ from tests.support import made_record
 @pytest.fixture
 def card(tmp_path):
     def write(name="hf", **changes):
-        folder = tmp_path / "20260101-dp" / name
+        folder = tmp_path / "runs" / "20260101-dp" / name
         folder.mkdir(parents=True, exist_ok=True)
         write_card(folder, made_record(**changes))
         return ModelCard.load(folder / CARD)

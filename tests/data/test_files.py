@@ -195,7 +195,7 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(length, num_rows, tmp_path
     options = {"compression": "zstd", "store_schema": False}
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", **options)
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
-    with refused("a.parquet cannot be read", "more than 200 times its size"):
+    with refused("a.parquet cannot be read", "more than 200 times its size on disk"):
         for _ in read_records(tmp_path / "a.parquet", columns=("text",)):
             pass
 
@@ -221,7 +221,7 @@ def test_dictionary_encoded_rows_count_with_their_full_size(tmp_path):
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["hello " * 2000]))
     write_arrow(tmp_path / "a.arrow", pyarrow.record_batch({"text": texts}))
-    with refused("a.arrow cannot be read", "more than 200 times its size"):
+    with refused("a.arrow cannot be read", "more than 200 times its size on disk"):
         for _ in read_records(tmp_path / "a.arrow"):
             pass
 
@@ -261,7 +261,7 @@ def test_compressed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(200):
             file.write(b" " * 1_000_000)
-    with refused("a.jsonl.gz cannot be read", "more than 200 times its size"):
+    with refused("a.jsonl.gz cannot be read", "more than 200 times its size on disk"):
         list(read_records(tmp_path / "a.jsonl.gz"))
 
 

@@ -40,8 +40,8 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
             r"exit codes \[1, -9\]",  # the frozen rank is killed
         ),
         "hangs": (
-            rf"step 5 has hung for 1\d s: waiting for {rank_1}, in step 5 at ",
-            rf"note: step 5 has taken \d+ s: waiting for {rank_1}, in step 5 at ",
+            rf"step 5 has hung for 1\d s: waiting for {rank_1}, which is in step 5 at ",
+            rf"note: step 5 has taken \d+ s: waiting for {rank_1}, which is in step 5 at ",
         ),
         "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
     }[how]

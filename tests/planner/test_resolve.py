@@ -205,7 +205,7 @@ def test_unusable_auto_switches_are_turned_off_with_a_reason(key, asked, values,
     """If a switch is "auto" and cannot be used, it is turned off. Except for async_tp, a note gives
     the reason. An explicit True or "whole" is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
-    said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
+    said = {"compile": "compile is off", "cuda_graphs": "cuda_graphs is off"}
     if asked is True:
         assert getattr(resolved.config, key) is False
         assert key == "async_tp" or any(f"{said[key]}: {words}" in note for note in notes)

@@ -123,7 +123,7 @@ def test_without_a_gpu_memory_means_ram_per_process():
     on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
     comparison = Comparison(layouts=[Layout(name="dp", records=[on_cpu])])
     row = rows_of(comparison, "Prediction and measurement")["dp"]
-    assert (row["peak measured"], row["peak off"]) == ("5.00 GiB", "-80%")
+    assert (row["peak measured"], row["peak error"]) == ("5.00 GiB", "-80%")
     assert rows_of(comparison, "Memory by component")["dp"]["total"] == "1.00 GiB"
 
 

@@ -124,7 +124,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
         build_config({"strategy": "tp", "rank": 4})
     with refused("rank is a key of strategy dp, but the strategy is tp", "Leave out rank"):
         build_config({"strategy": "tp"}, overrides=["rank=4"])
-    with refused("mode='b'", "one of a, Bb", "Did you mean 'Bb'?"):
+    with refused("mode='b'", "a or Bb", "Did you mean 'Bb'?"):
         build_config({"strategy": "dp", "mode": "b"})
 
 

@@ -66,7 +66,9 @@ class Shape:
         self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()
     ) -> None:
         self.columns = columns
-        keys = self._renamed(record) if isinstance(record, dict) else {}
+        if not isinstance(record, dict):
+            raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
+        keys = self._renamed(record)
         missing = [name for name in columns.values() if name not in record]
         if missing:
             what = f"--columns names {shown(missing[0])}, but {where} has no such column"
@@ -96,7 +98,7 @@ class Shape:
             raise UserError(
                 f'{where} has no "{column}" string',
                 f"it has {name_some(keys)}",
-                f"{fix}prompt=...,completion=...",
+                f"{fix}prompt=QUESTION,completion=ANSWER",
             )
         self.unread = self._find_unread(keys, names or record)
 
@@ -224,8 +226,9 @@ class Shape:
     ) -> Any:
         if not isinstance(value, cls) and not (optional and value is None):
             type_names: dict[type, str] = {str: "string", list: "list", dict: "object"}
+            why = f'all records must have the columns of the first record, such as "{name}"'
             fix = f"write {_EXAMPLES[self.form]}"
-            raise UserError(f'{where} has no "{name}" {type_names[cls]}', fix=fix)
+            raise UserError(f'{where} has no "{name}" {type_names[cls]}', why, fix)
         return value
 
 
