@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=4 pipedream_runtime.py
 
 Every schedule runs with every number of microbatches. One run measures the durations of the stages.
-From these durations, the simulator predicts the other runs, and schedule=search looks for the
-shortest order. ZB-V runs in its order for F = I = W. results/lab/tutorial/benchmark.py has settings
-for GPUs.
+From these durations, the simulator predicts the other runs. schedule=search uses the durations to
+look for the order of operations with the shortest makespan. ZB-V uses the order that it has if the
+durations F, I and W are equal. results/lab/tutorial/benchmark.py has settings for GPUs.
 """
 
 import os

@@ -318,8 +318,8 @@ def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 class Sampler:
     """Choose the samples of each step as a pure function of the seed and the step.
 
-    The choice is the same under every layout with this global batch size. Every rank computes the
-    order of all samples and takes its share."""
+    Layouts with the same global batch size choose the same samples. Every rank computes the order
+    of all samples and takes its share."""
 
     num_samples: int
     global_batch_size: int  # sequences per optimizer step, over all replicas

@@ -6,6 +6,7 @@ import shlex
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.models import folder_label
+from distributed_training.records.metrics import format_bits, format_perplexity
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural, relative_path
@@ -62,9 +64,14 @@ class Display:
             )
             self.say(wrap.fill(value))
 
-    def commands(self, title: str, *commands: str) -> None:
-        """Print a title and, below it, the commands on lines that can be pasted into a shell."""
-        self.say("\n".join([title, *map(pasteable, commands)]))
+    def command(self, title: str, command: str) -> None:
+        """Print a title and, below it, the command on lines that can be pasted into a shell."""
+        self.say(f"{title}\n{pasteable(command)}")
+
+    def suggest(self, commands: Mapping[str, str]) -> None:
+        """Print commands, each below a comment with its purpose."""
+        lines = [f"  # {purpose}\n{pasteable(command)}" for purpose, command in commands.items()]
+        self.say("\n".join(["Next, for example:", *lines]))
 
     def start(self, num_done: int, total: int, compiles: bool) -> None:
         self._total = total
@@ -332,13 +339,13 @@ def summary_rows(r: Record) -> dict[str, str]:
     if len(r.evaluations) > 1:
         after = f"after {plural(r.evaluations[-1]['step'], 'step')}"
         ends = (r.evaluations[0], r.evaluations[-1])
-        for name, digits in (("perplexity", 2), ("bits_per_byte", 4)):
+        for name, text_of in (("perplexity", format_perplexity), ("bits_per_byte", format_bits)):
             if all(name in evaluation for evaluation in ends):
-                values = [evaluation[name] for evaluation in ends]
-                first, last = ("nan" if x is None else f"{x:.{digits}f}" for x in values)
+                first, last = (text_of(evaluation[name]) for evaluation in ends)
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_before(r)) and best["step"]:
-        text = f"perplexity was {best['perplexity']:.2f} after {best['step']} steps. "
+        text = f"perplexity was {format_perplexity(best['perplexity'])} after "
+        text += f"{plural(best['step'], 'step')}. "
         advice = "To keep that model, add --keep_best True."
         advice = f"{BEST}/ contains that model." if r.best else advice
         rows["overfitted"] = text + advice

@@ -184,9 +184,22 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
     }
 
 
+def format_perplexity(value: float | None) -> str:
+    """Return a perplexity with two decimals, or in scientific notation from one million upward.
+    None, the value in a record of a loss that was not finite, gives "nan"."""
+    if value is None:
+        return "nan"
+    return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"
+
+
+def format_bits(value: float | None) -> str:
+    """Return a number of bits per byte with four decimals. None gives "nan"."""
+    return "nan" if value is None else f"{value:.4f}"
+
+
 def describe_evaluation(row: dict[str, Any]) -> str:
     """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
-    text = f"loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}"
+    text = f"loss {row['loss']:.4f}  perplexity {format_perplexity(row['perplexity'])}"
     bits = row["bits_per_byte"]
     return text if bits is None else f"{text}  bpb {bits:.4f}"
 

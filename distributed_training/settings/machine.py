@@ -168,8 +168,8 @@ def available_cpus() -> int:
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
     """Yield (folder, version) for each cgroup that contains this process, including parent groups,
-    because any of them may limit a job. In a container, the paths may be those of the host, and the
-    root is the container's own group."""
+    because any of them may limit a job. In a container, the process's cgroup path may be valid only
+    on the host. The root of the cgroup file system then stands for the container's group."""
     lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)

@@ -154,7 +154,7 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksOutcome:
-    """Signal and return codes with which the ranks on one machine ended."""
+    """Outcome of the ranks on one machine: their return codes, and the signal that stopped them."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves

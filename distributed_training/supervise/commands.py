@@ -21,37 +21,42 @@ def build_continue_command(plan: Plan) -> tuple[str, str]:
     return "To continue, run:", build_repeat_command(plan, resume=short_path(plan.run_dir))
 
 
-def suggest_commands(plan: Plan, record: Record) -> list[str]:
-    """Return commands that generate text, compare runs and train longer after a finished run.
+def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
+    """Map purposes to commands after a finished run: generate text, compare runs and train longer.
     If the run overfitted, the last command keeps the best weights instead of training longer.
     Commands that do not apply are omitted."""
     config = plan.config
     script = _script(plan)
-    suggestions = []
+    suggestions = {}
     if (plan.run_dir / LAST).is_dir():
         prompt = [] if config.generate is None else ["--prompt", config.generate]
         best = ["--best"] if best_before(record) and record.best else []
         arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
-        suggestions.append(shlex.join(arguments))
+        suggestions["generate text"] = shlex.join(arguments)
     folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
     is_default = folder == Path(script).absolute().parent / "runs"
     runs_argument = [] if is_default else [short_path(folder)]
-    suggestions.append(shlex.join(["python", script, "report", *runs_argument]))
+    suggestions["compare runs"] = shlex.join(["python", script, "report", *runs_argument])
     if _has_own_launcher(plan):
         return suggestions
     # A resumed run reads settings from its directory, so its command may not contain them.
     is_resumed = plan.requested.resume is not None
     best_row = best_before(record)
     if best_row and best_row["step"]:
-        if record.best or is_resumed:
-            return suggestions
-        return [*suggestions, build_repeat_command(plan, keep_best=True)]
+        if not record.best and not is_resumed:
+            repeat = build_repeat_command(plan, keep_best=True)
+            suggestions["train again and keep the best weights"] = repeat
+        return suggestions
+    if record.step < record.num_steps:  # stopped early, as a longer run would
+        return suggestions
     changes: dict[str, Any] = {"epochs": 2 * config.epochs}
     if config.max_steps == plan.num_steps:  # a preset's max_steps may be above all epochs' steps
         changes = {"max_steps": 2 * config.max_steps}
+    purpose = "train a new run for twice as long"
     if is_resumed:
+        purpose = "continue this run"
         changes["resume"] = short_path(plan.run_dir)
-    return [*suggestions, build_repeat_command(plan, **changes)]
+    return {**suggestions, purpose: build_repeat_command(plan, **changes)}
 
 
 def build_repeat_command(plan: Plan, **changes: Any) -> str:

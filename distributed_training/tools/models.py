@@ -236,7 +236,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
-        "perplexity": f"{row['perplexity']:.2f}",
+        "perplexity": metrics.format_perplexity(row["perplexity"]),
         "bits per byte": "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
         "tokens": f"{row['num_targets']:,} in the loss, {row['num_bytes']:,} bytes of text",
         "samples": f"{len(samples):,} of up to {config.max_length} tokens",

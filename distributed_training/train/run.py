@@ -91,9 +91,7 @@ def train(
         finished_record = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished_record))
-            display.commands(
-                "Next, for example:", *commands.suggest_commands(plan, finished_record)
-            )
+            display.suggest(commands.suggest_commands(plan, finished_record))
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished_record)
@@ -103,7 +101,7 @@ def train(
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         if saves_checkpoints:
             sentence, command = commands.build_continue_command(plan)
-            display.commands(f"{what} {sentence}", command)
+            display.command(f"{what} {sentence}", command)
         else:
             display.say(f"{what} Nothing was saved, because checkpoint_every=0.")
     engine.close()

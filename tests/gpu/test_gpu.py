@@ -138,7 +138,8 @@ REPLAYED = {
 
 
 def exactly(count):
-    """Return the environment for runs on the first `count` GPUs with deterministic kernels."""
+    """Return environment variables that select the first `count` GPUs and deterministic cuBLAS
+    kernels."""
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE.split(",")[:count])}
     return {**gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

@@ -33,7 +33,8 @@ def test_a_short_text_is_used_completely(tmp_path):
     assert 8 < num_samples < 1000
     assert plan.config.num_samples == plan.work["num_samples"] == num_samples
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
-    assert f"the dataset has only {num_samples} training samples, and the run uses all of them" in plan.notes
+    note = f"the dataset has only {num_samples} training samples, and the run uses all of them"
+    assert note in plan.notes
     assert plan.config.warmup_steps == 10 < plan.num_steps
 
 

@@ -52,8 +52,11 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
         requested=SimpleNamespace(resume=resume),
         run_dir=Path("runs/a"), output_dir=Path("runs"), launchers=[], num_processes=1,
     )  # fmt: skip
-    longer = commands.suggest_commands(plan, SimpleNamespace(best=None))[-1]
+    finished = SimpleNamespace(best=None, step=45, num_steps=45)
+    *_, longer = commands.suggest_commands(plan, finished).values()
     assert longer == f"python real_model_example.py {expected}"
+    stopped_early = SimpleNamespace(best=None, step=30, num_steps=45)
+    assert list(commands.suggest_commands(plan, stopped_early)) == ["compare runs"]
 
 
 def test_under_a_launcher_the_resume_option_is_printed():

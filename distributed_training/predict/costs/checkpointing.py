@@ -31,9 +31,9 @@ def boundary_bytes(rank: PipelineRank) -> float:
 
 
 def selective_activation_bytes(rank: PipelineRank) -> float:
-    """Return the total size in bytes of a block's input and of the results of its attention and
-    matrix multiplications. The last result is not needed for any gradient, and only uncompiled
-    blocks keep it."""
+    """Return the size in bytes of the tensors that selective checkpointing keeps for a block: its
+    input, the results of its matrix multiplications, and the result of its attention. The result of
+    the block's last matrix multiplication counts only if the block is not compiled."""
     if rank.size.traced is not None:
         return rank.traced_bytes("kept", "selective")
     split_outputs = (rank.size.values_in + rank.size.attention_width) / rank.size.hidden_size

@@ -54,7 +54,7 @@ Orders = Sequence[Sequence[Item | simple.Op]]
 
 
 def item_of(ops: Sequence[Op]) -> Item:
-    """Return the only operation of `ops`, or a pair if there are two operations."""
+    """Return the only operation in `ops`, or a pair if there are two operations."""
     return Pair(*ops) if len(ops) == 2 else ops[0]
 
 

@@ -134,7 +134,8 @@ def of_a_rank(name: str, text: str) -> Check:
 
 
 def idle_check(name: str, text: str) -> Check:
-    """Return a check of each rank's idle time, within the range that the table states."""
+    """Return a check that each rank's idle time equals the table's formula, in the range of p and m
+    that the table states."""
     formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
 
     def holds(c: Case) -> bool:
