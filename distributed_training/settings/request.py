@@ -79,6 +79,11 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     path = Path(files.expand_home("preset", name_or_path))
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
+        if not path.exists():
+            names = sorted(file.stem for file in PRESETS_DIR.glob("*.json"))
+            why = f"the presets are {', '.join(names)}"
+            what = f"preset {name_or_path} does not exist"
+            raise UserError(what, why, typed=name_or_path, known=names)
     document = files.load_json(path, "preset", unique=True)
     if not isinstance(document, dict):
         raise UserError(

@@ -31,7 +31,7 @@ from tests.support import record_values, refused, started
     ("text", "words"),
     [
         ("[]", "is not a run record"),
-        ('{"schema_version": 0}', "the commit that the record names"),
+        ('{"schema_version": 0}', "the version of this suite that wrote the record"),
         ('{"schema_version": 1, "status": "ok"}', "started_at is missing"),
         ('{"schema_version": 1,}', "Line 1 has a comma before }"),
     ],

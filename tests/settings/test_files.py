@@ -77,7 +77,7 @@ def test_paths_that_the_system_rejects_are_refused(text):
         ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
         ("a", b"[" * 100_000, ["nested too deeply"]),
         ("a", b'{"model": "\\udc00"}', ["It contains an unpaired surrogate"]),
-        ("large", b"[1]", ["does not exist", "Did you mean 'large'?"]),
+        ("large", b"[1]", ["does not exist", "Did you mean 'large.json'?"]),
     ],
 )
 def test_invalid_json_is_refused_with_its_location(name, content, words, tmp_path):
