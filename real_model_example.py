@@ -17,7 +17,7 @@ from pathlib import Path
 # The most common keys. --help lists all keys; every key also works here.
 CONFIG = {
     "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by hardware
-    "strategy": "auto",  # dp, zero1/2/3, offload, infinity, fsdp, tp, pp, 3d, hybrid, local_sgd
+    "strategy": "auto",  # dp, zero1/2/3, fsdp, tp, pp, 3d, ...; --help lists all; auto: by plan
     "batch_size": 4,  # sequences per GPU and accumulation step
     "grad_accum_steps": 1,  # accumulation steps per optimizer step; multiplies batch_size
     "epochs": 2,  # passes over the training samples

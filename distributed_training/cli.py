@@ -102,10 +102,11 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     add(
         "--force",
         action="store_true",
-        help="start the run even if it is predicted not to fit in memory",
+        help="start the run even if it is predicted not to fit in GPU memory",
     )
     strict = (
-        "fail if the data, weights or tokenizer are missing, instead of using the embedded ones"
+        "fail if the data, weights or tokenizer are missing, instead of using the embedded data "
+        "and tokenizer, and random weights"
     )
     add("--strict", action="store_true", help=strict)
     for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
@@ -143,7 +144,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
             hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
             fix = foreign_key(word) or (f"did you mean --{hint}?" if hint else fix)
         if not unknown[0].startswith("-"):
-            what = f"{shown(unknown[0])} follows no option"
+            what = f"{shown(unknown[0])} does not follow an option"
             raise UserError(what, fix="write options as --key value, and quote values with spaces")
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
     model = typed_values(overrides or ()).get("model")
@@ -343,7 +344,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def export(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face's format."""
+    """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face format."""
     add = parser.add_argument
     add("run", help="a checkpoint's folder, or a run's folder, to export its newest checkpoint")
     add_model(parser)

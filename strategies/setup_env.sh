@@ -47,7 +47,7 @@ _one_line() {
 _make_venv() {
     local python
     python=$(_find_python) || exit 2
-    echo "Setting up $_root/.venv (once; a few minutes, most of it downloading PyTorch) ..." >&2
+    echo "Setting up $_root/.venv. This happens once and takes a few minutes, mostly to download PyTorch ..." >&2
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
     if _wants_cpu_build "$python"; then

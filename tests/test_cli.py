@@ -59,7 +59,7 @@ def test_options_keep_the_order_of_the_command_line():
         (["--logging_steps=10"], ["Leave it out, because metrics.jsonl has every step"]),
         (["--zzzz"], ["See --help"]),
         (["--seed"], ["--seed", "See --help"]),
-        (["--seed", "1", "extra"], ["'extra' follows no option", "--key value"]),
+        (["--seed", "1", "extra"], ["'extra' does not follow an option", "--key value"]),
     ],
 )
 def test_unknown_options_are_refused_with_the_nearest_option(argv, words):

@@ -221,9 +221,13 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     require_writable(run_dir, fix, *_WRITTEN)
     for key in sorted(longer):
         change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
-        schedule = f"schedule of {plan.num_steps} steps" if plan.num_steps else "longer schedule"
-        text = f"{change}. Training continues after step {meta.step}, and from there the "
-        notes.append(f"{text}learning rate follows the {schedule}.")
+        schedule = (
+            f"schedule of a run with {plan.num_steps} steps"
+            if plan.num_steps
+            else "longer schedule"
+        )
+        text = f"{change}. Training continues after step {meta.step}. From then on, the learning "
+        notes.append(f"{text}rate follows the {schedule}.")
     if run.status == "ok" and run.step > meta.step:
         steps = f"Steps {meta.step + 1} to {run.step}"
         notes.append(f"{run_dir.name} has finished. {steps} will be repeated.")

@@ -21,8 +21,8 @@ _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekk
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
 _DOWNLOAD = (
-    "download the files on a machine with internet access and copy its ~/.cache/huggingface "
-    "here. To download them, run"
+    "on a machine with internet access, run the command below, and copy ~/.cache/huggingface from "
+    "there to this machine. Run"
 )
 
 
@@ -127,9 +127,10 @@ def check_push(repo_id: str) -> None:
 
     try:
         validate_repo_id(repo_id)
-    except HFValidationError as error:
+    except HFValidationError:
         what = f"push={repo_id!r} is not a valid model name"
-        raise UserError(what, str(error), "write user/name") from None
+        fix = "write user/name with only letters, digits, hyphens, underscores and periods"
+        raise UserError(what, fix=fix) from None
     if get_token() is None:
         what = f"push={repo_id!r} needs a Hugging Face token"
         raise UserError(what, fix="set HF_TOKEN, or run: hf auth login")

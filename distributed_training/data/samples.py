@@ -192,7 +192,7 @@ def cut_samples(
         num_left = len(train) - max(1, round(HELD_OUT * len(train)))
         validation = train.take(num_left, len(train))
         train = train.take(0, num_left)
-    why = f"the dataset yields {len(train)} training and {len(validation)} validation samples "
+    why = f"the run would have {len(train):,} training and {len(validation):,} validation samples "
     why += f"of {seq_len} tokens"
     if len(train) == 0 or len(validation) == 0:
         validation_name = config.validation_dataset if len(train) else None

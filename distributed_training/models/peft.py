@@ -422,4 +422,7 @@ def _check_names(
                 fix = "merge the adapters with PEFT"
                 raise UserError(f"{folder}: {hf_name} has no adapter", why, fix)
             why = f"target_modules in {ADAPTER_CONFIG} does not match {ADAPTER_WEIGHTS}"
-            raise UserError(f"{folder}: {hf_name} {has}", why, "download both again")
+            fix = (
+                "download both again, or set model to auto if the adapters belong to another model"
+            )
+            raise UserError(f"{folder}: {hf_name} {has}", why, fix)

@@ -75,7 +75,7 @@ def check_open_files(plan: Draft) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < needed:  # -1 means no limit
         what = f"a process may open at most {limit} files on this machine"
-        why = f"with {plan.processes_here} processes, each may open up to {needed}"
+        why = f"this run may open up to {needed} files per process"
         raise UserError(what, why, "raise the limit: ulimit -n 4096")
 
 

@@ -111,7 +111,7 @@ def _choose_for_cpu(
         settings = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
         values = ", ".join(f"{key} {value}" for key, value in settings.items())
         source = f"--preset {WORDS_PRESET}, which is for small datasets"
-        notes.append(f"settings that you did not give come from {source}: {values}")
+        notes.append(f"settings that you did not set come from {source}: {values}")
     elif config.preset is None and "eval_samples" not in closed:
         settings = {"eval_samples": CPU_EVAL_SAMPLES}
     return model, settings

@@ -272,7 +272,7 @@ def choose_strategy(
         strategy = load_strategy(request)
         mesh = strategy.mesh
         lay_out(Candidate(config=request, strategy=strategy, model=model, mesh=mesh), cluster)
-        what = f"no strategy can train {config.model} here with batch_size={few}"
+        what = f"no strategy can train {config.model} on {cluster.name} with batch_size={few}"
         raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
     settings = settings_of(best.plan)
     chosen = f"the planner chose {best.plan.strategy.name} {show_settings(settings)}".rstrip()

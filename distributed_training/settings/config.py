@@ -45,7 +45,7 @@ class RunConfig(Options):
 
     # fmt: off
     model: Text = data_key(AUTO, aliases=("model_name", "model_name_or_path"))
-    """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
+    """Model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
     the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: Text = data_key(AUTO, aliases=("data", "train_file"))
@@ -120,10 +120,11 @@ class RunConfig(Options):
     deepspeed_config: Text | None = layout_key(None)
     """Path to a DeepSpeed JSON to use instead of the strategy's own."""
     dp_replicate: Axis = layout_key(None)
-    """Number of model replicas. For every mesh axis, None uses the strategy's value and -1
-    uses all remaining GPUs."""
+    """Number of copies of the model state. For every mesh axis, None uses the strategy's value
+    and -1 uses all remaining GPUs."""
     dp_shard: Axis = layout_key(None)
-    """Number of GPUs over which the state of each replica is sharded."""
+    """Number of GPUs over which each copy of the model state is sharded. Each of these GPUs
+    trains on its own share of the batch."""
     tp: Axis = layout_key(None)
     """Number of GPUs that split every layer (tensor parallelism)."""
     pp: Axis = layout_key(None)
@@ -162,11 +163,11 @@ class RunConfig(Options):
     """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
     (one process only). auto: True on GPUs with compute capability 7.0 or higher."""
     cuda_graphs: bool | Auto = speed_key(AUTO)
-    """Launch each training step as one CUDA graph. auto: if the graph gives correct results and
-    fits in memory."""
+    """Launch each training step as one CUDA graph. auto: True if the graph gives correct
+    results and fits in memory."""
     async_tp: bool | Auto = speed_key(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
-    on H100 and H200."""
+    on Hopper GPUs, such as H100 and H200."""
     fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed_key(1)
     """With fsdp: number of blocks whose parameters are gathered ahead of their use."""
     bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed_key(None)
@@ -221,7 +222,7 @@ class RunConfig(Options):
     hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: a single process has no
     limit. With several processes, the limit is 600 s. During a step, it is 20 times the usual step
-    time, but at least 60 s."""
+    time, but at least 60 s, or 600 s with compile or profile."""
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on

@@ -108,6 +108,8 @@ class Key(BaseModel):
                 descriptions += ["True", "False"]
                 continue
             text = _KINDS[form["type"]]
+            if "pattern" in form:
+                text = "text that is not blank"
             if "minimum" in form:
                 text += f" >= {form['minimum']:g}"
             if "exclusiveMinimum" in form:

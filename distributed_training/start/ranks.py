@@ -125,7 +125,7 @@ def _refuse_other_launchers() -> None:
     if nodes > 1:
         what = f"{name} specifies {nodes} nodes, but this process has no rank"
         why = "each node would start a separate run"
-        raise UserError(what, why, f"start with torchrun {Path(sys.argv[0]).name} ...")
+        raise UserError(what, why, "start with torchrun, as in CLUSTER_QUICKSTART.md")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         what = "accelerate launch started one process, although several were requested"
         why = "without GPUs, accelerate launch needs --mpirun_hostfile"
@@ -180,7 +180,10 @@ class RanksOutcome:
         # Ranks may abort because a peer was killed.
         codes = {code for code in self.codes.values() if code < 0}
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
-        return f"{self._ranks_with(code)}: {describe_kill(-code)}" if code else ""
+        if not code:
+            return ""
+        verb = "was" if list(self.codes.values()).count(code) == 1 else "were"
+        return f"{self._ranks_with(code)} {verb} {describe_kill(-code)}"
 
     @property
     def early_exits(self) -> str:
@@ -188,7 +191,7 @@ class RanksOutcome:
         none."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
-        return f"{self._ranks_with(0)}: exited with code 0 before the end of the run"
+        return f"{self._ranks_with(0)} exited with code 0 before the end of the run"
 
     def _ranks_with(self, code: int) -> str:
         return format_numbers(

@@ -10,9 +10,7 @@ import errno
 import ipaddress
 import json
 import os
-import shlex
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -198,7 +196,7 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
     if missing:
         joined = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
         hosts = list(dict.fromkeys(report["host"] for report in joined))
-        why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} connected"
+        why = f"connected hosts: {', '.join(hosts)}"
         num_local = process.local_world_size
         nodes = [rank // num_local for rank in missing] if num_local else []
         if missing_nodes := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
@@ -316,11 +314,10 @@ def standalone_note(process: Process) -> list[str]:
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     with contextlib.suppress(psutil.Error):
         if agent and "--standalone" in agent.cmdline():
-            arguments = ["python", *sys.argv, "--num_gpus", str(process.world_size)]
             why = (
                 "torchrun --standalone listens on all interfaces and unpickles the data it receives"
             )
-            return [f"{why}. A safer command: {shlex.join(arguments)}"]
+            return [f"{why}. python with --num_gpus {process.world_size} does not"]
     return []
 
 

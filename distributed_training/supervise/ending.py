@@ -35,7 +35,15 @@ LOST_CONNECTION_PHRASES = (
 )  # fmt: skip
 # Operating system messages for a full disk, an exhausted quota and an exceeded file-size limit.
 # Libraries quote these messages.
-DISK_FULL_MESSAGES = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+# Message of the operating system -> description, with the run's folder, and advice
+DISK_ERRORS = {
+    os.strerror(errno.ENOSPC): ("the disk that contains {} is full", "free some space"),
+    os.strerror(errno.EDQUOT): ("the disk quota for {} is exhausted", "free some space"),
+    os.strerror(errno.EFBIG): (
+        "a file in {} would exceed the limit on file sizes",
+        "raise the limit with ulimit -f",
+    ),
+}
 CAUSE_KEY = "cause of the end"  # key in the store for the reason
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
@@ -50,13 +58,13 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     if isinstance(error, Exception) and not isinstance(error, handled_errors):
         error = explain(error) or error
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
-    if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
+    if disk_error := next((text for text in DISK_ERRORS if text in message), ""):
         # One process per disk removes unfinished files. Other processes may still be writing files.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
-        what = f"{rank}: the disk that contains {short_path(plan.run_dir)} is full"
-        fix = "free some space, then continue with --resume auto"
-        error = RunError(what, disk_error, fix)
+        what, fix = DISK_ERRORS[disk_error]
+        what = f"{rank}: {what.format(short_path(plan.run_dir))}"
+        error = RunError(what, disk_error, f"{fix}, then continue with --resume auto")
     if not plan.run_dir.is_dir():
         error = claims.build_removed_error(plan.run_dir)
     summary = first_line(error)

@@ -251,7 +251,7 @@ def hub() -> Iterator[Finding]:
         socket.create_connection(HUB, timeout=3).close()
         yield ok("Hub", f"{HUB[0]} is reachable. {cache_text}")
     except OSError as error:
-        text = f"{HUB[0]} cannot be reached ({error}). Models start with random weights. "
+        text = f"{HUB[0]} cannot be reached ({error}). Only cached models can be loaded. "
         fix = "Set HF_ENDPOINT to a mirror, or copy the cache from another machine."
         yield warn("Hub", text + cache_text, fix)
 

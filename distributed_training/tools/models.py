@@ -45,7 +45,7 @@ MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
 _NAME_A_MODEL = (
-    "name the folder of a run, such as runs/latest, or of a model in the Hugging Face format"
+    "name the folder of a run, such as runs/latest, or of a model in Hugging Face format"
 )
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
@@ -72,11 +72,11 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
     if not (run / weights_name).is_dir():
-        why, fix = {
-            LAST: ("a run exports its model when it ends", "--resume auto and export=True"),
-            BEST: ("a run keeps its best weights only with keep_best=True", "--keep_best true"),
+        lacks, why, fix = {
+            LAST: ("no checkpoint and no hf/", "the run exported no model", "--export True"),
+            BEST: ("no best/", "only runs with keep_best=True keep it", "--keep_best True"),
         }[weights_name]
-        raise UserError(f"{name} has no {weights_name}/", why, f"train with {fix}")
+        raise UserError(f"{name} has {lacks}", why, f"train again with {fix}")
     return load_plan(run).model, run / weights_name
 
 
@@ -335,6 +335,9 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
         what = (
             "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"
         )
+        if (run / PLAN_FILE).is_file():
+            why = "it was not interrupted, or it used checkpoint_every=0"
+            raise UserError(f"the run {name} saved no checkpoint", why, "train again")
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST

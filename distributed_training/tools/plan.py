@@ -94,7 +94,10 @@ def run(
         require_writable(file.parent, f"set {CACHE} to another folder", file.name)
         # Measure in separate processes, because measuring imports torch. Use as many processes as
         # the plan does.
-        if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
+        outcome = run_ranks([str(script), "calibrate", str(file)], count)
+        if outcome.signum:
+            raise KeyboardInterrupt
+        if outcome.exit_code != 0:
             raise UserError("measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
     requested = build(None)
@@ -141,7 +144,7 @@ def run(
     lines = [legend(listed, cluster, gbit, every=arguments.all), why_first(first, fitting)]
     lines += [work_asked(label, choice, arguments.price) for label, choice in picks]
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
-        print(textwrap.fill(text, WIDTH))
+        print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
     print()
     for _, choice in picks:
         options = options_of(choice.plan, arguments, configure)
@@ -186,7 +189,11 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     why += "per process"
     fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
-        fix = f"use GPUs with {gib:.0f} GiB, use more GPUs, or {fix}"
+        fix = f"use GPUs with at least {math.ceil(gib)} GiB, use more GPUs, {fix}"
+    if least.plan.requested.strategy != AUTO:
+        what += f" of strategy={least.plan.strategy.name!r}"
+        why = f"its smallest layout needs {gib:.1f} GiB per process"
+        fix = f"leave out --strategy, {fix}"
     return UserError(what, why, fix)
 
 

@@ -38,13 +38,13 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
     }
     if offloads:
         sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
-    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "likely", "bound by"), "-")
+    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bound by"), "-")
     if choice.step is not None:
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": count(choice.tokens_per_s or 0.0),
-            "likely": likely if choice.validated else f"not validated, {likely}",
+            "error": likely if choice.validated else f"not validated, {likely}",
             "bound by": bottleneck(choice.step.bound_by),
         }
     if choice.mfu is not None:
@@ -80,14 +80,14 @@ def legend(
     if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
         lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")
     if any("+" in _layout_and_mode(choice) for choice in choices):
-        lines.append("+selective, +full: fits only with this value of activation_checkpointing")
+        lines.append("+selective, +full: the layout fits only with this activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
     lines.append(f"GiB: memory of the process with the highest memory use{components}")
     if any(choice.memory_fit == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.memory_fit == "unlikely" for choice in choices):
         lines.append("unlikely: predicted to need more memory than the GPU has")
-    lines.append("likely: typical error of the predicted time for similar runs")
+    lines.append("error: typical error of the predicted time for similar runs")
     if any(not choice.validated for choice in choices):
         lines.append("not validated: we have no measurements for this node count, GPU or model")
     rates = cluster.rates

@@ -88,8 +88,8 @@ def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, copy,
     code, out, err = run("x", scripts=scripts)
     assert (code, out) == (0, "['x']\n")
     assert err == (
-        f"Setting up {copy.parent}/.venv "
-        "(once; a few minutes, most of it downloading PyTorch) ...\n"
+        f"Setting up {copy.parent}/.venv. "
+        "This happens once and takes a few minutes, mostly to download PyTorch ...\n"
     )
     assert run(scripts=scripts) == (0, "[]\n", "")
     assert log.read_text() == MADE

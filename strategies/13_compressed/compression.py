@@ -24,15 +24,15 @@ class OPTIONS(Options):
     """The default is PowerSGD with rank 4."""
 
     compression: Literal["powersgd", "topk-int8"] = config_key(
-        "powersgd", work=True, help="method that compresses gradients before they are averaged"
+        "powersgd", work=True, help="Method that compresses gradients before they are averaged."
     )
     compression_rank: Annotated[int, Field(ge=1, le=2**31)] = config_key(
-        4, work=True, help="with powersgd: rank of the approximation of each gradient matrix"
+        4, work=True, help="With powersgd: rank of the approximation of each gradient matrix."
     )
     compression_k: Annotated[float, Field(ge=1e-6, le=1)] = config_key(
         0.01,
         work=True,
-        help="with topk-int8: fraction of the values sent exactly; other values are sent in 8 bits",
+        help="With topk-int8: fraction of the values sent exactly. The others are sent in 8 bits.",
     )
 
     def num_exact(self, num_values: int) -> int:

@@ -123,7 +123,7 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     assert record["status"] == "failed"
     reason = record["error"]
     assert log.read_text().splitlines()[-1] == f"failed: {reason}", "said last, not buried"
-    assert reason == "rank 1: killed by SIGKILL, usually because the host ran out of memory", (
+    assert reason == "rank 1 was killed by SIGKILL, usually because the host ran out of memory", (
         "not who lost it"
     )
 

@@ -84,7 +84,7 @@ class Expected:
     removes: bool = False  # whether the run's folder is removed, which loses all its steps
 
 
-KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
+KILLED = Expected(("failed",), r"rank {rank} was killed by SIGKILL")
 STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # launchers allow this time for saving
 FULL = Expected(("failed",), "is full.*--resume auto")
 FAULTS = {

@@ -44,7 +44,7 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
         "s/step",
         "tok/s",
         "MFU",
-        "likely",
+        "error",
         "bound",
         "by",
     ]

@@ -112,22 +112,17 @@ def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
             "running",
             {3: -9, 1: -9, 0: 1},
             1,
-            "failed: ranks 1, 3: killed by SIGKILL, usually because",
+            "failed: ranks 1, 3 were killed by SIGKILL, usually because",
         ),
-        ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
-        (
-            "running",
-            {0: 1, 1: 0},
-            1,
-            "failed: rank 1: exited with code 0 before the end of the run",
-        ),
+        ("running", {0: -9, 1: -6}, 1, "failed: rank 0 was killed by SIGKILL"),
+        ("running", {0: 1, 1: 0}, 1, "failed: rank 1 exited with code 0 before the end of the run"),
         ("running", {0: 1}, 1, "failed: a process ended without an error message"),
         ("failed", SUCCEEDED, 1, "failed: "),
         ("oom", {0: 1}, 1, "oom: "),
         ("interrupted", {0: 143}, 143, ""),
         ("interrupted", {0: 143, 1: 1}, 130, ""),
         ("ok", SUCCEEDED, 0, ""),
-        ("ok", KILLED, 0, "note: after the run had finished: rank 1: killed by SIGKILL\n"),
+        ("ok", KILLED, 0, "note: after the run had finished: rank 1 was killed by SIGKILL\n"),
         ("ok", {0: 1}, 0, "note: after the run had finished: a process ended with an error"),
     ],
 )
@@ -154,7 +149,7 @@ def test_a_rank_that_was_killed_is_recorded_as_the_cause(spawn, tmp_path):
     assert spawn(KILLED) == 1
     assert (
         load_record(tmp_path).error
-        == "rank 1: killed by SIGKILL, usually because the host ran out of memory"
+        == "rank 1 was killed by SIGKILL, usually because the host ran out of memory"
     )
 
 
@@ -209,7 +204,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     store = torch.distributed.HashStore()
     store.set(rendezvous._HOST_KEY.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
-    hosts = f"{socket.gethostname()}, b are connected. "
+    hosts = f"Connected hosts: {socket.gethostname()}, b. "
     with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing; {hosts}"):
         rendezvous._wait_for_all(store, first, 0.0, 1.0)
 

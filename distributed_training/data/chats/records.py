@@ -95,11 +95,11 @@ class Shape:
         else:
             column = "completion" if PROMPT in keys else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
-            raise UserError(
-                f'{where} has no "{column}" string',
-                f"it has {name_some(keys)}",
-                f"{fix}prompt=QUESTION,completion=ANSWER",
-            )
+            fix += "prompt=QUESTION,completion=ANSWER"
+            if PROMPT in columns and column == "completion":
+                fix = f"add the column of the answers: --columns prompt={columns[PROMPT]},"
+                fix += "completion=ANSWER"
+            raise UserError(f'{where} has no "{column}" string', f"it has {name_some(record)}", fix)
         self.unread = self._find_unread(keys, names or record)
 
     def _find_unread(self, keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -226,6 +226,9 @@ class Shape:
     ) -> Any:
         if not isinstance(value, cls) and not (optional and value is None):
             type_names: dict[type, str] = {str: "string", list: "list", dict: "object"}
+            if value is not None:
+                fix = f'remove "{name}"' if optional else f"write {_EXAMPLES[self.form]}"
+                raise UserError(f'{where}: "{name}" is not a JSON {type_names[cls]}', fix=fix)
             why = f'all records must have the columns of the first record, such as "{name}"'
             fix = f"write {_EXAMPLES[self.form]}"
             raise UserError(f'{where} has no "{name}" {type_names[cls]}', why, fix)
