@@ -204,7 +204,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     store = torch.distributed.HashStore()
     store.set(rendezvous._HOST_KEY.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
-    hosts = f"Connected hosts: {socket.gethostname()}, b. "
+    hosts = f"connected hosts: {socket.gethostname()}, b. "
     with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing; {hosts}"):
         rendezvous._wait_for_all(store, first, 0.0, 1.0)
 
