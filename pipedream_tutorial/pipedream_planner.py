@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
 RULES: dict[str, Rule] = {
     "profile": Rule(kind=str),
     "workers": Rule(kind=int, low=1, high=64),
-    "bandwidth": Rule(kind=Fraction, low=1, high=1e14, none=True),
+    "bandwidth": Rule(kind=Fraction, low=1, high=1e14, nullable=True),
     "replication": Rule(kind=bool),
     "use_all_workers": Rule(kind=bool),
     "sync_factor": Rule(kind=Fraction, low=0, high=100),
@@ -66,7 +66,7 @@ RULES: dict[str, Rule] = {
     "sequence": Rule(kind=int, low=1, high=1024),
     "threads": Rule(kind=int, low=1, high=256),
     "repeats": Rule(kind=int, low=1, high=1000),
-    "save_profile": Rule(kind=str, none=True),
+    "save_profile": Rule(kind=str, nullable=True),
 }
 
 

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
-from pipedream.runtime.launch import CASE, launch, run_worker, this_rank
+from pipedream.runtime.launch import CASE_ENV, launch, run_worker, this_rank
 from pipedream.schedules.orders import (
-    FOUND,
     SCHEDULES,
+    SEARCH_PREFIX,
     TRAINABLE,
     layers_of_a_stage,
     schedule_for_training,
@@ -58,14 +58,14 @@ CONFIG: dict[str, Any] = {
 
 RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
-    "num_microbatches": Rule(kind=int, many=True, low=1, high=4096),
+    "num_microbatches": Rule(kind=int, is_list=True, low=1, high=4096),
     "num_batches": Rule(kind=int, low=1, high=1000),
-    "schedule": Rule(kind=str, many=True, choices=("all", "search", *SCHEDULES), or_file=".csv"),
-    "memory": Rule(kind=int, many=True, none=True, low=1, high=4096),
+    "schedule": Rule(kind=str, is_list=True, choices=("all", "search", *SCHEDULES), or_file=".csv"),
+    "memory": Rule(kind=int, is_list=True, nullable=True, low=1, high=4096),
     "model": Rule(kind=str, choices=("mlp", "gpt2-tiny", "gpt2-medium")),
-    "layers_per_stage": Rule(kind=int, none=True, low=1, high=256),
-    "microbatch_size": Rule(kind=int, none=True, low=1, high=512),
-    "dtype": Rule(kind=str, none=True, choices=("float64", "float32", "bfloat16")),
+    "layers_per_stage": Rule(kind=int, nullable=True, low=1, high=256),
+    "microbatch_size": Rule(kind=int, nullable=True, low=1, high=512),
+    "dtype": Rule(kind=str, nullable=True, choices=("float64", "float32", "bfloat16")),
     "device": Rule(kind=str, choices=("auto", "cpu", "cuda")),
     "forward_ms": Rule(kind=float, low=0, high=10_000),
     "backward_ms": Rule(kind=float, low=0, high=10_000),
@@ -74,14 +74,14 @@ RULES: dict[str, Rule] = {
     "repeats": Rule(kind=int, low=1, high=1000),
     "warmups": Rule(kind=int, low=0, high=1000),
     "receive_depth": Rule(kind=int, low=0, high=64),
-    "nccl_max_ctas": Rule(kind=int, none=True, low=1, high=32),
-    "calibrate_on": Rule(kind=int, none=True),
+    "nccl_max_ctas": Rule(kind=int, nullable=True, low=1, high=32),
+    "calibrate_on": Rule(kind=int, nullable=True),
     "check_weights": Rule(kind=bool),
     "timeout_s": Rule(kind=float, low=1, high=3600),
     "go_on": Rule(kind=bool),
-    "trace": Rule(kind=str, none=True),
-    "record": Rule(kind=str, none=True),
-    "weights": Rule(kind=str, none=True),
+    "trace": Rule(kind=str, nullable=True),
+    "record": Rule(kind=str, nullable=True),
+    "weights": Rule(kind=str, nullable=True),
 }  # fmt: skip
 OUTPUTS = ("trace", "record", "weights")
 
@@ -154,12 +154,12 @@ def start(arguments: list[str]) -> NoReturn:
 
     with tempfile.TemporaryDirectory() as folder:
         begun = Path(folder, "case")
-        os.environ[CASE] = str(begun)
+        os.environ[CASE_ENV] = str(begun)
         while True:
             begun.write_text("")
             ended = launch(partial(run_stage, config, arguments), config["num_stages"])
             failed = begun.read_text()
-            failed = "search" if failed.startswith(FOUND) else failed
+            failed = "search" if failed.startswith(SEARCH_PREFIX) else failed
             if ended != 1 or not config["go_on"] or failed not in config["schedule"][1:]:
                 sys.exit(ended or code)
             config["schedule"].remove(failed)

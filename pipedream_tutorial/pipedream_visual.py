@@ -52,7 +52,7 @@ RULES: dict[str, Rule] = {
     **{key: SHARED_RULES[key] for key in SHARED},
     "weight_size": replace(SHARED_RULES["forward"], high=1000),
     "output": Rule(kind=str),
-    "only": Rule(kind=str, many=True, none=True, choices=tuple(PICTURES)),
+    "only": Rule(kind=str, is_list=True, nullable=True, choices=tuple(PICTURES)),
 }
 
 

@@ -19,8 +19,16 @@ from typing import Any, NoReturn
 import pipedream_simple as simple
 from pipedream_simple import number, percent
 
-from pipedream.config import LEAST, SHARED_RULES, Rule, parse_arguments
-from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_color, width
+from pipedream.config import MIN_DURATION, SHARED_RULES, Rule, parse_arguments
+from pipedream.draw.terminal import (
+    LEGEND,
+    bold,
+    draw,
+    format_values,
+    print_wrapped,
+    use_color,
+    width,
+)
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.ops import save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
@@ -48,22 +56,22 @@ CONFIG: dict[str, Any] = {
 
 RULES = SHARED_RULES | {
     "layers_per_stage": Rule(kind=int, low=1, high=64),
-    "verbose": Rule(kind=bool, none=True),
+    "verbose": Rule(kind=bool, nullable=True),
     "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), or_file=".csv"),
-    "memory": Rule(kind=int, none=True, low=1, high=512),
+    "memory": Rule(kind=int, nullable=True, low=1, high=512),
     "prove": Rule(kind=float, low=0, high=3600),
-    "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
+    "recompute": Rule(kind=Fraction, nullable=True, low=0, high=1),
     "reorder": Rule(kind=bool),
-    "columns": Rule(kind=str, many=True, none=True, choices=tuple(simple.COLUMNS)),
+    "columns": Rule(kind=str, is_list=True, nullable=True, choices=tuple(simple.COLUMNS)),
     "num_batches": Rule(kind=int, low=2, high=64),
-    "learning_rate": Rule(kind=float, low=LEAST, high=100),
+    "learning_rate": Rule(kind=float, low=MIN_DURATION, high=100),
     "steps": Rule(kind=int, low=0, high=10000),
     "seed": Rule(kind=int, low=0, high=2**31 - 1),
-    "csv": Rule(kind=str, none=True),
-    "trace": Rule(kind=str, none=True),
+    "csv": Rule(kind=str, nullable=True),
+    "trace": Rule(kind=str, nullable=True),
 }
 OUTPUTS = ("csv", "trace")
-OPEN = ("all", "search")
+SPECIAL_NAMES = ("all", "search")
 USED_BY = {
     "memory": ("search",),
     "prove": ("search",),
@@ -75,38 +83,40 @@ TRAINED = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
-MIXED = (
+MIXED_NOTE = (
     "*: backward passes see newer weights than their forward passes, so they do not "
     "compute the gradient of any model."
 )
 
 
-def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """Run the command of pipedream_simple.py. Call `own`, the main function of that file, if the
-    file supports the requested keys and schedule. Otherwise, call `show`."""
+def run_script(simple_main: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
+    """Run the command of pipedream_simple.py. Call `simple_main`, the main function of that file,
+    if the file supports the requested keys and schedule. Otherwise, call `show`."""
 
     def run() -> None:
         defaults = CONFIG | config
-        changed = read(defaults)
+        changed = read_config(defaults)
         name = changed["schedule"]
-        known = all(changed[key] == defaults.get(key) for key in changed.keys() - config.keys())
-        if known and name in ("all", *simple.SCHEDULES) and not changed["steps"]:
+        simple_supports = all(
+            changed[key] == defaults.get(key) for key in changed.keys() - config.keys()
+        )
+        if simple_supports and name in ("all", *simple.SCHEDULES) and not changed["steps"]:
             if name != "all":  # raises UserError for sizes that the schedule does not allow
                 build_schedule(name, changed["num_stages"], changed["num_microbatches"])
-            own(changed)
+            simple_main(changed)
         else:
             show(changed)
 
     main_with_errors(run)
 
 
-def read(config: dict[str, Any]) -> dict[str, Any]:
+def read_config(config: dict[str, Any]) -> dict[str, Any]:
     """Apply the command-line changes to `config`, and return the result. Raises UserError for a
     changed key that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
-        named = checked["schedule"] in (*SCHEDULES, *OPEN)
+        named = checked["schedule"] in (*SCHEDULES, *SPECIAL_NAMES)
         if named and checked[key] != config[key] and checked["schedule"] not in names:
             what = f"{checked['schedule']} does not use {key}"
             raise UserError(what, f"leave it out, or set schedule={names[0]}")
@@ -192,43 +202,45 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     else:
         drawn[orders] = row.title
         print(draw(timeline, width(), color=use_color()))
-    one = row.batch_idle
-    tell(
+    idle = row.batch_idle
+    print_item(
         "one batch",
-        f"time {number(row.batch.makespan)}, utilization {percent(1 - one.makespan_fraction)}, "
-        f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
-        f"{percent(one.span_fraction)})",
+        f"time {number(row.batch.makespan)}, utilization {percent(1 - idle.makespan_fraction)}, "
+        f"bubble {percent(idle.makespan_fraction)} (within the ranks' own spans "
+        f"{percent(idle.span_fraction)})",
     )
-    used = percent(1 - row.stream_idle.makespan_fraction)
+    utilization = percent(1 - row.stream_idle.makespan_fraction)
     stream = number(row.stream_makespan)
-    tell(f"{row.config['num_batches']} batches", f"time {stream}, utilization {used}")
+    print_item(f"{row.config['num_batches']} batches", f"time {stream}, utilization {utilization}")
     if row.bound is None:
         tell_closed_form(row)
     else:  # an order from a search
-        tell(
+        print_item(
             "minimized",
             "first the time of one batch, then the longest span of any rank, which bounds the time "
             "of each additional batch",
         )
-        least = number(row.bound)
+        bound = number(row.bound)
         if row.batch.makespan == row.bound:
-            tell(
+            print_item(
                 "shorter",
-                f"impossible with one stage per rank and this memory limit: the minimum is {least}",
+                f"impossible with one stage per rank and this memory limit: the minimum is {bound}",
             )
         else:
             order = "no order with one stage per rank that fits in this memory"
-            tell("shorter", f"possibly, but {order} takes less than {least}")
-    tell("activations", f"maximum microbatches held: {listed(row.peak_activations, 'rank')}")
-    tell("weights", row.policy.text)
-    tell(
+            print_item("shorter", f"possibly, but {order} takes less than {bound}")
+    print_item(
+        "activations", f"maximum microbatches held: {format_values(row.peak_activations, 'rank')}"
+    )
+    print_item("weights", row.policy.text)
+    print_item(
         "",
-        f"maximum versions kept: {listed(row.peak_versions, 'stage')}; "
-        f"maximum updates behind: {listed(row.staleness, 'stage')}",
+        f"maximum versions kept: {format_values(row.peak_versions, 'stage')}; "
+        f"maximum updates behind: {format_values(row.staleness, 'stage')}",
     )
 
 
-def tell(label: str, text: str) -> None:
+def print_item(label: str, text: str) -> None:
     print_wrapped(text, f"  {label:<13}")
 
 
@@ -241,36 +253,36 @@ def tell_closed_form(row: Row) -> None:
         return
     form, sizes = known
     if not form.idle_holds(sizes):
-        tell("closed form", f"{form.idle_text}: valid for {form.range_text}, but not here")
+        print_item("closed form", f"{form.idle_text}: valid for {form.range_text}, but not here")
         return
-    tell(
+    print_item(
         "closed form",
         f"a rank idles for {number(form.makespan_idle(sizes))}, simulated "
         f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
         f"{number(form.span_idle(sizes, 0))}, simulated {number(row.batch_idle.span[0])}",
     )
-    tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
+    print_item("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
 def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
     """Print a table row for each schedule, or the reason why the schedule is impossible."""
-    mixed = False
+    has_mixed_versions = False
     shown = config["columns"]
     print(simple.table_line("", simple.COLUMNS, shown))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"not possible: {row.reason}", f"{row.title:<24}")
             continue
-        one = row.batch_idle
+        idle = row.batch_idle
         figures = (
-            row.batch.makespan, one.makespan_fraction, one.span_fraction,
+            row.batch.makespan, idle.makespan_fraction, idle.span_fraction,
             row.stream_makespan, row.stream_idle.makespan_fraction,
             row.peak_activations, row.weight_copies, row.staleness,
         )  # fmt: skip
         line = simple.table_line(row.title, figures, shown)
-        print(line + "*" * row.mixed, flush=True)
-        mixed = mixed or row.mixed
-    for note in (*simple.notes(config), *([MIXED] if mixed else [])):
+        print(line + "*" * row.mixes_versions, flush=True)
+        has_mixed_versions = has_mixed_versions or row.mixes_versions
+    for note in (*simple.notes(config), *([MIXED_NOTE] if has_mixed_versions else [])):
         print_wrapped(note)
 
 
@@ -305,19 +317,20 @@ def print_training(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     settings = config | {"num_batches": config["steps"]}
-    for one in TRAINED if name == "all" else [name]:
-        title = SCHEDULES[one].title
+    for schedule_name in TRAINED if name == "all" else [name]:
+        title = SCHEDULES[schedule_name].title
         try:
-            result, errors = train_and_check(one, every=3, **settings)
+            result, errors = train_and_check(schedule_name, every=3, **settings)
         except UserError as error:
             print_wrapped(f"{title}: {error}", "Not trained: ")
             continue
         loss = final_loss(result, config["num_microbatches"])
         end = "diverged" if result.diverged else f"{loss:.4f}"
-        off = median(error.relative_error for error in errors)
-        stale = median(error.staleness_error for error in errors)
+        median_error = median(error.relative_error for error in errors)
+        median_staleness = median(error.staleness_error for error in errors)
         print(
-            f"{title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}  ",
+            f"{title:<24}{result.losses[0]:>9.4f}{end:>10}"
+            f"{median_error:>14.2g}{median_staleness:>9.2g}  ",
             *result.peak_versions,
             flush=True,  # training takes a second or two
         )
@@ -331,4 +344,4 @@ def print_training(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # tables create millions of tuples without cycles; the search for cycles takes 20%
-    main_with_errors(lambda: show(read(CONFIG)))
+    main_with_errors(lambda: show(read_config(CONFIG)))

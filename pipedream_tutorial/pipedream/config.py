@@ -27,8 +27,8 @@ _NUMBER = re.compile(
     r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/0{,9}[1-9]\d{,9})",
     re.ASCII | re.I,
 )
-_WORDS = dict.fromkeys(("true", "yes", "on", "1"), True)
-_WORDS |= dict.fromkeys(("false", "no", "off", "0"), False)
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True)
+_BOOLEANS |= dict.fromkeys(("false", "no", "off", "0"), False)
 _KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwise "a number"
 
 
@@ -37,8 +37,8 @@ class Rule:
     """Type, range and choices of the values that a CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration, which keeps 1/3 exact
-    many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
-    none: bool = False  # whether None is accepted (none on the command line)
+    is_list: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
+    nullable: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
     or_file: str = ""  # suffix of files that are accepted besides `choices`
     low: float | Fraction = -math.inf
@@ -47,35 +47,37 @@ class Rule:
     def check(self, key: str, value: object) -> Any:
         """Convert `value`, from the command line or CONFIG, to `kind`. Raises UserError if the
         value is not accepted."""
-        if self.none and str(value).strip().lower() == "none":
+        if self.nullable and str(value).strip().lower() == "none":
             return None
-        parts: object = value if self.many else [value]
-        if self.many and isinstance(value, str):
-            parts = value.strip().removeprefix("[").removesuffix("]").split(",")
-        if not isinstance(parts, (list, tuple)) or not parts:
+        items: object = value if self.is_list else [value]
+        if self.is_list and isinstance(value, str):
+            items = value.strip().removeprefix("[").removesuffix("]").split(",")
+        if not isinstance(items, (list, tuple)) or not items:
             raise self._error(key, value)
-        values = [self._read(part) for part in parts]
+        values = [self._parse_one(item) for item in items]
         if None in values:
-            raise self._error(key, parts[values.index(None)])
-        return values if self.many else values[0]
+            raise self._error(key, items[values.index(None)])
+        return values if self.is_list else values[0]
 
-    def _read(self, value: object) -> Any:
+    def _parse_one(self, value: object) -> Any:
         """Convert one value to `kind`. Return None if the value is not accepted."""
         text = str(value).strip()
         if self.kind is bool:
-            return _WORDS.get(text.lower())
+            return _BOOLEANS.get(text.lower())
         if self.kind is str:
             # Surrogates stand for command-line bytes that cannot be decoded. They cannot be
             # printed.
             if not isinstance(value, str) or not text or not text.isprintable():
                 return None
             file = self.or_file and (text.lower().endswith(self.or_file) or Path(text).is_file())
-            known = {name.lower(): name for name in self.choices}
-            return known.get(text.lower(), text if file or not known else None)
-        exact = Fraction(text) if _NUMBER.fullmatch(text) else None
-        if exact is None or (self.kind is int and exact.denominator > 1):
+            choices_by_lowercase = {name.lower(): name for name in self.choices}
+            return choices_by_lowercase.get(
+                text.lower(), text if file or not choices_by_lowercase else None
+            )
+        fraction = Fraction(text) if _NUMBER.fullmatch(text) else None
+        if fraction is None or (self.kind is int and fraction.denominator > 1):
             return None
-        number = self.kind(exact)
+        number = self.kind(fraction)
         return number if self.low <= number <= self.high else None
 
     def describe(self) -> str:
@@ -87,11 +89,11 @@ class Rule:
             text += f", or a file *{self.or_file}"
         if math.isfinite(self.low):
             text += f" from {float(self.low):.10g} to {self.high:.10g}"
-        if self.many:
+        if self.is_list:
             text = f"a comma-separated list, each item {text}"
         elif self.kind is Fraction:
             text += ", such as 2, 0.5 or 1/3"
-        return f"{text}, or None" if self.none else text
+        return f"{text}, or None" if self.nullable else text
 
     def _error(self, key: str, value: object) -> UserError:
         hint = nearest(value, self.choices) if self.choices and isinstance(value, str) else ""
@@ -100,18 +102,18 @@ class Rule:
         return UserError(f"{key}={_shown(value)} is not accepted", hint)
 
 
-LEAST = Fraction(1, 10**9)  # lower limit of durations, which may be short but not 0
+MIN_DURATION = Fraction(1, 10**9)  # lower limit of durations, which may be short but not 0
 
 # Keys that more than one script has.
 SHARED_RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
     "num_microbatches": Rule(kind=int, low=1, high=512),
-    "forward": Rule(kind=Fraction, low=LEAST, high=10**6),
-    "input_gradient": Rule(kind=Fraction, low=LEAST, high=10**6),
+    "forward": Rule(kind=Fraction, low=MIN_DURATION, high=10**6),
+    "input_gradient": Rule(kind=Fraction, low=MIN_DURATION, high=10**6),
     "weight_gradient": Rule(kind=Fraction, low=0, high=10**6),
     "communication": Rule(kind=Fraction, low=0, high=10**6),
     "overlap_saving": Rule(kind=Fraction, low=0, high=1),
-    "stage_scale": Rule(kind=Fraction, many=True, none=True, low=LEAST, high=1000),
+    "stage_scale": Rule(kind=Fraction, is_list=True, nullable=True, low=MIN_DURATION, high=1000),
     "chunks": Rule(kind=int, low=1, high=16),
 }
 
@@ -154,11 +156,11 @@ def parse_arguments(
     for key, default in config.items():
         meaning = comments.get(key, "")  # empty for a value that was edited to span several lines
         text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
-        typed = (key + "={}").format
+        to_change = (key + "={}").format
         keys.add_argument(
-            f"--{key}", action="append", dest="set", type=typed, help=text, metavar=""
+            f"--{key}", action="append", dest="set", type=to_change, help=text, metavar=""
         )
-    given, unknown = parser.parse_known_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
         known = [f"--{name}" for name in ["set", *config]]
@@ -167,7 +169,7 @@ def parse_arguments(
             hint = "write --set key=value, without spaces"
         raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
-    for change in given.set:
+    for change in parsed.set:
         key, equals, value = str(change).partition("=")  # argparse makes a list of "--"
         key = key.strip()
         if not equals:

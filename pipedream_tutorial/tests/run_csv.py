@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipedream.runtime.launch import STORE, launch
+from pipedream.runtime.launch import STORE_ENV, launch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -69,7 +69,7 @@ def main(rank: int) -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    store = dist.FileStore(os.environ[STORE], 4)
+    store = dist.FileStore(os.environ[STORE_ENV], 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     world = dist.get_world_size()
     found = {name: run(folder / f"{name}.csv", rank, world) for name in names}

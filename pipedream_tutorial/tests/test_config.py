@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.config import FOLDER, LEAST, SHARED_RULES, Rule, parse_arguments
+from pipedream.config import FOLDER, MIN_DURATION, SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
 
 CONFIG = {
@@ -22,9 +22,9 @@ CONFIG = {
 RULES = {
     **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
     "verbose": Rule(kind=bool),
-    "learning_rate": Rule(kind=float, low=LEAST, high=100),
+    "learning_rate": Rule(kind=float, low=MIN_DURATION, high=100),
     "mode": Rule(kind=str, choices=("fast", "slow")),
-    "path": Rule(kind=str, none=True),
+    "path": Rule(kind=str, nullable=True),
 }
 
 

@@ -16,7 +16,7 @@ from pipedream.simulate.comparison import measure
 from pipedream.simulate.simulator import DeadlockError
 
 from results.lab.tutorial import website
-from results.lab.tutorial.pages import FOLDER, stale
+from results.lab.tutorial.pages import FOLDER, outdated_files
 
 PAGES = ["README.md", "ADVANCED.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -77,7 +77,7 @@ def test_every_picture_is_shown_and_every_folder_and_script_is_named() -> None:
 
 
 def test_pages_and_pictures_match_the_records() -> None:
-    assert stale(FOLDER) == []
+    assert outdated_files(FOLDER) == []
 
 
 ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)

@@ -19,7 +19,7 @@ import torch
 from measured import slices_of, write_trace
 from pipedream.config import FOLDER
 from pipedream.errors import UserError
-from pipedream.schedules.ops import save_csv, straight
+from pipedream.schedules.ops import build_from_orders, save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import measure
@@ -92,7 +92,7 @@ def in_python(name, c):
         "floats": pytest.approx([*map(float, (*floats, *row.peak_activations))], abs=1e-9),
         "versions": [*row.peak_versions],
         "staleness": [*row.staleness],
-        "mixed": row.mixed,
+        "mixed": row.mixes_versions,
         "forward": [[*map(list, use[stage].forward.items())] for stage in sorted(use)],
     }
 
@@ -168,7 +168,7 @@ def test_search_finds_the_proved_optimum_within_its_memory():
         problem = build_problem(costs, m, memory)
         bound = float(lower_bound(problem) * problem.tick)
         assert found["bound"] == pytest.approx(bound, abs=1e-12)
-        schedule = straight("search", from_words(found["words"]))
+        schedule = build_from_orders("search", from_words(found["words"]))
         assert float(simulate(schedule, costs).makespan) == pytest.approx(found["makespan"])
         assert max(found["held"]) == max(peak_activations(schedule)) <= memory
     assert [found["makespan"] for found in answers[:4]] == [39, 36, 33, 30]

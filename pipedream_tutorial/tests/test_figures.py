@@ -20,7 +20,7 @@ from matplotlib.text import Text
 from pipedream.draw import charts, grids
 from pipedream.draw.charts import idle_curves
 from pipedream.draw.grids import Work, forwards_only, kind_colors
-from pipedream.draw.page import LEAST, save
+from pipedream.draw.page import MIN_FONT_SIZE, save
 from pipedream.simulate.comparison import Row, compare, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
@@ -57,7 +57,7 @@ def watched(make: Callable[[], Figure]) -> Figure:
         patch.setattr(Figure, "draw", start)
         figure = make()
     boxes = np.array([box for _, box, _ in texts])
-    assert min(size for _, _, size in texts) >= LEAST
+    assert min(size for _, _, size in texts) >= MIN_FONT_SIZE
     width, height = figure.canvas.get_width_height(physical=True)
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, 2] <= width).all()

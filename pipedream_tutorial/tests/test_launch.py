@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from pipedream.errors import UserError
-from pipedream.runtime.launch import DIFFERENT, this_rank
+from pipedream.runtime.launch import WEIGHTS_DIFFER, this_rank
 from pipedream_runtime import read_config
 from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is_left, run  # noqa: F401
 
@@ -50,7 +50,7 @@ OTHER_WEIGHTS = """
 import sys
 import pipedream_runtime
 from pipedream.runtime import session
-session._same_bits = lambda *pair: False
+session._bitwise_equal = lambda *pair: False
 pipedream_runtime.start(sys.argv[1:])
 """
 
@@ -65,7 +65,7 @@ def test_weights_that_differ_from_one_process_fail_the_run():
         "--check_weights=True",
     ]
     done = run(arguments, start=[sys.executable, "-c", OTHER_WEIGHTS])
-    assert done.returncode == DIFFERENT
+    assert done.returncode == WEIGHTS_DIFFER
     assert "DIFFER" in done.stdout
     said = "The weights trained under these schedules differ from those of one process: gpipe"
     assert last_line(done.stderr) == f"error: {said}"

@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
-from pipedream.schedules.ops import Schedule, recomputed
+from pipedream.schedules.ops import Schedule, with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
-from pipedream.simulate.trace import handed_on
+from pipedream.simulate.trace import find_input_ops
 
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 4), (6, 12)]
 KEPT = Fraction(1, 20)
@@ -43,7 +43,7 @@ def test_recomputation_precedes_the_backward_and_delays_it_by_at_most_its_durati
     name: str,
 ) -> None:
     for c, schedule in built(name):
-        again = recomputed(schedule, KEPT)
+        again = with_recomputation(schedule, KEPT)
         counts = Counter(op.kind for op in again.ops())
         assert counts["R"] == counts["F"] == counts["B"] + counts["I"]
         before, after = (timed(s, c, c.f / 3) for s in (schedule, again))
@@ -57,14 +57,14 @@ def test_recomputation_precedes_the_backward_and_delays_it_by_at_most_its_durati
                 assert times[op][1] - times[op][0] == c.f / again.stages_per_rank
         longest = before.makespan + c.p * c.m * c.f  # as if no R overlapped with other operations
         assert before.makespan < after.makespan <= longest
-        assert handed_on(again) == handed_on(schedule)
+        assert find_input_ops(again) == find_input_ops(schedule)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_recomputation_adds_m_forward_passes_and_no_idle_time(name: str) -> None:
     """R waits for no other rank, so idle times are the same with and without R."""
     for c, schedule in built(name):
-        found = timed(recomputed(schedule, KEPT), c)
+        found = timed(with_recomputation(schedule, KEPT), c)
         assert set(idle(found).makespan) == {even_fill(c)}
         assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
 
@@ -84,7 +84,7 @@ def test_peak_activations_of_schedules_with_unsplit_backward_passes(
         if SCHEDULES[name].policy == "flush" or c.m >= c.p:
             held = [form.peak_activations(c, r) for r in range(c.p)]
             expected = [(1 + (stages * v - 1) * kept) / v for stages in held]
-            assert list(peak_activations(recomputed(schedule, kept))) == expected
+            assert list(peak_activations(with_recomputation(schedule, kept))) == expected
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
@@ -92,7 +92,7 @@ def test_a_late_weight_gradient_keeps_recomputed_activations(name: str, ahead: i
     """All activations of a microbatch are held from R to the late W, so the last rank saves
     nothing."""
     for c, schedule in built(name):
-        found = peak_activations(recomputed(schedule, KEPT))
+        found = peak_activations(with_recomputation(schedule, KEPT))
         most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
         whole = [min(c.m, ahead * r + 1) for r in range(c.p)]
         assert list(found) == [held + (most - held) * KEPT for held in whole]

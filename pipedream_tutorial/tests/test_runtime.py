@@ -11,7 +11,7 @@ import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.runtime.session import build_cases
-from pipedream.runtime.stage import Clock, Peer, take_device
+from pipedream.runtime.stage import Clock, Peer, set_up_device
 from pipedream.schedules.ops import Op
 from pipedream.schedules.orders import schedule_for_training
 from pipedream.schedules.policies import weight_use
@@ -145,11 +145,11 @@ def test_stages_run_on_gpus_if_there_is_one_per_stage(monkeypatch):
     config = {"check_weights": False}
     cases = [("auto", 5, "cuda"), ("auto", 6, "cpu"), ("cuda", 4, "cuda"), ("cpu", 2, "cpu")]
     for device, stages, expected in cases:
-        assert take_device(config | {"device": device, "num_stages": stages}, 1).type == expected
+        assert set_up_device(config | {"device": device, "num_stages": stages}, 1).type == expected
     with pytest.raises(
         UserError, match="a GPU for each of 6 stages, and this machine has 5; use a machine"
     ):
-        take_device(config | {"device": "cuda", "num_stages": 6}, 1)
+        set_up_device(config | {"device": "cuda", "num_stages": 6}, 1)
 
 
 def test_event_clock_measures_execution_and_not_launches(monkeypatch):
@@ -198,11 +198,11 @@ def test_receives_are_posted_ahead_in_the_senders_order(depth, monkeypatch):
     monkeypatch.setattr("pipedream.runtime.stage.dist.irecv", irecv)
     peer = Peer(1)
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)
+    peer.post_receives(sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # differs from the sender's order
         op = Op("F", 1, microbatch)
-        assert peer.take(op).tolist() == [sent.index(op)] * 2
+        assert peer.receive(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)
         assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
     assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]

@@ -28,7 +28,7 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
     output."""
     monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
-    command.show(command.read(command.CONFIG))
+    command.show(command.read_config(command.CONFIG))
     return capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_table_rows_match_a_full_simulation(name):
     assert row.peak_activations == peak_activations(stream)
     assert row.peak_versions == tuple(use[stage].peak_versions for stage in sorted(use))
     assert row.staleness == tuple(max(use[s].staleness.values()) for s in sorted(use))
-    assert row.mixed == (name == "pipedream-no-stash")
+    assert row.mixes_versions == (name == "pipedream-no-stash")
 
 
 def test_chunks_may_be_uneven():

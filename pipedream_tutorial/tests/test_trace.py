@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from measured import with_messages
-from pipedream.schedules.ops import recomputed, repeat
+from pipedream.schedules.ops import repeat, with_recomputation
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import held_activations, peak_activations
@@ -143,7 +143,7 @@ def test_counters_match_the_activations_in_flight(name: str) -> None:
             assert held[before] == at.count(False) / whole
         assert max(kept.values()) == sum(use[s].peak_versions for s in stages) / whole
         assert max(held.values()) == peak_activations(run.schedule)[rank]
-    again = recomputed(run.schedule, Fraction(1, 20))
+    again = with_recomputation(run.schedule, Fraction(1, 20))
     times = simulate(again, run.costs).times
     for rank, steps in enumerate(held_activations(again, times)):
         assert sorted(steps, key=itemgetter(0)) == steps

@@ -18,7 +18,7 @@ from results.lab.tutorial.traffic import (
     block_activations,
     cost,
     ring_share,
-    sent,
+    sent_per_step,
     stage_parameters,
 )
 
@@ -76,7 +76,7 @@ def test_model_state_and_traffic_match_the_zero_paper() -> None:
         share = Fraction(n, devices)
         assert found == [16 * n, 4 * n + 12 * share, 2 * n + 14 * share, 16 * share + gathered]
     for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):  # N elements each, per microbatch
-        moved = sent(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
+        moved = sent_per_step(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
         elements = times * Fraction(7, 8) * n
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
 
@@ -94,7 +94,7 @@ def test_memory_and_traffic_of_zb_v_differ_from_1f1b() -> None:
     for sender, _ in transfers(schedule):
         hops[ranks[sender]] += 1
     one = SMALL.sequence * SMALL.hidden * 2
-    found = [sent(SMALL, layout, 8, 1, r)["pipeline"] for r in range(4)]
+    found = [sent_per_step(SMALL, layout, 8, 1, r)["pipeline"] for r in range(4)]
     assert found == [count * one for count in hops]
     # If the ends are negligible, a device holds p microbatches of its blocks.
     blocks = 2 * block_activations(wide, layout, 1)

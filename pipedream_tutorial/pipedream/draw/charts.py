@@ -27,7 +27,7 @@ AGAINST_M = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
 )  # fmt: skip
 OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
-STEADY = "Consecutive batches: each rank starts its next batch as soon as it is free"
+STEADY_NOTE = "Consecutive batches: each rank starts its next batch as soon as it is free"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
@@ -44,7 +44,7 @@ def utilization_comparison(work: Work) -> Figure:
     """Draw every schedule's busy share under three definitions, with the least busy schedule on
     top. PipeDream's weight policies share a row if they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
-    for row in work.found:
+    for row in work.possible_rows:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
         family = "pipedream" if row.name.startswith("pipedream") else row.name
         bars[tuple(1 - idle for idle in idles), family].append(row.title)
@@ -52,11 +52,11 @@ def utilization_comparison(work: Work) -> Figure:
         (shares, f"{titles[0]}, all {len(titles)} variants" if len(titles) > 1 else titles[0])
         for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
     ]
-    steady = sum(row.steady_idle == 0 for row in work.found)
+    steady = sum(row.steady_idle == 0 for row in work.possible_rows)
     title = (
         f"{work.config['num_stages']} ranks, {work.config['num_microbatches']} microbatches: busy "
         f"for {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
-        f"{steady} of {len(work.found)} schedules never idle between consecutive batches"
+        f"{steady} of {len(work.possible_rows)} schedules never idle between consecutive batches"
     )
     colors = LINE_COLORS[1], LINE_COLORS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
@@ -70,9 +70,9 @@ def utilization_comparison(work: Work) -> Figure:
     ]
     figure, (ax,) = new_figure(
         title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95,
-        notes=[STEADY, *work.refusals],
+        notes=[STEADY_NOTE, *work.refusals],
     )  # fmt: skip
-    beside: dict[str, Any] = {
+    text_style: dict[str, Any] = {
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
     for row_index, (shares, _) in enumerate(ordered):
@@ -81,9 +81,9 @@ def utilization_comparison(work: Work) -> Figure:
         ax.barh(row_index, float(shares[0]), height=0.62, color=colors[0])
         ax.plot([float(shares[2])], [row_index], markersize=7, clip_on=False, **diamond)
         for column, share in enumerate(shares):
-            ax.text(1.1 + 0.16 * column, row_index, percent(share), **beside)
+            ax.text(1.1 + 0.16 * column, row_index, percent(share), **text_style)
     for column, text in enumerate(("makespan", "span", "steady")):
-        ax.text(1.1 + 0.16 * column, -0.85, text, **beside)
+        ax.text(1.1 + 0.16 * column, -0.85, text, **text_style)
     ax.set_yticks(range(len(ordered)), [name for _, name in ordered])
     ax.set_ylim(len(ordered) - 0.5, -0.5)
     ax.set_xlim(0, 1)
@@ -116,15 +116,15 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
             except UserError:
                 continue
             curve.simulated[m] = idle.makespan_fraction, idle.span_fraction
-            known = closed_form(name, sized)
-            if known is not None and known[0].idle_holds(known[1]):
-                form, sizes = known
+            form_and_sizes = closed_form(name, sized)
+            if form_and_sizes is not None and form_and_sizes[0].idle_holds(form_and_sizes[1]):
+                form, sizes = form_and_sizes
                 span = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
                 shares = form.makespan_idle(sizes), Fraction(span) / sizes.p
                 curve.closed[m] = idle_fraction(shares[0], sizes), idle_fraction(shares[1], sizes)
-        alike = [other for other in curves if other[1:] == curve[1:]]
-        if alike:
-            alike[0].titles.append(*curve.titles)
+        equal_curves = [other for other in curves if other[1:] == curve[1:]]
+        if equal_curves:
+            equal_curves[0].titles.append(*curve.titles)
         elif curve.simulated:
             curves.append(curve)
     return curves
@@ -136,12 +136,12 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.config, counts)
-    falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
-    least, *_, most = falling
+    gpipe_shares = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
+    min_m, *_, max_m = gpipe_shares
     title = (
         f"More microbatches shrink the bubble: on {p} ranks, GPipe idles for "
-        f"{percent(falling[least][0])} of its makespan at m = {least} and "
-        f"{percent(falling[most][0])} at m = {most}"
+        f"{percent(gpipe_shares[min_m][0])} of its makespan at m = {min_m} and "
+        f"{percent(gpipe_shares[max_m][0])} at m = {max_m}"
     )
     notes = ["Lines: closed forms, for the m for which they hold; points: simulation"]
     legend = [
@@ -153,14 +153,16 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
     ticks = [y for y in steps if smallest < y <= max(shares)]
-    for which, (ax, text) in enumerate(zip(axes, ("makespan", "ranks' own spans"), strict=True)):
+    for measure_index, (ax, text) in enumerate(
+        zip(axes, ("makespan", "ranks' own spans"), strict=True)
+    ):
         for index, curve in enumerate(curves):
-            for points, changed in (
+            for points, style_changes in (
                 (curve.closed, {"marker": "", "linewidth": 2}),
                 (curve.simulated, {"linestyle": ""}),
             ):
-                ys = [float(both[which]) for both in points.values()]
-                ax.plot([*points], ys, **_curve_style(index) | changed)
+                ys = [float(both[measure_index]) for both in points.values()]
+                ax.plot([*points], ys, **_curve_style(index) | style_changes)
         ax.set_xscale("log", base=2)
         ax.set_xlim(counts[0] / 1.15, counts[-1] * 1.15)
         ax.set_xticks(counts)
@@ -182,11 +184,11 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
     ax.grid(axis="y", color="#E0E0E0")
 
 
-def _curve_style(place: int) -> dict[str, Any]:
-    """Return the color, marker and dashes of curve number `place`. Each property cycles through its
+def _curve_style(index: int) -> dict[str, Any]:
+    """Return the color, marker and dashes of curve number `index`. Each property cycles through its
     own list of values."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
-    style = {key: values[place % len(values)] for key, values in kinds.items()}
+    style = {key: values[index % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | style
 
 
@@ -194,34 +196,42 @@ def memory_vs_bubble(work: Work) -> Figure:
     """Plot the peak memory (activations and weight versions) of the rank that needs the most,
     against the idle share of consecutive batches."""
     weights = work.config["weight_size"]
-    places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
-    for row in work.found:
+    titles_by_point: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
+    for row in work.possible_rows:
         if row.policy.stashed:
-            held = zip(row.peak_activations, row.weight_copies, strict=True)
-            activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
+            activations_and_copies = zip(row.peak_activations, row.weight_copies, strict=True)
+            activations, copies = max(
+                activations_and_copies, key=lambda pair: pair[0] + weights * pair[1]
+            )
             text = f"{row.title} ({number(activations)} + {number(copies)})"
-            places[row.steady_idle, activations + weights * copies].append(text)
+            titles_by_point[row.steady_idle, activations + weights * copies].append(text)
     # Points that no other point beats or equals in both values
     front: list[tuple[Fraction, Fraction]] = []
-    for x, y in sorted(places):
+    for x, y in sorted(titles_by_point):
         if not front or y < front[-1][1]:
             front.append((x, y))
-    best = [text.partition(" (")[0] for point in front for text in places[point]]
-    are = "are" if len(best) > 1 else "is"
-    title = f"Idle time against memory: only {', '.join(best)} {are} Pareto-optimal"
+    best = [text.partition(" (")[0] for point in front for text in titles_by_point[point]]
+    verb = "are" if len(best) > 1 else "is"
+    title = f"Idle time against memory: only {', '.join(best)} {verb} Pareto-optimal"
     legend = [
         Line2D(
             [], [], label="Pareto-optimal: no other schedule is at least as good in both", **BEST
         ),
         Line2D([], [], label="other schedules", **BEATEN),
     ]
-    wrong = [row.title for row in work.found if not row.policy.stashed]
+    hidden_titles = [row.title for row in work.possible_rows if not row.policy.stashed]
     size = f"A copy of a rank's weights takes {number(weights)} times the memory of a microbatch"
-    notes = [STEADY, f"{size}. Not shown, because its gradients are wrong: {', '.join(wrong)}"]
+    notes = [
+        STEADY_NOTE,
+        f"{size}. Not shown, because its gradients are wrong: {', '.join(hidden_titles)}",
+    ]
     figure, (ax,) = new_figure(title, [5.6], legend=legend, left=1.05, notes=notes)
-    ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
-    ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
-    for points, style in (([at for at in places if at not in front], BEATEN), (front, BEST)):
+    ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in titles_by_point)) + 0.05)
+    ax.set_ylim(0, 1.12 * float(max(y for _, y in titles_by_point)) + 0.5)
+    for points, style in (
+        ([at for at in titles_by_point if at not in front], BEATEN),
+        (front, BEST),
+    ):
         ax.plot([float(x) for x, _ in points], [float(y) for _, y in points], **style)
     ax.grid(color="#E6E6E6")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -229,7 +239,7 @@ def memory_vs_bubble(work: Work) -> Figure:
     ax.set_ylabel("peak memory of the fullest rank, in microbatches", fontsize=TEXT)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel_title(ax, "In brackets: microbatches whose activations are held + copies of the weights")
-    labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
+    labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in titles_by_point.items()}
     page.place_labels(ax, labels)
     return figure
 
@@ -238,16 +248,16 @@ def activations_and_versions(work: Work) -> Figure:
     """Draw held activations as areas and kept weight versions as lines over two batches. Each
     schedule has a panel and each rank a lane, and all lanes share one scale. Each lane's two peaks
     are written beside it."""
-    rows = {row.name: row for row in work.found}
+    rows = {row.name: row for row in work.possible_rows}
     shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))
     p = work.config["num_stages"]
     fullest = max(shown, key=lambda row: max(row.peak_activations))
-    most = max(shown, key=lambda row: max(row.weight_copies))
-    held, kept = max(fullest.peak_activations), max(most.weight_copies)
+    most_copies = max(shown, key=lambda row: max(row.weight_copies))
+    max_held, max_kept = max(fullest.peak_activations), max(most_copies.weight_copies)
     title = (
-        f"Two batches: a rank holds the activations of up to {number(held)} microbatches under "
-        f"{fullest.title}, and up to {number(kept)} weight versions under {most.title}"
+        f"Two batches: a rank holds the activations of up to {number(max_held)} microbatches under "
+        f"{fullest.title}, and up to {number(max_kept)} weight versions under {most_copies.title}"
     )
     lines = Line2D([], [], color=LINE_COLORS[4], linewidth=2.5, label="weight versions kept")
     legend = [Patch(color=LINE_COLORS[6], label="activations held"), lines]
@@ -260,7 +270,7 @@ def activations_and_versions(work: Work) -> Figure:
     for index, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)
-        _draw_lanes(ax, row, max(held, kept))
+        _draw_lanes(ax, row, max(max_held, max_kept))
         panel_title(ax, row.title)
         if index + 2 >= len(shown):
             ax.set_xlabel("time", fontsize=TEXT)
@@ -278,14 +288,14 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
     held = held_activations(stream.schedule, stream.times)
     kept = live_versions(stream.schedule, stream.times, use)
 
-    def steps(points: Steps, rank: int, **style: Any) -> None:
+    def draw_steps(points: Steps, rank: int, **style: Any) -> None:
         edges = [*(float(time) for time, _ in points), float(stream.makespan)]
         heights = [rank + FLOOR - LANE * float(value / top) for _, value in points]
         ax.stairs(heights, edges, **style)
 
     for rank in ranks:
-        steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLORS[6], lw=0)
-        steps(kept[rank], rank, baseline=None, color=LINE_COLORS[4], lw=2)
+        draw_steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLORS[6], lw=0)
+        draw_steps(kept[rank], rank, baseline=None, color=LINE_COLORS[4], lw=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip

@@ -47,7 +47,7 @@ class Work:
         return list(compare(self.config))
 
     @property
-    def found(self) -> list[Row]:
+    def possible_rows(self) -> list[Row]:
         """Rows of all schedules that these sizes allow. ZB-V's fixed order is left out, because the
         pictures need only one ZB-V order."""
         rows = [row for row in self._rows if isinstance(row, Row)]
@@ -69,7 +69,7 @@ def kind_colors(schedule: Schedule) -> Coloring:
         for stages in schedule.stages()
         for position, stage in enumerate(stages)
     }
-    return lambda op: page.paler(KINDS[op.kind][0], pale[op.stage])
+    return lambda op: page.lighten(KINDS[op.kind][0], pale[op.stage])
 
 
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
@@ -77,7 +77,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Color, str]] = [entry for kind, entry in KINDS.items() if kind in used]
     if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages()):
-        entries.append((page.paler(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
+        entries.append((page.lighten(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
     swatches = [Patch(fc=color, ec=EDGE, lw=0.6, label=text) for color, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 
@@ -115,8 +115,8 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
     # Size in points of one unit of time and of one rank
-    across = ax.bbox.width / (1.002 * end) / page.POINT
-    down = ax.bbox.height / num_ranks / page.POINT
+    points_per_time_unit = ax.bbox.width / (1.002 * end) / page.POINT
+    points_per_rank = ax.bbox.height / num_ranks / page.POINT
     ax.barh(range(num_ranks), float(timeline.makespan), ROW, **IDLE_HATCH, gid="idle")
     cells: dict[Op, Rectangle] = {}
     for rank, item, start, stop in timeline.events:
@@ -125,33 +125,37 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
             rectangle = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
             cells[op] = Rectangle(*rectangle, facecolor=color(op), gid=str(op))
             ax.add_patch(cells[op])
-    narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
+    narrowest = (
+        min(cell.get_width() for cell in cells.values() if cell.get_width()) * points_per_time_unit
+    )
     for op, cell in cells.items():
         cell.set(edgecolor=EDGE, linewidth=min(0.6, 0.08 * narrowest))
         if op in panel.outlined:
-            width = min(3.0, 0.15 * cell.get_width() * across)
+            width = min(3.0, 0.15 * cell.get_width() * points_per_time_unit)
             cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
 
-    def room(label: str, cell: Rectangle) -> float:
+    def fitting_font_size(label: str, cell: Rectangle) -> float:
         """Return the largest font size, in points, at which the label fits in the cell."""
         lines = label.split("\n")
         # In DejaVu Sans, a digit is 0.64 font sizes wide, and a line is 1.2 font sizes high.
-        by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
-        return min(by_width, (cell.get_height() * down - 1) / (1.2 * len(lines)))
+        by_width = (cell.get_width() * points_per_time_unit - 2) / (0.66 * max(map(len, lines)))
+        return min(by_width, (cell.get_height() * points_per_rank - 1) / (1.2 * len(lines)))
 
-    inside = [op for op, cell in cells.items() if cell.get_width() and cell.get_bbox().x1 <= end]
+    visible_ops = [
+        op for op, cell in cells.items() if cell.get_width() and cell.get_bbox().x1 <= end
+    ]
     for label in panel.labels:
-        rooms = {op: room(label(op), cells[op]) for op in inside}
-        if min(rooms.values(), default=0) >= page.LEAST:
+        font_sizes = {op: fitting_font_size(label(op), cells[op]) for op in visible_ops}
+        if min(font_sizes.values(), default=0) >= page.MIN_FONT_SIZE:
             break
-    size = min(page.SMALL, max(page.LEAST, min(rooms.values(), default=0)))
+    size = min(page.SMALL, max(page.MIN_FONT_SIZE, min(font_sizes.values(), default=0)))
     # If some cells are too small, no cell of their kind gets a number, because gaps would mislead.
-    tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
+    too_small = {(op.kind, cells[op].get_height()) for op in visible_ops if font_sizes[op] < size}
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
-    for op in inside:
-        if (op.kind, cells[op].get_height()) not in tight:
+    for op in visible_ops:
+        if (op.kind, cells[op].get_height()) not in too_small:
             x, y = cells[op].get_center()
-            ax.text(x, y, label(op), color=page.ink(color(op)), **style)
+            ax.text(x, y, label(op), color=page.contrast_color(color(op)), **style)
     rank_axis(ax, num_ranks)
     page.panel_title(ax, panel.text)
 
@@ -169,18 +173,18 @@ def lay_out(
     title: str,
     panels: Sequence[Panel],
     *,
-    tall: float = 1.2,
+    height_factor: float = 1.2,
     until: Fraction | None = None,
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
     """Draw a page of stacked timelines on one time axis. The axis ends at `until`, by default the
     longest makespan. The axis label shows the durations, which must be the same in all panels.
-    `tall` is the height of a panel as a multiple of grid_height(). `options` are passed to
-    new_figure."""
+    `height_factor` is the height of a panel as a multiple of grid_height(). `options` are passed
+    to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
-    heights = [tall * grid_height(timeline) for timeline in timelines]
+    heights = [height_factor * grid_height(timeline) for timeline in timelines]
     legend = kind_legend(timelines) if legend is None else legend
     figure, axes = page.new_figure(title, heights, legend=legend, gap=0.5, **options)
     for ax, panel in zip(axes, panels, strict=True):
@@ -206,8 +210,10 @@ def cost_text(timeline: Timeline) -> str:
     """Return text with a timeline's makespan, its idle share, and the most microbatches that each
     rank holds."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
-    ends = number(timeline.makespan)
-    return f"ends at {ends}, idle {idle_share(timeline)}; most microbatches held, by rank: {held}"
+    makespan = number(timeline.makespan)
+    return (
+        f"ends at {makespan}, idle {idle_share(timeline)}; most microbatches held, by rank: {held}"
+    )
 
 
 def durations_text(timeline: Timeline) -> str:
@@ -217,10 +223,10 @@ def durations_text(timeline: Timeline) -> str:
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
     f, i, w, b = (number(v * duration) for duration in (*first, first[1] + first[2]))
-    forwards_only = all(kind == "F" for kind, _ in timeline.schedule.known)
-    where = "" if len(set(costs.forward)) == 1 else " on the first stage"
+    forwards_only = all(kind == "F" for kind, _ in timeline.schedule.microbatches_of)
+    stage_note = "" if len(set(costs.forward)) == 1 else " on the first stage"
     backward = "" if forwards_only else f", B = I + W = {i} + {w} = {b}"
-    return f"F = {f}{backward}{where}"
+    return f"F = {f}{backward}{stage_note}"
 
 
 def naive_pipeline(work: Work) -> Figure:
@@ -230,7 +236,7 @@ def naive_pipeline(work: Work) -> Figure:
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
         f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
     )
-    return lay_out(title, [Panel("", timeline)], tall=1.6)
+    return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
 def microbatch_forward(work: Work) -> Figure:
@@ -238,17 +244,19 @@ def microbatch_forward(work: Work) -> Figure:
     pipeline."""
     config = work.config
     m = config["num_microbatches"]
-    uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
-    whole, cut = (forwards_only(measure("gpipe", settings).batch) for settings in (uncut, config))
+    unsplit_config = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
+    unsplit, split = (
+        forwards_only(measure("gpipe", settings).batch) for settings in (unsplit_config, config)
+    )
     title = (
         f"With {m} microbatches, the forward pass through {config['num_stages']} ranks ends at "
-        f"time {number(cut.makespan)} instead of {number(whole.makespan)}"
+        f"time {number(split.makespan)} instead of {number(unsplit.makespan)}"
     )
-    all_of_it = f"0-{m - 1}" if m > 1 else "0"
-    above = f"The batch in one piece: ranks idle for {idle_share(whole)}"
-    below = f"The same batch as {m} microbatches: ranks idle for {idle_share(cut)}"
-    panels = [Panel(above, whole, [lambda _: all_of_it]), Panel(below, cut)]
-    return lay_out(title, panels, tall=1.4)
+    batch_label = f"0-{m - 1}" if m > 1 else "0"
+    unsplit_title = f"The batch in one piece: ranks idle for {idle_share(unsplit)}"
+    split_title = f"The same batch as {m} microbatches: ranks idle for {idle_share(split)}"
+    panels = [Panel(unsplit_title, unsplit, [lambda _: batch_label]), Panel(split_title, split)]
+    return lay_out(title, panels, height_factor=1.4)
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
@@ -267,14 +275,14 @@ def microbatch_backward(work: Work) -> Figure:
         f"time {number(last)}, backward passes until {number(timeline.makespan)}; ranks idle for "
         f"{idle_share(timeline)}"
     )
-    return lay_out(title, [Panel("", timeline)], tall=1.6)
+    return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
 def all_schedules(work: Work) -> Figure:
     """Draw one batch under every order, on one time axis. Schedules with equal orders share a
     panel, such as 1F1B and PipeDream's policies."""
     groups: dict[object, list[Row]] = {}
-    for row in work.found:
+    for row in work.possible_rows:
         groups.setdefault(row.batch.schedule.orders, []).append(row)
     rows = sorted(
         (group[0] for group in groups.values()), key=lambda row: row.batch_idle.makespan_fraction
@@ -299,7 +307,7 @@ def all_schedules(work: Work) -> Figure:
         if makespan > until:
             text += f"; cut off at {number(until)}"
         panels.append(Panel(text, first.batch))
-    return lay_out(title, panels, notes=work.refusals, tall=1, until=until)
+    return lay_out(title, panels, notes=work.refusals, height_factor=1, until=until)
 
 
 def weight_versioning(work: Work) -> Figure:
@@ -319,26 +327,28 @@ def weight_versioning(work: Work) -> Figure:
     for text, use in uses.items():
         version = {op: use[op.stage].version(op) for op in ops}
         forward = {op: use[op.stage].forward[op.microbatch] for op in ops}
-        wrong = [op for op in ops if version[op] != forward[op]]
-        name = {op: f"{op.kind}{op.microbatch}" for op in ops}
-        used = {op: f"{name[op]}\nv{version[op]}" for op in ops}
-        both = used | {op: f"{used[op]}\u2260{forward[op]}" for op in wrong}
+        mismatched = [op for op in ops if version[op] != forward[op]]
+        op_labels = {op: f"{op.kind}{op.microbatch}" for op in ops}
+        version_labels = {op: f"{op_labels[op]}\nv{version[op]}" for op in ops}
+        mismatch_labels = version_labels | {
+            op: f"{version_labels[op]}\u2260{forward[op]}" for op in mismatched
+        }
         color = {op: shades[version[op]] for op in ops}
         peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
         title = f"{text.capitalize()}: versions kept, by rank: {peaks}"
-        labels = [cells.__getitem__ for cells in (both, used, name)]
-        panels.append(Panel(title, timeline, labels, color.__getitem__, set(wrong)))
-        counts.append(f"{len(wrong)} {text}")
+        labels = [cells.__getitem__ for cells in (mismatch_labels, version_labels, op_labels)]
+        panels.append(Panel(title, timeline, labels, color.__getitem__, set(mismatched)))
+        counts.append(f"{len(mismatched)} {text}")
     backwards = sum(op.kind != "F" for op in ops)
     title = (
         f"Of {backwards} backward passes, {' and '.join(counts)} use different weights from "
         "their forward pass"
     )
-    box: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "linewidth": 3}
-    outlined = Patch(**box, label="B with different weights from its F")
+    patch_style: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "linewidth": 3}
+    outlined = Patch(**patch_style, label="B with different weights from its F")
     legend = [
         Patch(fc=shades[v], ec=EDGE, lw=0.6, label=f"version {v}")
         for v in range(0, newest + 1, -(-newest // 8) or 1)
     ]
     legend += [outlined, Patch(**IDLE_HATCH, label="idle")]
-    return lay_out(title, panels, tall=1.9, legend=legend)
+    return lay_out(title, panels, height_factor=1.9, legend=legend)

@@ -27,7 +27,7 @@ DPI = 150
 TITLE = 15.0
 TEXT = 12.5
 SMALL = 11.0
-LEAST = 8.0
+MIN_FONT_SIZE = 8.0
 
 LINE_COLORS = (
     "#000000", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#6E6E6E",
@@ -61,8 +61,8 @@ def new_figure(
     FigureCanvasAgg(figure)
     edge = 0.2 / WIDTH
     figure.text(edge, 1 - 0.12 / height, "\n".join(lines), size=TITLE, weight="bold", va="top")
-    below = "\n".join(notes)
-    figure.text(edge, 0.1 / height, below, size=SMALL - 1, color=GRAY, linespacing=1.3)
+    notes_text = "\n".join(notes)
+    figure.text(edge, 0.1 / height, notes_text, size=SMALL - 1, color=GRAY, linespacing=1.3)
     if legend:
         figure.legend(
             handles=list(legend), ncols=min(legend_columns, len(legend)), loc="upper left",
@@ -93,13 +93,13 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
     return figure
 
 
-def ink(background: Color) -> str:
+def contrast_color(background: Color) -> str:
     """Return black or white, whichever is easier to read on a color."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # light intensity on a screen
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
 
-def paler(color: str, share: float) -> Color:
+def lighten(color: str, share: float) -> Color:
     red, green, blue = to_rgb(color)
     return (red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue))
 
@@ -113,7 +113,7 @@ POINT = DPI / 72  # pixels per point
 DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
 """Lengths in points: half a marker, half of its core, the distance from a marker to its label, and
 the distance from which a line leads to the label."""
-SPOTS = sorted(
+LABEL_OFFSETS = sorted(
     product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
@@ -129,35 +129,40 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
     line would seem to lead there. Set the axis limits before the call. Raises RuntimeError if there
     is no space."""
     pixels = ax.transData.transform
-    marks = [_around(pixels(at), DOT) for at in labels]
-    marks += [_around(pixels(at), 1) for at in avoid]
+    marks = [_box_around(pixels(at), DOT) for at in labels]
+    marks += [_box_around(pixels(at), 1) for at in avoid]
     boxes: list[Bbox] = []
     lines: list[Path] = []
     for point in sorted(labels, reverse=True):
         style: dict[str, Any] = {"fontsize": SMALL, "va": "center_baseline"}
         text = ax.annotate(labels[point], point, (0, 0), textcoords="offset points", **style)
-        wide, high = text.get_window_extent().size
-        cores = [_around(pixels(at), CORE) for at in labels if at != point]
-        for uncrossed, spot in product((boxes + cores, boxes, []), SPOTS):
-            side = np.sign(spot[0])
-            end = pixels(point) + POINT * np.array(spot)
-            box = Bbox.from_bounds(end[0] - (1 - side) / 2 * wide, end[1] - high / 2, wide, high)
+        text_width, text_height = text.get_window_extent().size
+        cores = [_box_around(pixels(at), CORE) for at in labels if at != point]
+        for obstacles, offset in product((boxes + cores, boxes, []), LABEL_OFFSETS):
+            side = np.sign(offset[0])
+            end = pixels(point) + POINT * np.array(offset)
+            box = Bbox.from_bounds(
+                end[0] - (1 - side) / 2 * text_width,
+                end[1] - text_height / 2,
+                text_width,
+                text_height,
+            )
             if box.count_overlaps(marks + boxes) or ax.bbox.count_contains(box.corners()) < 4:
                 continue
             line = Path([pixels(point), end])
             crossed = any(other.intersects_bbox(box, filled=False) for other in lines)
-            if not crossed and not any(line.intersects_bbox(b, filled=False) for b in uncrossed):
+            if not crossed and not any(line.intersects_bbox(b, filled=False) for b in obstacles):
                 break
         else:
             raise RuntimeError("there is no space for all labels")
-        text.set(position=spot, ha={-1: "right", 0: "center", 1: "left"}[side])
+        text.set(position=offset, ha={-1: "right", 0: "center", 1: "left"}[side])
         boxes.append(box)
         lines.append(line)
-        if hypot(*spot) > FAR:
-            ends = ax.transData.inverted().transform(line.vertices)
-            ax.plot(*ends.T, color=GRAY, linewidth=0.8, zorder=1)
+        if hypot(*offset) > FAR:
+            line_ends = ax.transData.inverted().transform(line.vertices)
+            ax.plot(*line_ends.T, color=GRAY, linewidth=0.8, zorder=1)
 
 
-def _around(pixel: np.ndarray, margin: float) -> Bbox:
+def _box_around(pixel: np.ndarray, margin: float) -> Bbox:
     """Return a box around a pixel with a margin in typographic points."""
     return Bbox([pixel, pixel]).padded(margin * POINT)

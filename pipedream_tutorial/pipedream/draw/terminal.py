@@ -20,22 +20,22 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
     """Draw a timeline as text: a time axis and one line per rank, in the format of
     pipedream_simple.py. Lines are wrapped at `columns`."""
-    places = [
+    chunk_of_stage = [
         {s: position for position, s in enumerate(stages)} for stages in timeline.schedule.stages()
     ]
     cells = []
     for rank, item, start, end in timeline.events:
-        many = len(places[rank]) > 2
+        has_many_chunks = len(chunk_of_stage[rank]) > 2
         texts = []
         for kind, stage, i in item.parts:
-            position = places[rank][stage]
+            position = chunk_of_stage[rank][stage]
             second = kind.lower() if position else kind
-            texts.append(f"{kind}{i}/{position}" if many else f"{second}{i}")
+            texts.append(f"{kind}{i}/{position}" if has_many_chunks else f"{second}{i}")
         cells.append((rank, "&".join(texts), start, end))
-    return simple.draw(cells, columns, _colored if color else lambda text, letters: letters)
+    return simple.draw(cells, columns, _color_letters if color else lambda text, letters: letters)
 
 
-def _colored(text: str, letters: str) -> list[str]:
+def _color_letters(text: str, letters: str) -> list[str]:
     """Color the letters of a cell by the kind of its first operation."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
@@ -47,7 +47,7 @@ def print_wrapped(text: str, begin: str = "") -> None:
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 
-def listed(values: Sequence[Fraction | int], what: str) -> str:
+def format_values(values: Sequence[Fraction | int], what: str) -> str:
     """Return the values as text: one value per `what`, or a single value if all are equal."""
     if len(set(values)) == 1:
         return f"{number(values[0])} on every {what}"

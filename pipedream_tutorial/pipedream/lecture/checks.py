@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipedream.lecture.pictures import run
-from pipedream.schedules.ops import Op, Schedule, repeat, straight
+from pipedream.schedules.ops import Op, Schedule, build_from_orders, repeat
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Costs, simulate
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import copied, relative_difference, train
+from pipedream.train.oracle import copy_weights, relative_difference, train
 from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 
@@ -73,15 +73,16 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
             raise WrongAnswer(f"{answer} microbatches are not a whole number of 1 or more")
         m = int(answer)
         limit = Fraction(percent, 100)
-        at = f"for microbatches_needed({p}, {percent}) your answer is {m}"
+        case = f"for microbatches_needed({p}, {percent}) your answer is {m}"
         share = idle(run(build_schedule("gpipe", p, m))).makespan_fraction
         if share > limit:
             raise WrongAnswer(
-                f"{at}. Then {float(share):.1%} of the time is idle, which is more than {percent}%."
+                f"{case}. Then {float(share):.1%} of the time is idle, which is more than "
+                f"{percent}%."
             )
         fewer = build_schedule("gpipe", p, max(1, m - 1))
         if m > 1 and idle(run(fewer)).makespan_fraction <= limit:
-            raise WrongAnswer(f"{at}. That is enough, but so is a smaller number.")
+            raise WrongAnswer(f"{case}. That is enough, but so is a smaller number.")
     return f"your numbers agree with the simulator for {len(sizes)} inputs."
 
 
@@ -96,18 +97,18 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
                 f"best_cut({layer_ms}) is {cut!r}, but each stage needs at least one layer"
             )
 
-        def batch(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
+        def batch_time(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
             stages = tuple(map(Fraction, (sum(layers[:cut]), sum(layers[cut:]))))
             third = tuple(duration / 3 for duration in stages)
             costs = Costs(forward=third, input_gradient=third, weight_gradient=third)
             return simulate(build_schedule("1f1b", 2, 64), costs).makespan
 
-        least = min(map(batch, range(1, len(layer_ms))))
-        if batch(cut) > least:
+        shortest = min(map(batch_time, range(1, len(layer_ms))))
+        if batch_time(cut) > shortest:
             raise WrongAnswer(
-                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch(cut))} ms, but "
-                f"only {number(least)} ms with another cut. Which stage do all microbatches wait "
-                "for?"
+                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch_time(cut))} "
+                f"ms, but only {number(shortest)} ms with another cut. Which stage do all "
+                "microbatches wait for?"
             )
     return "the slower stage sets the pace, and yours is as short as it can be."
 
@@ -116,16 +117,16 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
 def check_one_f_one_b(order: OrderOf) -> str:
     """Check exercise 4: the order of one rank under 1F1B."""
     for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
-        schedule = _schedule_of(order, p, m, "FB")
-        at = f"with p={p} and m={m},"
+        schedule = _build_answer(order, p, m, "FB")
+        case = f"with p={p} and m={m},"
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p - rank):
                 raise WrongAnswer(
-                    f"{at} rank {rank} holds {held} microbatches at a time, but "
+                    f"{case} rank {rank} holds {held} microbatches at a time, but "
                     f"{min(m, p - rank)} would be enough. When can it run its first backward pass?"
                 )
         best = build_schedule("1f1b", p, m)
-        _check_time(schedule, best, at, "A rank waits although it could run a forward pass.")
+        _check_time(schedule, best, case, "A rank waits although it could run a forward pass.")
     return "as fast as GPipe, with min(m, p - rank) microbatches in memory."
 
 
@@ -148,11 +149,11 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
                         f"version {version} of its weights. One GPU would use version {i // m}: "
                         f"the update of batch {i // m - 1} has to come first."
                     )
-        at = f"with p={p} and m={m}, every batch sees the right weights, but"
+        case = f"with p={p} and m={m}, every batch sees the right weights, but"
         best = repeat(build_schedule("1f1b", p, m), num_batches)
-        _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
+        _check_time(schedule, best, case, "Keep 1F1B inside a batch.")
         if peak_activations(schedule) != peak_activations(best):
-            raise WrongAnswer(f"{at} ranks hold more than under 1F1B. Keep 1F1B inside a batch.")
+            raise WrongAnswer(f"{case} ranks hold more than under 1F1B. Keep 1F1B inside a batch.")
     return "every batch starts from the weights after the previous batch."
 
 
@@ -160,38 +161,40 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
 def check_zero_bubble(order: OrderOf) -> str:
     """Check exercise 8: the backward pass split into I and W, with W in the rank's idle time."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
-        schedule = _schedule_of(order, p, m, "FIW")
-        at = f"with p={p} and m={m},"
+        schedule = _build_answer(order, p, m, "FIW")
+        case = f"with p={p} and m={m},"
         for rank, held in enumerate(peak_activations(schedule)):
             if held > min(m, p):
                 raise WrongAnswer(
-                    f"{at} rank {rank} holds {held} microbatches, more than {min(m, p)}. A "
+                    f"{case} rank {rank} holds {held} microbatches, more than {min(m, p)}. A "
                     "microbatch stays in memory until its W is done, so delay W for less time."
                 )
         hint = "A rank idles although it could run a W, for which no other rank waits."
-        _check_time(schedule, build_schedule("zb-h1", p, m), at, hint)
+        _check_time(schedule, build_schedule("zb-h1", p, m), case, hint)
     return "as short as ZB-H1, in 1F1B's memory."
 
 
-def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
+def _check_time(schedule: Schedule, best: Schedule, case: str, hint: str) -> None:
     time, goal = run(schedule).makespan, run(best).makespan
     if time > goal:
-        raise WrongAnswer(f"{at} the run takes {number(time)}; {number(goal)} is possible. {hint}")
+        raise WrongAnswer(
+            f"{case} the run takes {number(time)}; {number(goal)} is possible. {hint}"
+        )
 
 
-def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
+def _build_answer(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
     """Return the schedule that the answer defines for all ranks. Raises WrongAnswer if its orders
     are incomplete or cannot run."""
-    lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
+    lines = [_parse_order(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
     for rank, line in enumerate(lines):
         present = {(op.kind, op.microbatch) for op in line}
-        for told, ops in (("lacks", wanted - present), ("should not have", present - wanted)):
+        for verb, ops in (("lacks", wanted - present), ("should not have", present - wanted)):
             for kind, i in sorted(ops):
                 raise WrongAnswer(
-                    f"with p={p} and m={m}, the order of rank {rank} {told} {kind}{i}"
+                    f"with p={p} and m={m}, the order of rank {rank} {verb} {kind}{i}"
                 )
-    schedule = straight("yours", lines)
+    schedule = build_from_orders("yours", lines)
     try:
         run(schedule)
     except (RuntimeError, ValueError) as error:
@@ -199,7 +202,7 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
     return schedule
 
 
-def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
+def _parse_order(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     if written is None:
         raise WrongAnswer(f"the order of rank {rank} is missing: the function returns nothing")
     ops = []
@@ -219,17 +222,17 @@ class Channel:
     """First-in, first-out queue from one stage to the next. Messages are not labeled."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Tensor] = deque()
+        self._queue: deque[Tensor] = deque()
 
     def send(self, tensor: Tensor) -> None:
         """Send a copy of the tensor without its graph."""
-        self._under_way.append(tensor.detach().clone())
+        self._queue.append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
         """Return the oldest message, as a new leaf tensor that requires a gradient."""
-        if not self._under_way:
+        if not self._queue:
             raise WrongAnswer("a stage waits forever: it receives a message that was never sent")
-        return self._under_way.popleft().requires_grad_()
+        return self._queue.popleft().requires_grad_()
 
 
 def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -253,17 +256,17 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
         microbatches = some_microbatches(m)
         run_batch(stages, microbatches)
         exact = iter(gradient_on_one_gpu(nn.Sequential(*stages), microbatches))
-        off = []
+        errors = []
         for stage, module in enumerate(stages):
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
             if len(gradients) < len(list(module.parameters())):
                 raise WrongAnswer(f"stage {stage} has no gradient")
-            off.append(relative_difference(gradients, [next(exact) for _ in gradients]))
-        if max(off) > EXACT:
+            errors.append(relative_difference(gradients, [next(exact) for _ in gradients]))
+        if max(errors) > EXACT:
             raise WrongAnswer(
-                f"with m={m}, the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} "
-                "on stage 1. All shapes are right and nothing crashed. Which microbatch's message "
-                "does each receive return?"
+                f"with m={m}, the gradient is off by {errors[0]:.0%} on stage 0 and by "
+                f"{errors[1]:.0%} on stage 1. All shapes are right and nothing crashed. "
+                "Which microbatch's message does each receive return?"
             )
     return "both stages have the gradient that one GPU computes."
 
@@ -280,8 +283,10 @@ def check_batch_gradient(
         if gradients is None:
             raise WrongAnswer("batch_gradient returns nothing")
         exact = gradient_on_one_gpu(model, microbatches)
-        along = sum(float((a.detach() * b).sum()) for a, b in zip(gradients, exact, strict=True))
-        ratio = along / sum(float(b.square().sum()) for b in exact)
+        projection = sum(
+            float((a.detach() * b).sum()) for a, b in zip(gradients, exact, strict=True)
+        )
+        ratio = projection / sum(float(b.square().sum()) for b in exact)
         if relative_difference(gradients, [ratio * b for b in exact]) > EXACT:
             off = f"{relative_difference(gradients, exact):.0%}"
             raise WrongAnswer(
@@ -308,7 +313,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
         def _step(self, gradients: Gradients) -> list[Tensor]:
             nonlocal replaced
             old = self.weights
-            before = copied(old)
+            before = copy_weights(old)
             given = dict(zip(old, gradients, strict=True))
             new = update(dict(old), given, self.learning_rate)
             if not isinstance(new, dict) or new.keys() != old.keys():
@@ -331,15 +336,15 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
             "in place"
         ) from error
     pairs = zip(weights, exact, strict=True)
-    off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
-    if max(off) > EXACT:
-        shown = ", ".join(f"{100 * error:.2g}%" for error in off)
+    errors = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
+    if max(errors) > EXACT:
+        shown = ", ".join(f"{100 * error:.2g}%" for error in errors)
         why = ". The new weights are not weight - learning_rate * gradient"
         if replaced:
             seen = "backward passes used different weights from their forward passes."
             why = f". Nothing crashed: {seen}"
-        at = "after 16 microbatches the weights of the 4 stages"
-        raise WrongAnswer(f"{at} are off by {shown}{why}")
+        case = "after 16 microbatches the weights of the 4 stages"
+        raise WrongAnswer(f"{case} are off by {shown}{why}")
     return "the old weights stay as they were for the microbatches that still need them."
 
 

@@ -14,7 +14,7 @@ from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 
-class Shown(NamedTuple):
+class TimelinePicture(NamedTuple):
     """Stacked timelines. A notebook shows them as a picture, and a terminal as text."""
 
     title: str
@@ -28,9 +28,9 @@ class Shown(NamedTuple):
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
-        drawn = io.BytesIO()
-        lay_out(self.title, panels).savefig(drawn)
-        return drawn.getvalue(), {"width": int(WIDTH * DPI / 2)}
+        buffer = io.BytesIO()
+        lay_out(self.title, panels).savefig(buffer)
+        return buffer.getvalue(), {"width": int(WIDTH * DPI / 2)}
 
 
 def describe(timeline: Timeline) -> str:
@@ -45,9 +45,9 @@ def run(schedule: Schedule) -> Timeline:
     return simulate(schedule, build_costs(schedule))
 
 
-def show(title: str, *schedules: Schedule) -> Shown:
+def show(title: str, *schedules: Schedule) -> TimelinePicture:
     """Simulate the schedules with F = I = W = 1, and return one picture of their timelines."""
-    return Shown(title, [run(schedule) for schedule in schedules])
+    return TimelinePicture(title, [run(schedule) for schedule in schedules])
 
 
 def tell(
@@ -76,18 +76,18 @@ def agree(guess: object, found: object) -> bool:
     """Return whether all numbers in a guess match the result, within 2% or half a percentage point.
     If the guess has no numbers, all its words must occur in the result. 0.75, 75, "75%" and "3/4"
     are the same share."""
-    ours, theirs = numbers_in(guess), numbers_in(found)
-    if not ours:
+    guessed, expected = numbers_in(guess), numbers_in(found)
+    if not guessed:
         words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))
         return bool(words) and words <= known
-    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+    return len(guessed) == len(expected) and all(map(_close, guessed, expected))
 
 
 def _close(guess: Fraction, found: Fraction) -> bool:
-    off = abs(guess - found)
+    difference = abs(guess - found)
     if found < 1:  # a share, or a percentage
-        return min(off, abs(guess / 100 - found)) <= Fraction(1, 200)
-    return off <= found / 50
+        return min(difference, abs(guess / 100 - found)) <= Fraction(1, 200)
+    return difference <= found / 50
 
 
 def numbers_in(value: object) -> list[Fraction]:
@@ -96,6 +96,6 @@ def numbers_in(value: object) -> list[Fraction]:
         return [number for one in value for number in numbers_in(one)]
     numbers = []
     for digits, sign in re.findall(r"(\d+(?:\.\d+)?(?:/[1-9]\d*)?)\s*(%?)", str(value)):
-        above, _, below = digits.partition("/")
-        numbers.append(Fraction(above) / Fraction(below or 1) / (100 if sign else 1))
+        numerator, _, denominator = digits.partition("/")
+        numbers.append(Fraction(numerator) / Fraction(denominator or 1) / (100 if sign else 1))
     return numbers

@@ -37,7 +37,7 @@ from pipedream_simple import in_turn
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
-from pipedream.schedules.ops import Op, Schedule, straight
+from pipedream.schedules.ops import Op, Schedule, build_from_orders
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
@@ -130,26 +130,33 @@ def plan_pipeline(
             f"{len(layers)} layers are too few to give each of {num_workers} workers a stage",
             f"use at most {len(layers)} workers, or allow replication or idle workers",
         )
-    most = num_workers if replication else 1
+    max_replicas = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
     # (j, m) -> A(j, m) and its stages. No stages precede the first layer.
     best: dict[tuple[int, int], tuple[Fraction, tuple[Stage, ...]]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
-        lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
-        period = {key: last.period_s for key, last in lasts.items()}
+        last_stages = {
+            (i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, max_replicas + 1)
+        }
+        period = {key: last.period_s for key, last in last_stages.items()}
         for m in range(1, num_workers + 1):
             candidates: list[tuple[Fraction, tuple[Stage, ...]]] = []
-            for i, r in product(range(-1, j), range(1, min(m, most) + 1)):
+            for i, r in product(range(-1, j), range(1, min(m, max_replicas) + 1)):
                 if (i, m - r) in best:
-                    before, stages = best[i, m - r]
+                    previous_period, stages = best[i, m - r]
                     link_s = stages[-1].link_s if stages else Fraction(0)
-                    longest = max(before, link_s, period[i + 1, r])
-                    candidates.append((longest, (*stages, lasts[i + 1, r])))
+                    longest = max(previous_period, link_s, period[i + 1, r])
+                    candidates.append((longest, (*stages, last_stages[i + 1, r])))
             if candidates:
                 best[j, m] = min(candidates, key=itemgetter(0))  # the first of equal candidates
-    final = len(layers) - 1
-    counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
-    return Plan(min((best[final, m] for m in counts if (final, m) in best), key=itemgetter(0))[1])
+    last_layer = len(layers) - 1
+    worker_counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
+    return Plan(
+        min(
+            (best[last_layer, m] for m in worker_counts if (last_layer, m) in best),
+            key=itemgetter(0),
+        )[1]
+    )
 
 
 def make_plan(
@@ -226,11 +233,11 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
-            mine = range(replica, m, count)
-            forwards = [Op("F", stage, i) for i in mine]
-            backwards = [Op("B", stage, i) for i in mine]
+            microbatches = range(replica, m, count)
+            forwards = [Op("F", stage, i) for i in microbatches]
+            backwards = [Op("B", stage, i) for i in microbatches]
             lines.append(in_turn(forwards, backwards, ahead))
-    return straight("1f1b-rr", lines)
+    return build_from_orders("1f1b-rr", lines)
 
 
 class PlanRun(NamedTuple):
@@ -261,9 +268,9 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     rows_of_stages: list[int] = []
     for stage in plan.stages:
         rows_of_stages.append(len(rows))
-        both_s = stage.replicas * stage.period_s
-        forward_s = stage.forward_s / stage.compute_s * both_s if stage.compute_s else Fraction(0)
-        rows.append((stage.replicas, forward_s, both_s - forward_s))
+        passes_s = stage.replicas * stage.period_s
+        forward_s = stage.forward_s / stage.compute_s * passes_s if stage.compute_s else Fraction(0)
+        rows.append((stage.replicas, forward_s, passes_s - forward_s))
         if busy_links and stage.link_s:
             rows.append((1, stage.link_s / 2, stage.link_s / 2))
     counts, forwards, backwards = zip(*rows, strict=True)
@@ -298,11 +305,11 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
     for op, (start, _) in sorted(timeline.times.items()):
         starts[op.microbatch].append(start)
     rows = [starts[i] for i in range(len(starts) - reach)]
-    for apart in range(1, len(rows) - reach + 1):
+    for distance in range(1, len(rows) - reach + 1):
         later = rows[-reach:]
-        earlier = rows[-reach - apart : -apart]
+        earlier = rows[-reach - distance : -distance]
         shift = later[0][0] - earlier[0][0]
         pairs = zip(chain(*later), chain(*earlier), strict=True)
         if all(after - before == shift for after, before in pairs):
-            return shift / apart
+            return shift / distance
     return None

@@ -62,24 +62,24 @@ def load_profile(path: Path) -> Profile:
     layers = content.pop("layers", None) if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise UserError(f"{path} has no list of layers", f"give {', '.join(Profile._fields)}")
-    whole = _checked(content, _PROFILE, str(path))
+    profile_values = _check_values(content, _PROFILE, str(path))
     checked_layers = [
-        _checked(layer, _LAYER, f"{path}: layers[{i}]") for i, layer in enumerate(layers)
+        _check_values(layer, _LAYER, f"{path}: layers[{i}]") for i, layer in enumerate(layers)
     ]
-    return Profile(**whole, layers=tuple(Layer(**layer) for layer in checked_layers))
+    return Profile(**profile_values, layers=tuple(Layer(**layer) for layer in checked_layers))
 
 
-def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
+def _check_values(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
     """Return the checked values. Raises UserError if a key is missing or unknown, or if a value is
     not accepted."""
-    given = found if isinstance(found, dict) else {}
-    for key in given:
+    values = found if isinstance(found, dict) else {}
+    for key in values:
         if key not in rules:
             raise UserError(f"{where}: unknown key {key!r}", nearest(key, rules))
-    missing = [key for key in rules if key not in given]
+    missing = [key for key in rules if key not in values]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}", f"it needs {', '.join(rules)}")
-    return {key: rule.check(f"{where}: {key}", given[key]) for key, rule in rules.items()}
+    return {key: rule.check(f"{where}: {key}", values[key]) for key, rule in rules.items()}
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -128,8 +128,8 @@ def measure_profile(
             x = output.detach()
             samples[index].append((forward_s, backward_s, x.nbytes))
     measured = []
-    for (name, module), sweeps in zip(layers, samples, strict=True):
-        forwards, backwards, sizes = zip(*sweeps[warmup:], strict=True)
+    for (name, module), layer_samples in zip(layers, samples, strict=True):
+        forwards, backwards, sizes = zip(*layer_samples[warmup:], strict=True)
         measured.append(
             Layer(
                 name=name,

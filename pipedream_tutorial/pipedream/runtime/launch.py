@@ -18,10 +18,11 @@ from pipedream.errors import UserError
 # Environment variables with two paths: rank 0 writes the current case to the first file, and the
 # processes of launch() find each other through the second. A port would be open to all users of the
 # machine.
-CASE = "PIPEDREAM_CASE"
-STORE = "PIPEDREAM_STORE"
+CASE_ENV = "PIPEDREAM_CASE"
+STORE_ENV = "PIPEDREAM_STORE"
 GRACE_S = 2.0
-DIFFERENT = 3  # exit code if all processes succeed, but weights differ from one-process training
+# Exit code if all processes succeed, but weights differ from one-process training
+WEIGHTS_DIFFER = 3
 
 
 class StageLostError(RuntimeError):
@@ -35,11 +36,11 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    given = [environment.get(name, "") for name in names]
-    if not all(map(str.isdecimal, given)):
+    values = [environment.get(name, "") for name in names]
+    if not all(map(str.isdecimal, values)):
         what = f"RANK is set, but {', '.join(names)} are not all numbers"
         raise UserError(what, "start with torchrun, or unset RANK")
-    rank, world_size, local_size = map(int, given)
+    rank, world_size, local_size = map(int, values)
     if world_size != num_stages:
         raise UserError(
             f"{world_size} processes were started for num_stages={num_stages}",
@@ -59,7 +60,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
     The code is 0 if all processes succeed. If one fails, the others are terminated, and the last
     line on stderr names the stage and the error. The code is then 2 for a mistake that the user can
-    fix, DIFFERENT if weights differ, and otherwise 1. The processes also end when this process
+    fix, WEIGHTS_DIFFER if weights differ, and otherwise 1. The processes also end when this process
     ends. On Linux, they end even if this process is killed.
     """
     import torch.multiprocessing as mp
@@ -74,7 +75,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     gc.freeze()  # imports are shared; garbage collection would copy them
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _be, (body, num_stages, folder), num_stages,
+            _run_as_rank, (body, num_stages, folder), num_stages,
             join=False, daemon=True, start_method=method,
         )  # fmt: skip
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,20 +93,20 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
                     f"{what}; the other stages were stopped",
                     file=sys.stderr,
                 )
-            return ended.exit_code if ended.exit_code in (2, DIFFERENT) else 1
+            return ended.exit_code if ended.exit_code in (2, WEIGHTS_DIFFER) else 1
         finally:
             for process in context.processes:
                 process.kill()
     return 0
 
 
-def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
+def _run_as_rank(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
     """Set the environment variables that torchrun would set, and run `body`. This function runs in
     a new process."""
     os.setsid()  # Ctrl-C then reaches only the parent, which terminates this process
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ[STORE] = f"{folder}/store"
+    os.environ[STORE_ENV] = f"{folder}/store"
     run_worker(body, num_stages)
 
 

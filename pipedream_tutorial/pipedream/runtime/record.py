@@ -70,7 +70,9 @@ class MeasuredRun:
             self.durations[kind, stage].append(s.end_ns - s.start_ns)
         utilisation = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)
         sent, received = self.by_operation("send"), self.by_operation("receive")
-        early = [op for op in sent.keys() & received if received[op].end_ns < sent[op].start_ns]
+        received_early = [
+            op for op in sent.keys() & received if received[op].end_ns < sent[op].start_ns
+        ]
 
         def medians(*kinds: str) -> list[float]:
             return [
@@ -93,7 +95,7 @@ class MeasuredRun:
             "peak_versions": [most for _, most in versions],
             # By rank. null on a CPU, like waited_for_host
             "peak_memory_mib": [round(rank["peak_memory_mib"], 1) for rank in on_gpus] or None,
-            "received_before_sent": len(early),  # 0, if the stages' clocks agree
+            "received_before_sent": len(received_early),  # 0, if the stages' clocks agree
             "waited_for_host": [round(rank["waited_for_host"], 4) for rank in on_gpus] or None,
             "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
             "weights_equal": None,  # bitwise equal to one process's weights; null: not checked
@@ -110,13 +112,14 @@ class MeasuredRun:
         that uses its result. A receiver counts only if it was idle, which means that it had ended
         its previous operation when the result was produced. The value is 0 without idle
         receivers."""
-        at = self.by_operation("compute")
+        computed = self.by_operation("compute")
         orders = self.case.schedule.flat
-        before = {op: previous for order in orders for previous, op in pairwise(order)}
+        previous_ops = {op: previous for order in orders for previous, op in pairwise(order)}
         gaps = [
-            Fraction(at[receiver].start_ns - at[sender].end_ns)
+            Fraction(computed[receiver].start_ns - computed[sender].end_ns)
             for sender, receiver in transfers(self.case.schedule)
-            if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
+            if receiver not in previous_ops
+            or computed[previous_ops[receiver]].end_ns <= computed[sender].end_ns
         ]
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
@@ -141,7 +144,7 @@ class MeasuredRun:
     def predict(self, schedule: Schedule) -> Timeline | None:
         """Simulate another schedule with this run's durations. Return None if the schedule splits
         backward passes and this run did not. The durations of the halves are then unknown."""
-        if schedule.cuts_backward and not self.case.schedule.cuts_backward:
+        if schedule.splits_backward and not self.case.schedule.splits_backward:
             return None
         return simulate(schedule, self.costs(schedule.num_stages))
 
@@ -203,13 +206,13 @@ def _ms(ns: Fraction | float) -> float:
     return round(float(ns) / 1e6, 4)
 
 
-def write_whole(name: str, record: Record) -> None:
+def write_atomically(name: str, record: Record) -> None:
     """Replace the file atomically, so that it is never incomplete, even if the run is interrupted.
     If the file is a link, replace the link's target."""
     path = Path(name).resolve()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
 
 
 HOST_SHARE = 0.2  # the first operations of a run are always as fast as the host
@@ -220,13 +223,13 @@ def waited_for_host(record: Record) -> list[str]:
     host had launched them. The times of such operations partly measure launching. A GPU that waits
     in the middle of an operation and catches up is not detected."""
     return [
-        _name(case)
+        _case_name(case)
         for case in record["cases"]
         if max(case["measured"].get("waited_for_host") or [0]) > HOST_SHARE
     ]
 
 
-def _name(case: Record) -> str:
+def _case_name(case: Record) -> str:
     return f"{case['schedule']} m={case['num_microbatches']}"
 
 
@@ -257,15 +260,15 @@ def render(record: Record) -> str:
         "results received before they were sent: "
         f"{sum(case['measured']['received_before_sent'] for case in cases)}",
     ]
-    memory = {_name(case): case["measured"]["peak_memory_mib"] for case in cases}
+    memory = {_case_name(case): case["measured"]["peak_memory_mib"] for case in cases}
     if any(memory.values()):
         lines.append("peak memory by stage, MiB")
         for name, peaks in memory.items():
             lines.append(f"  {name}: {', '.join(f'{mib:.0f}' for mib in peaks)}")
-    late = waited_for_host(record)
-    if late:
+    late_cases = waited_for_host(record)
+    if late_cases:
         lines.append(
-            f"the GPU waited for the host to start its work in {', '.join(late)}, so these "
+            f"the GPU waited for the host to start its work in {', '.join(late_cases)}, so these "
             "compute times include launch overhead; set a larger microbatch_size"
         )
     return "\n".join(lines)
@@ -279,10 +282,10 @@ def _line(case: Record) -> str:
         points = 100 * (predicted["bubble"] - measured["bubble"])
         makespan = f"{predicted['makespan_ms']:9.1f} {makespan_error(case):+5.1f}"
         bubble = f"{100 * predicted['bubble']:9.2f} {points:+7.2f}"
-    kept = measured["peak_versions"]
-    versions = ",".join(map(str, kept))
-    if len(kept) > 4 and len(set(kept)) == 1:
-        versions = f"{kept[0]} each"
+    versions_kept = measured["peak_versions"]
+    versions = ",".join(map(str, versions_kept))
+    if len(versions_kept) > 4 and len(set(versions_kept)) == 1:
+        versions = f"{versions_kept[0]} each"
     equal = {None: "not checked", True: "equal", False: "DIFFER"}[measured["weights_equal"]]
     star = "*" if case["calibrated_on"] else ""
     return (

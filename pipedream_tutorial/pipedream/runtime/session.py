@@ -15,11 +15,11 @@ from pipedream_simple import from_words
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import device_name
-from pipedream.runtime.launch import CASE, DIFFERENT
-from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
-from pipedream.runtime.stage import Station, connection_to
-from pipedream.schedules.ops import Schedule, repeat, straight
-from pipedream.schedules.orders import FOUND, SCHEDULES, schedule_for_training
+from pipedream.runtime.launch import CASE_ENV, WEIGHTS_DIFFER
+from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_atomically
+from pipedream.runtime.stage import RankRunner, connection_to
+from pipedream.schedules.ops import Schedule, build_from_orders, repeat
+from pipedream.schedules.orders import SCHEDULES, SEARCH_PREFIX, schedule_for_training
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import load_order
@@ -34,16 +34,16 @@ def build_cases(config: Config) -> list[Case]:
     memory limit and number of microbatches. Raises UserError for schedules that cannot be trained,
     and for a search without measured durations."""
     cases = []
-    for wanted in config["schedule"]:
+    for schedule_name in config["schedule"]:
         limits = [None]
-        if wanted == "search":
+        if schedule_name == "search":
             limits = config["memory"] or [config["num_stages"]]
         for limit, m in product(limits, config["num_microbatches"]):
-            schedule, policy = _orders_of("1f1b" if limit else wanted, config, m)
-            name = f"{FOUND}{limit}" if limit else wanted
+            schedule, policy = _orders_of("1f1b" if limit else schedule_name, config, m)
+            name = f"{SEARCH_PREFIX}{limit}" if limit else schedule_name
             cases.append(Case(name, m, schedule, policy, limit))
     first = cases[0]
-    if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
+    if any(case.memory for case in cases) and (first.memory or not first.schedule.splits_backward):
         what = "no schedule runs before it"
         if not first.memory:
             what = f"{first.name}, which runs first, does not cut its backward passes"
@@ -67,7 +67,7 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     return repeat(batch, config["num_batches"]), POLICIES["flush"]
 
 
-def exchange(value: Any) -> list[Any]:
+def gather_json(value: Any) -> list[Any]:
     """Return the values of all ranks, in rank order. Values are sent as JSON, because unpickling
     can execute code. All ranks must call this function."""
     encoded = json.dumps(value).encode()
@@ -91,8 +91,10 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
     for rank, stages in enumerate(case.schedule.stages()[1:], 1):
         for stage in stages:
-            like = modules[stage].named_parameters()
-            final_weights[stage] = {name: torch.empty_like(w, device="cpu") for name, w in like}
+            parameters = modules[stage].named_parameters()
+            final_weights[stage] = {
+                name: torch.empty_like(w, device="cpu") for name, w in parameters
+            }
             for weight in final_weights[stage].values():
                 dist.recv(weight, rank)
     return [final_weights[stage] for stage in range(len(modules))]
@@ -102,67 +104,67 @@ def run_session(config: Config, command: str, rank: int) -> None:
     """Run all cases as one of the stages. Rank 0 prints the results and writes them to the paths in
     `config`: trace, record, weights."""
     cases = build_cases(config)
-    station = Station(rank, config)
+    runner = RankRunner(rank, config)
     if rank == 0:
-        print(describe(station), flush=True)
-    station.meet(cases)
-    about = what_ran(station, command)
+        print(describe(runner), flush=True)
+    runner.connect_and_warm_up(cases)
+    about = describe_environment(runner, command)
     runs: list[MeasuredRun] = []
-    chosen: MeasuredRun | None = None  # run that gives the durations
+    calibration_run: MeasuredRun | None = None  # run that gives the durations
     for case in cases:
-        if rank == 0 and CASE in os.environ:
-            Path(os.environ[CASE]).write_text(case.name)
+        if rank == 0 and CASE_ENV in os.environ:
+            Path(os.environ[CASE_ENV]).write_text(case.name)
         if case.memory is not None:  # rank 0 searches for an order and sends it to the others
             words = None
-            if chosen is not None:
-                costs = chosen.costs(config["num_stages"])
-                best = search(costs, case.num_microbatches, case.memory).schedule
-                words = ["".join(op.kind for op in order) for order in best.flat]
-            found_order = straight(case.name, from_words(exchange(words)[0]))
+            if calibration_run is not None:
+                costs = calibration_run.costs(config["num_stages"])
+                found_schedule = search(costs, case.num_microbatches, case.memory).schedule
+                words = ["".join(op.kind for op in order) for order in found_schedule.flat]
+            found_order = build_from_orders(case.name, from_words(gather_json(words)[0]))
             case = case._replace(schedule=repeat(found_order, config["num_batches"]))
         for _ in range(config["warmups"]):  # without sleeps
-            station.run(case)
+            runner.run(case)
         repeats = []
         for _ in range(config["repeats"]):
-            report, weights = station.run(case, emulated=True)
+            report, weights = runner.run(case, emulated=True)
             repeats.append(report)
-        by_rank = exchange(repeats)
-        wanted = config["check_weights"] or config["weights"]
-        by_stage = gather_weights(case, station.workload, weights) if wanted else []
+        by_rank = gather_json(repeats)
+        needs_weights = config["check_weights"] or config["weights"]
+        by_stage = gather_weights(case, runner.workload, weights) if needs_weights else []
         if rank > 0:
             continue
         run = MeasuredRun(case, by_rank, by_stage)
         runs.append(run)
-        if chosen is None and case.num_microbatches == config["calibrate_on"]:
-            chosen = run
+        if calibration_run is None and case.num_microbatches == config["calibrate_on"]:
+            calibration_run = run
         print(
             f"  {case.name}, m={case.num_microbatches}: {run.measured['makespan_ms'] / 1000:.3f} s",
             flush=True,
         )
-        if chosen and config["record"]:  # keeps these cases if a later case fails
-            write_whole(config["record"], build_record(runs, chosen, about))
+        if calibration_run and config["record"]:  # keeps these cases if a later case fails
+            write_atomically(config["record"], build_record(runs, calibration_run, about))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
     if rank > 0:
         return
-    assert chosen is not None
+    assert calibration_run is not None
     if config["check_weights"]:  # at the end, because the other ranks would time out meanwhile
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
             schedule, m = run.case.schedule, run.case.num_microbatches
-            trainers = build_trainers(station.workload, schedule, run.case.policy, m)
-            run_schedule(schedule, trainers, station.workload.task)
-            same = map(_same_bits, run.weights, trainers.values())
+            trainers = build_trainers(runner.workload, schedule, run.case.policy, m)
+            run_schedule(schedule, trainers, runner.workload.task)
+            same = map(_bitwise_equal, run.weights, trainers.values())
             run.measured["weights_equal"] = all(same)
-    record = build_record(runs, chosen, about)
+    record = build_record(runs, calibration_run, about)
     print(render(record), flush=True)
     if config["record"]:
-        write_whole(config["record"], record)
+        write_atomically(config["record"], record)
     if config["trace"]:
         trace = trace_document(
             run.case.schedule,
-            predicted=chosen.predict(run.case.schedule),
+            predicted=calibration_run.predict(run.case.schedule),
             measured=run.slices,
             policy=run.case.policy,
             batch_size=run.case.num_microbatches,
@@ -170,27 +172,27 @@ def run_session(config: Config, command: str, rank: int) -> None:
         )
         Path(config["trace"]).write_text(json.dumps(trace))
     if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
-        named = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
-        torch.save(named, config["weights"])
-    differ = [run.case.name for run in runs if run.measured["weights_equal"] is False]
-    if differ:
+        weights_by_run = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
+        torch.save(weights_by_run, config["weights"])
+    differing = [run.case.name for run in runs if run.measured["weights_equal"] is False]
+    if differing:
         print(
             "error: The weights trained under these schedules differ from those of one process: "
-            + ", ".join(differ),
+            + ", ".join(differing),
             file=sys.stderr,
         )
-        raise SystemExit(DIFFERENT)
+        raise SystemExit(WEIGHTS_DIFFER)
 
 
-def describe(station: Station) -> str:
+def describe(runner: RankRunner) -> str:
     """Describe the run: its stages, device and workload."""
-    p, gpus = station.config["num_stages"], torch.cuda.device_count()
-    where = "NCCL, one GPU per process" if station.on_gpu else "gloo, on the CPU"
-    if gpus and not station.on_gpu and station.config["device"] == "auto":
+    p, gpus = runner.config["num_stages"], torch.cuda.device_count()
+    where = "NCCL, one GPU per process" if runner.on_gpu else "gloo, on the CPU"
+    if gpus and not runner.on_gpu and runner.config["device"] == "auto":
         where += f", because there are only {gpus} GPUs for {p} stages"
-    text = f"{count(p, 'stage')}, one process per stage ({where}): {station.workload.text}"
-    if any(station.slept_ms):
-        forward, backward = station.slept_ms
+    text = f"{count(p, 'stage')}, one process per stage ({where}): {runner.workload.text}"
+    if any(runner.sleep_ms):
+        forward, backward = runner.sleep_ms
         text += (
             f"\nemulated device: each forward pass sleeps for {forward:g} ms and each backward "
             f"{backward:g} ms on top of its small real computation"
@@ -198,28 +200,28 @@ def describe(station: Station) -> str:
     return text
 
 
-def what_ran(station: Station, command: str) -> dict[str, Any]:
+def describe_environment(runner: RankRunner, command: str) -> dict[str, Any]:
     """Return the record fields that describe the command, machine, versions and workload."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if station.on_gpu:
+    if runner.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
     return {
         "command": command,
         "versions": versions,
         "machine": {
-            "device": device_name(station.device),
-            "gpus": torch.cuda.device_count() if station.on_gpu else 0,
+            "device": device_name(runner.device),
+            "gpus": torch.cuda.device_count() if runner.on_gpu else 0,
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
         },
-        "emulated_ms": dict(zip(("forward", "backward"), station.slept_ms, strict=True)),
-        "workload": station.workload.text,
-        "config": {key: station.config[key] for key in sorted(station.config)},
+        "emulated_ms": dict(zip(("forward", "backward"), runner.sleep_ms, strict=True)),
+        "workload": runner.workload.text,
+        "config": {key: runner.config[key] for key in sorted(runner.config)},
     }
 
 
-def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
+def _bitwise_equal(ours: Weights, alone: StageTrainer) -> bool:
     """Return whether all weights are bitwise equal. Bits are compared because NaN does not equal
     NaN."""
     pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())

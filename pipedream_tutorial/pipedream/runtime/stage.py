@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.launch import STORE, StageLostError
+from pipedream.runtime.launch import STORE_ENV, StageLostError
 from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.simulate.trace import handed_on, transfers
+from pipedream.simulate.trace import find_input_ops, transfers
 from pipedream.train.models import Config, Workload
 from pipedream.train.trainer import Trainers, Weights, build_trainers
 
@@ -55,9 +55,9 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.name = f"stage {rank}"
-        self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
+        self.unfinished_sends: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
+    def post_receives(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
         """Prepare to receive during a run. `arriving` lists the peer's operations whose results
         this rank receives, in sending order. All results have the shape and dtype of `like`.
         `depth` receives are posted ahead."""
@@ -67,40 +67,40 @@ class Peer:
             return op, buffer, dist.irecv(buffer, self.rank, group=self.incoming)
 
         self.depth = depth
-        self.coming = map(post, arriving)
-        self.arrived: dict[Op, torch.Tensor] = {}
+        self.upcoming = map(post, arriving)
+        self.results: dict[Op, torch.Tensor] = {}
         with connection_to(self.name):
-            self.posted = deque(islice(self.coming, depth))
+            self.posted = deque(islice(self.upcoming, depth))
 
-    def take(self, wanted: Op) -> torch.Tensor:
+    def receive(self, wanted: Op) -> torch.Tensor:
         """Wait for the result of the peer's operation `wanted`, and return the result. On a GPU,
         only the CUDA stream waits, not the host."""
         with connection_to(self.name):
-            while wanted not in self.arrived:
-                op, buffer, work = self.posted.popleft() if self.posted else next(self.coming)
+            while wanted not in self.results:
+                op, buffer, work = self.posted.popleft() if self.posted else next(self.upcoming)
                 work.wait()
-                self.arrived[op] = buffer
-                self.posted.extend(islice(self.coming, self.depth - len(self.posted)))
-        return self.arrived.pop(wanted)
+                self.results[op] = buffer
+                self.posted.extend(islice(self.upcoming, self.depth - len(self.posted)))
+        return self.results.pop(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Start sending a tensor, and keep the tensor until it has been sent."""
         # NCCL reports when a send has finished. gloo reports this only in wait(), so its sends are
         # kept until drain().
-        while self.under_way and self.under_way[0][1].is_completed():
-            self.under_way.popleft()
+        while self.unfinished_sends and self.unfinished_sends[0][1].is_completed():
+            self.unfinished_sends.popleft()
         tensor = tensor.contiguous()
         with connection_to(self.name):
             work = dist.isend(tensor, self.rank, group=self.outgoing)
-        self.under_way.append((tensor, work))
+        self.unfinished_sends.append((tensor, work))
 
     def drain(self) -> None:
         """Wait until all messages have been sent. On a GPU, only the CUDA stream waits, not the
         host."""
         with connection_to(self.name):
-            for _, work in self.under_way:
+            for _, work in self.unfinished_sends:
                 work.wait()
-        self.under_way.clear()
+        self.unfinished_sends.clear()
 
 
 class Clock:
@@ -121,15 +121,15 @@ class Clock:
         self.new_event = new_event
         self.spans: list[tuple[str, Op, Any, Any]] = []  # thread, operation, marks at both ends
         if new_event is not None:
-            ties = []
+            candidates = []
             for _ in range(20):
                 event = new_event()
                 before = time.perf_counter_ns()
                 event.record()
                 event.synchronize()
                 after = time.perf_counter_ns()
-                ties.append((after - before, (before + after) // 2, event))
-            _, self.zero_ns, self.zero = min(ties, key=itemgetter(0))
+                candidates.append((after - before, (before + after) // 2, event))
+            _, self.zero_ns, self.zero = min(candidates, key=itemgetter(0))
 
     def mark(self) -> tuple[int, Any]:
         """Mark the point that the work has reached, and return the mark."""
@@ -150,12 +150,12 @@ class Clock:
     @contextmanager
     def span(self, thread: str, op: Op) -> Iterator[None]:
         """Mark the start and the end of the `with` block."""
-        begun = self.mark()
+        start_mark = self.mark()
         yield
-        self.spans.append((thread, op, begun, self.mark()))
+        self.spans.append((thread, op, start_mark, self.mark()))
 
 
-class Station:
+class RankRunner:
     """A rank in its own process, which can run any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
@@ -163,13 +163,13 @@ class Station:
         training."""
         self.rank = rank
         self.config = config
-        self.device = take_device(config, rank)
+        self.device = set_up_device(config, rank)
         self.workload = Workload(config, self.device)
         self.on_gpu = self.device.type == "cuda"
-        self.slept_ms = (0.0, 0.0) if self.on_gpu else (config["forward_ms"], config["backward_ms"])
+        self.sleep_ms = (0.0, 0.0) if self.on_gpu else (config["forward_ms"], config["backward_ms"])
         self.peers: dict[int, Peer] = {}  # by rank
 
-    def meet(self, cases: Sequence[Case]) -> None:
+    def connect_and_warm_up(self, cases: Sequence[Case]) -> None:
         """Connect to the other ranks, then warm up with two microbatches of each case, without
         sending. The first torch.autograd.grad call with grad_outputs takes hundreds of
         milliseconds. A GPU loads each kernel on first use, and loading can wait forever while a
@@ -178,18 +178,18 @@ class Station:
         listen_on_loopback()
         size = self.config["num_stages"]
         # A gloo group for barriers and results, also on GPUs. torchrun has its own store.
-        store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
+        store = dist.FileStore(os.environ[STORE_ENV], size) if STORE_ENV in os.environ else None
         dist.init_process_group("gloo", None, timeout, size, self.rank, store)
         self._connect([case.schedule for case in cases], timeout)
         x = torch.zeros_like(self.workload.task.microbatch(0)[0])
         for case in cases:
-            few = min(2, case.num_microbatches)
-            trainers = self._trainers(case._replace(num_microbatches=few))
+            num_warmup = min(2, case.num_microbatches)
+            trainers = self._trainers(case._replace(num_microbatches=num_warmup))
             for op in case.schedule.flat[self.rank]:
                 trainer = trainers[op.stage]
-                at_the_end = op.stage == 0 if op.kind == "F" else trainer.loss is not None
-                if op.microbatch < few:
-                    trainer.run(op, None if at_the_end else x, self.workload.task)
+                has_no_input = op.stage == 0 if op.kind == "F" else trainer.loss is not None
+                if op.microbatch < num_warmup:
+                    trainer.run(op, None if has_no_input else x, self.workload.task)
 
     def _connect(self, schedules: Sequence[Schedule], timeout: datetime.timedelta) -> None:
         """Connect to all ranks with which this rank exchanges messages under any of the schedules.
@@ -200,11 +200,13 @@ class Station:
         message arrives. NCCL uses at most nccl_max_ctas multiprocessors for one receive. None means
         no limit.
         """
-        ways = set()
+        directions = set()
         for schedule in schedules:
             ranks = schedule.ranks()
-            ways |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)}
-        for way in sorted(ways):
+            directions |= {
+                (ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)
+            }
+        for direction in sorted(directions):
             backend, options = "gloo", None
             if self.on_gpu:
                 backend = "nccl"
@@ -214,14 +216,14 @@ class Station:
                 options._timeout = timeout
                 if self.config["nccl_max_ctas"] is not None:
                     options.config.max_ctas = self.config["nccl_max_ctas"]
-            group = dist.new_group(sorted(way), timeout, backend, options)
-            if self.rank not in way:
+            group = dist.new_group(sorted(direction), timeout, backend, options)
+            if self.rank not in direction:
                 continue
-            other = sum(way) - self.rank
+            other = sum(direction) - self.rank
             peer = self.peers.setdefault(other, Peer(other))
             tensor = torch.zeros(1, device=self.device)
             with connection_to(peer.name):
-                if self.rank == way[0]:
+                if self.rank == direction[0]:
                     peer.outgoing = group
                     dist.send(tensor, other, group=group)
                 else:
@@ -247,7 +249,7 @@ class Station:
         clock = Clock(partial(torch.cuda.Event, enable_timing=True) if self.on_gpu else None)
         with connection_to("the other stages"):
             dist.barrier()
-        self._run_order(case, trainers, clock, self.slept_ms if emulated else (0, 0))
+        self._run_order(case, trainers, clock, self.sleep_ms if emulated else (0, 0))
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         gc.enable()
@@ -264,8 +266,8 @@ class Station:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
             # 0.1 ms is more than the error between the clocks, and less than any operation that is
             # worth measuring.
-            at_once = sum(clock.read(end) - end[0] < 100_000 for end in ends)
-            report["waited_for_host"] = at_once / len(ends)
+            num_late = sum(clock.read(end) - end[0] < 100_000 for end in ends)
+            report["waited_for_host"] = num_late / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return report, {
             stage: {name: weight.detach().cpu() for name, weight in trainer.weights.items()}
@@ -273,36 +275,38 @@ class Station:
         }
 
     def _run_order(
-        self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]
+        self, case: Case, trainers: Trainers, clock: Clock, sleep_ms: tuple[float, float]
     ) -> None:
         """Run this rank's operations, and wait until all their results have been sent."""
         ranks = case.schedule.ranks()
         orders = case.schedule.flat
-        source = handed_on(case.schedule)
-        target = {giver: taker for taker, giver in source.items()}
+        source = find_input_ops(case.schedule)
+        target = {source_op: target_op for target_op, source_op in source.items()}
         task = self.workload.task
         example, _ = task.microbatch(0)
         for rank, peer in self.peers.items():
-            sent = [op for op in orders[rank] if op in target and ranks[target[op]] == self.rank]
-            peer.expect(sent, example, self.config["receive_depth"])
-        forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in slept_ms)
-        kept: dict[Op | None, torch.Tensor] = {}  # results for another stage of this rank
+            incoming = [
+                op for op in orders[rank] if op in target and ranks[target[op]] == self.rank
+            ]
+            peer.post_receives(incoming, example, self.config["receive_depth"])
+        forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in sleep_ms)
+        local_results: dict[Op | None, torch.Tensor] = {}  # results for another stage of this rank
         for op in orders[self.rank]:
-            giver = source.get(op)
-            received = kept.pop(giver, None)
-            if giver is not None and received is None:
-                with clock.span("receive", giver):
-                    received = self.peers[ranks[giver]].take(giver)
+            source_op = source.get(op)
+            received = local_results.pop(source_op, None)
+            if source_op is not None and received is None:
+                with clock.span("receive", source_op):
+                    received = self.peers[ranks[source_op]].receive(source_op)
             with clock.span("compute", op):
                 result = trainers[op.stage].run(op, received, task)
-                slept_s = {"F": forward_s, "B": backward_s}.get(op.kind, backward_s / 2)
-                if slept_s:  # emulates a device's work
-                    time.sleep(slept_s)
+                sleep_s = {"F": forward_s, "B": backward_s}.get(op.kind, backward_s / 2)
+                if sleep_s:  # emulates a device's work
+                    time.sleep(sleep_s)
             if result is None or op not in target:
                 continue
             to = ranks[target[op]]
             if to == self.rank:
-                kept[op] = result
+                local_results[op] = result
             else:
                 with clock.span("send", op):
                     self.peers[to].send(result)
@@ -329,7 +333,7 @@ def median_us(act: Callable[[], object]) -> int:
     return round(median(times) / 1000)
 
 
-def take_device(config: Config, rank: int) -> torch.device:
+def set_up_device(config: Config, rank: int) -> torch.device:
     """Set up the device of a stage and return it. With device=auto, stages run on GPUs if there is
     one GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
     torch.set_num_threads(1)  # a stage emulates one device, like the one-process run

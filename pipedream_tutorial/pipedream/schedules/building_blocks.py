@@ -36,30 +36,30 @@ def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
     Neighboring ranks run an operation one slot apart."""
     pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
-    return _scheduled(block, m, reorder)
+    return _repeat_block(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return the orders of V-Half, which holds half as many activations as 1F1B. Neighboring ranks
     run an operation two slots apart on the way to the last rank, and one slot apart on the way
     back."""
-    late = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
-    block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
-    return _scheduled(block, m, reorder)
+    delay = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
+    block = [(2 * r, 3 * p - 2 - r, delay - 1 + 2 * r, delay + 3 * p - 2 - r) for r in range(p)]
+    return _repeat_block(block, m, reorder)
 
 
-def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
+def _repeat_block(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
     """Repeat the block `m` times. `block` has each rank's slots for one microbatch. With `reorder`,
     close the gaps at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
         for rank_slots in slots:
             rank_slots.append(sorted(slot for slot, _ in _weights(rank_slots)))
-        _pull(slots)
-        _squeeze(slots)
+        _move_earlier(slots)
+        _compact(slots)
         for rank_slots in slots:
             rank_slots.pop()
-        _pull(slots)
+        _move_earlier(slots)
     return from_words([_word(rank_slots) for rank_slots in slots])
 
 
@@ -77,33 +77,33 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
-        for given in own[kind]:
-            slot = max(slot, given)
+        for input_slot in own[kind]:
+            slot = max(slot, input_slot)
             while slot in taken:
                 slot += 1
             taken.add(slot)
             yield slot, kind
 
 
-def _pull(slots: Slots) -> None:
+def _move_earlier(slots: Slots) -> None:
     """Move operations to earlier free slots, in time order, if data and memory allow. Operations do
     not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. If `slots`
     has no slots for W, operations before this period do not move either."""
-    lines = [_Line(rank_slots) for rank_slots in slots]
+    lines = [_RankSlots(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]
     lasts = [(rank_slots[F_DOWN][-1], rank) for rank, rank_slots in enumerate(slots)]
-    drains = next((last for last in lasts if last > (full, 0)), (math.inf, 0))
-    fills = full if len(slots[0]) > W else 0
-    moved = (op for op in _operations(slots) if op[0] < fills or op[:2] > drains)
+    drain_start = next((last for last in lasts if last > (full, 0)), (math.inf, 0))
+    fill_end = full if len(slots[0]) > W else 0
+    moved = (op for op in _operations(slots) if op[0] < fill_end or op[:2] > drain_start)
     for slot, rank, kind, i in sorted(moved):
         rank_slots = slots[rank]
-        waits = _source(slots, rank, kind, i)
+        earliest = _source(slots, rank, kind, i)
         if i:
-            waits = max(waits, rank_slots[kind][i - 1])
+            earliest = max(earliest, rank_slots[kind][i - 1])
         if F_DOWN < kind < W:
-            waits = max(waits, rank_slots[kind - 1][i])
-        rank_slots[kind][i] = lines[rank].move(slot, 1 + waits, limit)
+            earliest = max(earliest, rank_slots[kind - 1][i])
+        rank_slots[kind][i] = lines[rank].move(slot, 1 + earliest, limit)
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
@@ -121,7 +121,7 @@ def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
     return slots[neighbor][kind][i] if kind != W and 0 <= neighbor < len(slots) else -1
 
 
-class _Line:
+class _RankSlots:
     """Slots of one rank. W operations without a slot of their own run in free slots."""
 
     def __init__(self, own: list[list[int]]) -> None:
@@ -159,9 +159,9 @@ class _Line:
             kind = kinds[slot]
             if kind is None and waiting:
                 kind = self.idle
-            by_held, by_waiting = CHANGES[kind]
-            held += by_held
-            waiting += by_waiting
+            held_change, waiting_change = CHANGES[kind]
+            held += held_change
+            waiting += waiting_change
             if slot >= changed and (held, waiting) == self.states[slot]:
                 break
             if held > limit or waiting < 0:
@@ -171,7 +171,7 @@ class _Line:
         return True
 
 
-def _squeeze(slots: Slots) -> None:
+def _compact(slots: Slots) -> None:
     """Move every operation to the earliest slot at which its rank and its data are ready. The order
     of operations does not change."""
     free = [0] * len(slots)

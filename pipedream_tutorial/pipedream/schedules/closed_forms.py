@@ -62,10 +62,10 @@ def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
 def v_min_activations(c: Case, r: int) -> Fraction:
     """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is (p+4) //
     3. On rank 0, the peak is lower by one stage's activations if p = 2 mod 3."""
-    most = 2 * ((c.p + 4) // 3)
+    peak = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
-        most -= 1
-    return Fraction(min(2 * c.m, c.m + 1 + r, most), 2)
+        peak -= 1
+    return Fraction(min(2 * c.m, c.m + 1 + r, peak), 2)
 
 
 def _started(c: Case, r: int) -> Fraction:

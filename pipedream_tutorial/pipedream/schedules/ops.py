@@ -76,7 +76,7 @@ class Schedule:
     @cached_property
     def num_stages(self) -> int:
         """Number of stages in one copy. stage % num_stages is a stage's position in the model."""
-        return len({stage for _, stage in self.known}) // self.copies
+        return len({stage for _, stage in self.microbatches_of}) // self.copies
 
     @property
     def stages_per_rank(self) -> int:
@@ -89,7 +89,7 @@ class Schedule:
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
-    def known(self) -> dict[tuple[str, int], set[int]]:
+    def microbatches_of(self) -> dict[tuple[str, int], set[int]]:
         """Map from (kind, stage) to the microbatches for which the stage runs this kind of
         operation."""
         microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -99,12 +99,12 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        return len(set[int]().union(*self.known.values()))
+        return len(set[int]().union(*self.microbatches_of.values()))
 
     @property
-    def cuts_backward(self) -> bool:
+    def splits_backward(self) -> bool:
         """True if some backward passes are split into I and W."""
-        return any(kind == "W" for kind, _ in self.known)
+        return any(kind == "W" for kind, _ in self.microbatches_of)
 
     def ops(self) -> Iterable[Op]:
         """Return all operations, including the operations in pairs."""
@@ -119,7 +119,7 @@ class Schedule:
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
 
     def __contains__(self, op: Op) -> bool:
-        return op.microbatch in self.known.get(op[:2], ())
+        return op.microbatch in self.microbatches_of.get(op[:2], ())
 
     def needs(self, op: Op) -> list[Op]:
         """Return the operations whose results this operation needs, including operations of the
@@ -130,11 +130,11 @@ class Schedule:
             return [Op("F", stage - 1, i)] if position else []
         if kind == "W":
             return [Op("I", stage, i)]
-        again = Op("R", stage, i)
-        needs = [again if op != again and again in self else Op("F", stage, i)]
+        recompute = Op("R", stage, i)
+        needs = [recompute if op != recompute and recompute in self else Op("F", stage, i)]
         if kind != "R" and position + 1 < self.num_stages:
-            half = Op("I", stage + 1, i)
-            needs.append(half if half in self else half._replace(kind="B"))
+            next_op = Op("I", stage + 1, i)
+            needs.append(next_op if next_op in self else next_op._replace(kind="B"))
         return needs
 
 
@@ -154,7 +154,7 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     return replace(schedule, orders=orders)
 
 
-def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
+def with_recomputation(schedule: Schedule, kept: Fraction) -> Schedule:
     """Return the same orders with R before every backward pass. F keeps only the stage's input for
     R, and `kept` is the input's share of the activations."""
 
@@ -191,7 +191,7 @@ def load_csv(path: Path) -> Schedule:
         raise UserError(f"{path}: {error.strerror}", "give a path that can be read") from None
     while orders and not orders[-1]:  # blank lines at the end; other blank lines are idle ranks
         orders.pop()
-    schedule = straight(path.stem, orders)
+    schedule = build_from_orders(path.stem, orders)
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(schedule.flat):
         for _, stage, _ in order:
@@ -214,17 +214,17 @@ def load_csv(path: Path) -> Schedule:
 def _parse(cell: str, where: str) -> Item:
     pair = re.fullmatch(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B", cell)
     ops = []
-    for written in pair.groups() if pair else (cell,):
-        op = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", written, re.ASCII)
+    for text in pair.groups() if pair else (cell,):
+        op = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", text, re.ASCII)
         if op is None:
             raise UserError(
-                f"{where}: {written[:40]!r} is not an operation", "write it as 2F0, 2B0, 2I0 or 2W0"
+                f"{where}: {text[:40]!r} is not an operation", "write it as 2F0, 2B0, 2I0 or 2W0"
             )
         ops.append(Op(op[2], int(op[1]), int(op[3])))
     return item_of(ops)
 
 
-def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
+def build_from_orders(name: str, lines: Orders, copies: int = 1) -> Schedule:
     """Build a schedule from each rank's operations. Tuples are converted to Op."""
     orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
     return Schedule(name=name, orders=tuple(orders), copies=copies)

@@ -17,7 +17,7 @@ import pipedream_simple as simple
 
 from pipedream.errors import UserError, nearest
 from pipedream.schedules.building_blocks import v_half, v_min
-from pipedream.schedules.ops import Item, Op, Orders, Schedule, item_of, repeat, straight
+from pipedream.schedules.ops import Item, Op, Orders, Schedule, build_from_orders, item_of, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
 
 one_f_one_b = partial(simple.build, "1f1b")
@@ -67,21 +67,21 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     steps += ["b", "fB"] * (p - 1 - r)
     # 2 (r + 1) alternating backwards. W is delayed in the second half.
     backwards = "bB" * (r + 1)
-    late = backwards[r + 1 :].replace("b", "i").replace("B", "I") + "I" * (p - 1 - r)
-    weights = late.replace("i", "w").replace("I", "W")
-    steps += backwards[: r + 1] + late[: r + 1]
-    for both in zip(weights, late[r + 1 :], strict=False):
-        steps += both
+    delayed = backwards[r + 1 :].replace("b", "i").replace("B", "I") + "I" * (p - 1 - r)
+    weights = delayed.replace("i", "w").replace("I", "W")
+    steps += backwards[: r + 1] + delayed[: r + 1]
+    for pair in zip(weights, delayed[r + 1 :], strict=False):
+        steps += pair
     # Each kind runs a stage's microbatches in order. A whole backward counts as both halves.
-    done: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     line: list[Item] = []
     for step in [*steps, *weights[p - 1 - r :]]:
         ops = []
         for letter in step:
             stage = r if letter.isupper() else 2 * p - 1 - r
             kinds = "IW" if letter in "bB" else letter.upper()
-            ops.append(Op(letter.upper(), stage, done[kinds[0], stage]))
-            done.update((kind, stage) for kind in kinds)
+            ops.append(Op(letter.upper(), stage, counts[kinds[0], stage]))
+            counts.update((kind, stage) for kind in kinds)
         line.append(item_of(ops))
     return line
 
@@ -170,7 +170,7 @@ SCHEDULES: dict[str, Entry] = {
     "chimera": Entry("Chimera", chimera, copies=2),
 }
 TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
-FOUND = "search-"
+SEARCH_PREFIX = "search-"
 """Prefix for the name of an order from a search. The limit on microbatches per rank follows."""
 
 
@@ -196,7 +196,7 @@ def build_schedule(
         orders = entry.orders(p, m, **{option: given[option] for option in entry.options})
     except ValueError as error:  # pipedream_simple.py does not raise UserError
         raise UserError(*str(error).split("; ")) from None
-    return straight(name, orders, entry.copies)
+    return build_from_orders(name, orders, entry.copies)
 
 
 def schedule_for_training(

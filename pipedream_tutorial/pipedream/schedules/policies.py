@@ -89,7 +89,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     live: dict[Op, int] = {}
     updates = 0
     upcoming = [op.microbatch for op in ops if op.kind == "F"]
-    to_do = Counter(i // m for i in upcoming)
+    remaining = Counter(i // m for i in upcoming)
     for op in ops:
         kind, _, i = op
         if kind == "F":
@@ -109,15 +109,15 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                 del in_use[version]
             batch = i // m
             staleness[i] = (i if policy.per_microbatch else batch) - version
-            to_do[batch] -= 1
-            if policy.per_microbatch or not to_do[batch]:
+            remaining[batch] -= 1
+            if policy.per_microbatch or not remaining[batch]:
                 updates += 1
-        kept = 1
+        num_kept = 1
         if policy.stashed:  # the newest version, and versions in use or to be read later
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
             older = len(in_use) - (oldest in in_use)  # versions are read in order
-            kept = updates + 1 - oldest + older
-        live[op] = kept
+            num_kept = updates + 1 - oldest + older
+        live[op] = num_kept
     return WeightUse(forward, backward, staleness, live, max(live.values()))

@@ -52,10 +52,10 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
                 peer = ranks[need]
                 if peer == rank:
                     continue
-                before: Step = ()
+                send_step: Step = ()
                 if paired and steps and len(steps[-1]) == 1 and steps[-1][0][::2] == ("SEND", peer):
-                    before = steps.pop()
-                steps.append((*before, Action("RECV", need, peer)))
+                    send_step = steps.pop()
+                steps.append((*send_step, Action("RECV", need, peer)))
             steps.append((Action("RUN", op, rank),))
             peer = rank + 1 if op.kind == "F" else rank - 1
             if op.kind != "W" and 0 <= peer < schedule.num_ranks:
@@ -68,43 +68,43 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     """Run the programs until all ranks have ended. Return the actions in the order in which they
     ended. With `buffered`, sends are copied and never wait. Raises DeadlockError with the current
     action of every rank in the cycle."""
-    left = [deque(program) for program in programs]
+    remaining_steps = [deque(program) for program in programs]
     # Actions of each rank's current step that have not ended
     posted: list[list[Action]] = [[] for _ in programs]
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []
-    going = True
-    while going:
-        going = False
-        for rank, steps in enumerate(left):
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, steps in enumerate(remaining_steps):
             if posted[rank] or not steps:
                 continue
-            going = True
+            progressed = True
             for action in steps.popleft():
                 if action.kind == "SEND":
                     sent[rank, action.peer].append(action.op)
-                waits = action.kind == "RECV" or (action.kind == "SEND" and not buffered)
-                (posted[rank] if waits else ended).append(action)
+                must_wait = action.kind == "RECV" or (action.kind == "SEND" and not buffered)
+                (posted[rank] if must_wait else ended).append(action)
         for rank, actions in enumerate(posted):
             for action in [action for action in actions if action.kind == "RECV"]:
                 channel = sent[action.peer, rank]
                 # Only the oldest message of a channel can be received.
                 if not channel or channel[0] != action.op:
                     continue
-                going = True
+                progressed = True
                 channel.popleft()
                 actions.remove(action)
                 ended.append(action)
                 if not buffered:
-                    through = Action("SEND", action.op, rank)
-                    posted[action.peer].remove(through)
-                    ended.append(through)
+                    send = Action("SEND", action.op, rank)
+                    posted[action.peer].remove(send)
+                    ended.append(send)
     waiting = {}
     for rank, actions in enumerate(posted):
         if actions:
             kind, op, peer = actions[0]
-            late = kind == "RECV" and op in sent[peer, rank]  # another message precedes it
-            waiting[rank] = str(actions[0]), peer if posted[peer] and not late else rank
+            is_blocked = kind == "RECV" and op in sent[peer, rank]  # another message precedes it
+            waiting[rank] = str(actions[0]), peer if posted[peer] and not is_blocked else rank
     if waiting:
         raise DeadlockError(waiting)
     return ended

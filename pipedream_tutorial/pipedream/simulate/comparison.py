@@ -11,7 +11,7 @@ from pipedream_simple import DURATIONS, stage_durations
 
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm
-from pipedream.schedules.ops import Schedule, recomputed, repeat
+from pipedream.schedules.ops import Schedule, repeat, with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
@@ -20,7 +20,7 @@ from pipedream.simulate.simulator import (
     Timeline,
     build_costs,
     check_scale,
-    ends_in_a_row,
+    ends_of_repeats,
     load_order,
     simulate,
 )
@@ -61,7 +61,7 @@ class Row:
         """Tick at which each rank ends the stream. With flushes, the ticks are computed from a
         single batch."""
         if self.flushes:
-            return ends_in_a_row(self.batch, self.config["num_batches"])
+            return ends_of_repeats(self.batch, self.config["num_batches"])
         return [ends[-1] for ends in self.stream.ends]
 
     @property
@@ -86,7 +86,7 @@ class Row:
         return 1 - 2 * busy / (four - two)
 
     @property
-    def _fullest(self) -> Schedule:
+    def _peak_schedule(self) -> Schedule:
         """Schedule that determines the peak memory: one batch if it ends with a flush, otherwise
         the stream."""
         return (self.batch if self.flushes else self.stream).schedule
@@ -95,7 +95,7 @@ class Row:
     def peak_activations(self) -> tuple[Fraction, ...]:
         """Peak activations of each rank over the stream. The unit is the activations of one
         microbatch on all of a rank's layers."""
-        return peak_activations(self._fullest)
+        return peak_activations(self._peak_schedule)
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
@@ -103,7 +103,7 @@ class Row:
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
-        return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
+        return weight_use(self._peak_schedule, self.policy, self.batch.schedule.num_microbatches)
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
@@ -120,14 +120,14 @@ class Row:
     def weight_copies(self) -> tuple[Fraction, ...]:
         """Parameters that each rank keeps, in units of a rank's share of the model. Two copies of
         the model (Chimera, DualPipe) count as two."""
-        fullest = self._fullest
-        held = (
-            sum(self._use[stage].peak_versions for stage in stages) for stages in fullest.stages()
+        schedule = self._peak_schedule
+        version_counts = (
+            sum(self._use[stage].peak_versions for stage in stages) for stages in schedule.stages()
         )
-        return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
+        return tuple(Fraction(count, schedule.stages_per_rank) for count in version_counts)
 
     @property
-    def mixed(self) -> bool:
+    def mixes_versions(self) -> bool:
         """True if a backward pass and its forward pass use different weights."""
         return any(use.backward != use.forward for use in self._use.values())
 
@@ -190,7 +190,7 @@ def measure(name: str, config: Config) -> Row:
         title = Path(name).name
         schedule = load_order(Path(name))
     if config["recompute"] is not None:
-        schedule = recomputed(schedule, config["recompute"])
+        schedule = with_recomputation(schedule, config["recompute"])
     return Row(
         name=name,
         title=title,

@@ -42,8 +42,14 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
     backward pass subtracts 1. If it is split, its W subtracts 1 instead. With R, the forward pass
     keeps only a share when it ends, and R adds the rest. With v stages per rank, each stage holds
     1/v of the activations of all of the rank's layers."""
-    gone = (1 - schedule.kept) or 0  # an int is faster
-    return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
+    dropped_share = (1 - schedule.kept) or 0  # an int is faster
+    return {
+        "F": (1, -dropped_share),
+        "I": (0, 0),
+        "W": (0, -1),
+        "B": (0, -1),
+        "R": (dropped_share, 0),
+    }
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
@@ -70,9 +76,9 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
     for order in schedule.flat:
         steps: Steps = [(0, Fraction(0))]
         for op in order:
-            for time, by in zip(times[op], changes[op.kind], strict=True):
-                if by:
-                    steps.append((time, steps[-1][1] + Fraction(by) / schedule.stages_per_rank))
+            for time, change in zip(times[op], changes[op.kind], strict=True):
+                if change:
+                    steps.append((time, steps[-1][1] + Fraction(change) / schedule.stages_per_rank))
         curves.append(steps)
     return curves
 

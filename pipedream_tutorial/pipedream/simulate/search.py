@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from pipedream_simple import from_words, zero_bubble
 
-from pipedream.schedules.ops import Schedule, straight
-from pipedream.simulate.simulator import Costs, go_on
+from pipedream.schedules.ops import Schedule, build_from_orders
+from pipedream.simulate.simulator import Costs, run_until_stuck
 
 Words = list[str]  # by rank
 
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
     tick: Fraction
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Best order found, and a lower bound on the makespans of all orders."""
 
     schedule: Schedule
@@ -61,7 +61,7 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
-) -> Found:
+) -> SearchResult:
     """Return the best order found in `tries` simulations. By default, the simulations take a second
     or two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools searches for a
     shorter order and a better bound on the makespan."""
@@ -76,22 +76,22 @@ def search(
     for times in (1, 2):  # ZB-H1 and ZB-H2 themselves
         if memory > times * (p - 1):
             starts.append([zero_bubble(m, times * (p - 1 - r) + 1, times * r) for r in range(p)])
-    scored = partial(score, problem)
-    starts.sort(key=scored)
+    score_of = partial(score, problem)
+    starts.sort(key=score_of)
     bound = lower_bound(problem)
     goal = bound, max(m * sum(rank_limits.values()) for rank_limits in problem.durations)
     scores = [
         improve(problem, words, tries // 3, seed=number, goal=goal)
         for number, words in enumerate(starts[:3])
     ]
-    best = min(scores, key=scored)
+    best = min(scores, key=score_of)
     if prove:
-        shorter, proved = solve(problem, int(scored(best)[0]), prove)
+        shorter, proved = solve(problem, int(score_of(best)[0]), prove)
         bound = max(bound, proved)
-        best = min([best, *shorter], key=scored)
-    schedule = straight(f"search-p{p}-m{m}-memory{memory}", from_words(best))
-    makespan = int(scored(best)[0])
-    return Found(schedule, makespan * problem.tick, bound * problem.tick)
+        best = min([best, *shorter], key=score_of)
+    schedule = build_from_orders(f"search-p{p}-m{m}-memory{memory}", from_words(best))
+    makespan = int(score_of(best)[0])
+    return SearchResult(schedule, makespan * problem.tick, bound * problem.tick)
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
     def run(rank: int) -> Iterator[None]:
         """Run one rank's word until it must wait."""
         rank_ends = ends[rank]
-        lasts = problem.durations[rank]
+        durations = problem.durations[rank]
         sources = {}
         if rank > 0:
             sources["F"] = ends[rank - 1]["F"]
@@ -116,17 +116,18 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
                 while len(done) == len(source):
                     yield
                 now = max(now, source[len(done)] + problem.communication)
-            now += lasts[kind]
+            now += durations[kind]
             done.append(now)
 
     ranks = list(map(run, range(len(words))))
-    if go_on(ranks, [line for ends_of_rank in ends for line in ends_of_rank.values()]) < sum(
-        map(len, words)
-    ):
+    if run_until_stuck(
+        ranks, [line for ends_of_rank in ends for line in ends_of_rank.values()]
+    ) < sum(map(len, words)):
         return math.inf, math.inf
     lines = zip(ends, problem.durations, strict=True)
     spans = [
-        ends_of_rank["W"][-1] - ends_of_rank["F"][0] + lasts["F"] for ends_of_rank, lasts in lines
+        ends_of_rank["W"][-1] - ends_of_rank["F"][0] + durations["F"]
+        for ends_of_rank, durations in lines
     ]
     return max(ends_of_rank["W"][-1] for ends_of_rank in ends), max(spans)
 
@@ -167,14 +168,14 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
     F may lead I. This number is equal on all ranks, or decreases by 1 or 2 from rank to rank."""
     p = len(problem.durations)
     most = problem.memory
-    limits_tried: dict[tuple[int, ...], None] = {}
+    candidates: dict[tuple[int, ...], None] = {}
     for step in (0, 1, 2):
         for ahead in range(1, most + step * p + 1):
-            limits_tried[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
-    every = list(limits_tried)
-    few = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
+            candidates[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
+    all_limits = list(candidates)
+    max_limits = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
     # If there are many limits or sizes are large, return a few, evenly spaced.
-    return every[:: 1 + len(every) // few]
+    return all_limits[:: 1 + len(all_limits) // max_limits]
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
@@ -197,12 +198,12 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
             )
             for order, kind in enumerate("IFW"):
                 if counts[kind] < len(arrived[rank][kind]) and not (kind == "F" and full):
-                    at = max(arrived[rank][kind][counts[kind]], free[rank])
-                    choices.append((at, order, rank, kind))
-        at, _, rank, kind = min(choices)
+                    start = max(arrived[rank][kind][counts[kind]], free[rank])
+                    choices.append((start, order, rank, kind))
+        start, _, rank, kind = min(choices)
         words[rank] += kind
         done[rank][kind] += 1
-        end = free[rank] = at + problem.durations[rank][kind]
+        end = free[rank] = start + problem.durations[rank][kind]
         if kind == "F" and rank == p - 1:
             arrived[rank]["I"].append(end)
         elif kind == "F":
@@ -219,28 +220,28 @@ def improve(
 ) -> Words:
     """Improve words by moving single letters, and return the best words found. Stop early if the
     makespan and the span reach `goal`."""
-    chance = random.Random(seed)
-    now = best = words
+    rng = random.Random(seed)
+    current = best = words
     shortest = score(problem, words)
     length = shortest[0]
     unit = min(time for rank_times in problem.durations for time in rank_times.values() if time)
     for turn in range(tries):
         if shortest <= goal:
             break
-        rank = chance.randrange(len(now))
-        old = now[rank]
-        source = chance.randrange(len(old))
-        target = max(0, source + chance.choice((-1, 1)) * chance.randint(1, 6))
+        rank = rng.randrange(len(current))
+        old = current[rank]
+        source = rng.randrange(len(old))
+        target = max(0, source + rng.choice((-1, 1)) * rng.randint(1, 6))
         rest = old[:source] + old[source + 1 :]
         new = rest[:target] + old[source] + rest[target:]
         if new == old or not _allowed(new, problem.memory):
             continue
-        changed = [*now[:rank], new, *now[rank + 1 :]]
+        changed = [*current[:rank], new, *current[rank + 1 :]]
         new_score = score(problem, changed)
         heat = unit * (1 - turn / tries)
         longer = new_score[0] - length
-        if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):
-            now = changed
+        if longer <= 0 or rng.random() < math.exp(-longer / (heat / 3 + 1e-9)):
+            current = changed
             length = new_score[0]
         if new_score < shortest:
             best = changed
@@ -274,10 +275,10 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
     }
     end = model.new_int_var(0, longest, "makespan")
     model.minimize(end)
-    for rank, lasts in enumerate(problem.durations):
-        model.add(end >= start["W", rank][-1] + lasts["W"])
+    for rank, durations in enumerate(problem.durations):
+        model.add(end >= start["W", rank][-1] + durations["W"])
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(begin, lasts[kind], "")
+            model.new_fixed_size_interval_var(begin, durations[kind], "")
             for kind in "FIW"
             for begin in start[kind, rank]
         )
@@ -291,7 +292,7 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
             waits.append(("F", start["F", rank + 1], c))
         for kind, later, sending in waits:
             for before, after in zip(start[kind, rank], later, strict=False):
-                model.add(after >= before + lasts[kind] + sending)
+                model.add(after >= before + durations[kind] + sending)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
@@ -301,6 +302,8 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
         return [], bound
     words = []
     for rank in range(p):
-        steps = sorted((solver.value(at), kind) for kind in "FIW" for at in start[kind, rank])
+        steps = sorted(
+            (solver.value(start_var), kind) for kind in "FIW" for start_var in start[kind, rank]
+        )
         words.append("".join(kind for _, kind in steps))
     return [words], bound

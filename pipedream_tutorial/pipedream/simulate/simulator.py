@@ -33,8 +33,8 @@ class DeadlockError(RuntimeError):
         while rank not in path:
             path.append(rank)
             _, rank = waiting[rank]
-        circle = path[path.index(rank) :]
-        text = "; ".join(f"rank {rank} is at {waiting[rank][0]}" for rank in circle)
+        cycle = path[path.index(rank) :]
+        text = "; ".join(f"rank {rank} is at {waiting[rank][0]}" for rank in cycle)
         super().__init__(f"deadlock: {text}")
 
 
@@ -55,7 +55,7 @@ class Costs:
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
-            f, i, w = (by_place[stage % num_stages] for by_place in durations)
+            f, i, w = (durations_by_stage[stage % num_stages] for durations_by_stage in durations)
             halves.append({"F": f, "R": f, "B": i + w, "I": i, "W": w}[kind])
         hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
         return sum(halves, Fraction(0)) - hidden
@@ -78,13 +78,13 @@ def build_costs(
     check_scale(stage_scale, schedule.num_ranks)
     factors = stage_factors(stage_scale or [1], schedule.num_stages)
 
-    def by_place(whole: Number) -> tuple[Fraction, ...]:
+    def per_stage(whole: Number) -> tuple[Fraction, ...]:
         return tuple(Fraction(whole) / schedule.stages_per_rank * factor for factor in factors)
 
     return Costs(
-        forward=by_place(forward),
-        input_gradient=by_place(input_gradient),
-        weight_gradient=by_place(weight_gradient),
+        forward=per_stage(forward),
+        input_gradient=per_stage(input_gradient),
+        weight_gradient=per_stage(weight_gradient),
         communication=Fraction(communication),
         overlap_saving=Fraction(overlap_saving),
     )
@@ -151,30 +151,30 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
     """Start every operation as early as the orders and the data allow. Rank r does not start before
     tick free[r]. Raises DeadlockError if the orders would deadlock. Raises ValueError if a needed
     operation is missing or an operation occurs twice."""
-    _check_once_and_whole(schedule)
-    tick, rules = _rules(schedule, costs)
+    _check_complete(schedule)
+    tick, rules = _build_rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
     ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
-    if go_on(ranks, ends) < sum(map(len, schedule.orders)):
-        raise _stuck(schedule, [len(done) for done in ends])
+    if run_until_stuck(ranks, ends) < sum(map(len, schedule.orders)):
+        raise _deadlock_error(schedule, [len(done) for done in ends])
     return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
-def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
+def ends_of_repeats(timeline: Timeline, count: int) -> list[int]:
     """Return the tick at which each rank ends the last of `count` batches. The same orders are
     repeated, and a rank starts its next batch as soon as it has finished the previous one.
     Simulating `repeat` gives the same result, but takes more time."""
     free = [0] * len(timeline.ends)
-    for left in reversed(range(count)):
-        before = free
+    for num_left in reversed(range(count)):
+        old_free = free
         free = [ends[-1] if ends else 0 for ends in timeline.ends]
-        steps = {end - old for old, end in zip(before, free, strict=True) if end}
+        steps = {end - old for old, end in zip(old_free, free, strict=True) if end}
         if len(steps) == 1:  # all ranks advanced by the same time, and always will
             (step,) = steps
-            return [end + left * step for end in free]
-        if left:
+            return [end + num_left * step for end in free]
+        if num_left:
             timeline = simulate(timeline.schedule, timeline.costs, free)
     return free
 
@@ -192,16 +192,16 @@ def _kind(item: Item) -> _Kind:
     return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
 
 
-def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
+def run_until_stuck(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
     """Run each rank until it must wait, and repeat until no rank makes progress. Return the total
     length of `ends`, to which the ranks append."""
-    before = -1
-    while before < (ended := sum(map(len, ends))):
-        before = ended
+    old_total = -1
+    while old_total < (total := sum(map(len, ends))):
+        old_total = total
         for rank in ranks:
             next(rank, None)
         ranks.reverse()  # visits ranks downward for forward passes, upward for backward passes
-    return ended
+    return total
 
 
 def _advance(
@@ -211,68 +211,72 @@ def _advance(
     for item in order:
         numbers: Sequence[int]
         if len(item) == 3:  # an operation; this code takes most of the time, so it is inlined
-            lasts, takes, gives = rules[item[:2]]
+            duration, inputs, outputs = rules[item[:2]]
             numbers = item[2:]
         else:
-            lasts, takes, gives = rules[_kind(item)]
+            duration, inputs, outputs = rules[_kind(item)]
             numbers = [op.microbatch for op in item]
-        for part, results, delay in takes:
-            i = numbers[part]
+        for position, results, delay in inputs:
+            i = numbers[position]
             while i not in results:
                 yield
             if results[i] + delay > now:
                 now = results[i] + delay
         starts.append(now)
-        now += lasts
+        now += duration
         ends.append(now)
-        for part, results in gives:
-            results[numbers[part]] = now
+        for position, results in outputs:
+            results[numbers[position]] = now
 
 
-def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
+def _build_rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
     """Return the length of a tick. Also return, for each rank, the rules by which `_advance` runs
     each kind of operation."""
     kinds = []
     for order in schedule.orders:
         # One item of each kind, including pairs
-        some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()
-        kinds.append({_kind(item): item for item in some})
+        one_of_each = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()
+        kinds.append({_kind(item): item for item in one_of_each})
     n = schedule.num_stages
-    lasts = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}
-    times = [costs.communication, *lasts.values()]
+    durations = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}
+    times = [costs.communication, *durations.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    ended: dict[tuple[str, int], _Results] = defaultdict(dict)
+    results_of_stage: dict[tuple[str, int], _Results] = defaultdict(dict)
 
     def results(op: Op) -> _Results:  # B and I give the same result
-        return ended["B" if op.kind == "I" else op.kind, op.stage]
+        return results_of_stage["B" if op.kind == "I" else op.kind, op.stage]
 
-    def rule(item: Item, stages: set[int]) -> _Rule:
-        takes = []
-        for part, op in enumerate(item.parts):
+    def build_rule(item: Item, stages: set[int]) -> _Rule:
+        inputs = []
+        for position, op in enumerate(item.parts):
             for need in schedule.needs(op):
                 delay = 0 if need.stage in stages else int(costs.communication / tick)
-                takes.append((part, results(need), delay))
-        gives = list(enumerate(map(results, item.parts)))
-        return int(lasts[_kind(item)] / tick), takes, gives
+                inputs.append((position, results(need), delay))
+        outputs = list(enumerate(map(results, item.parts)))
+        return int(durations[_kind(item)] / tick), inputs, outputs
 
     rules = []
     for items in kinds:
         stages = {op.stage for item in items.values() for op in item.parts}
-        rules.append({kind: rule(item, stages) for kind, item in items.items()})
+        rules.append({kind: build_rule(item, stages) for kind, item in items.items()})
     return tick, rules
 
 
-def _check_once_and_whole(schedule: Schedule) -> None:
+def _check_complete(schedule: Schedule) -> None:
     """Check that each operation occurs once, and that each microbatch on a stage has a backward
     pass (B, or I and W). Raises ValueError otherwise."""
-    if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
+    if sum(map(len, schedule.flat)) > sum(map(len, schedule.microbatches_of.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
         raise ValueError(f"{op} appears twice in the orders")
-    if all(kind == "F" for kind, _ in schedule.known):  # an order with only forward passes
+    if all(
+        kind == "F" for kind, _ in schedule.microbatches_of
+    ):  # an order with only forward passes
         return
-    for stage in {stage for _, stage in schedule.known}:
-        forwards, wholes, inputs, weights = (schedule.known.get((k, stage), set()) for k in "FBIW")
+    for stage in {stage for _, stage in schedule.microbatches_of}:
+        forwards, wholes, inputs, weights = (
+            schedule.microbatches_of.get((k, stage), set()) for k in "FBIW"
+        )
         for i in (wholes & inputs) | (inputs ^ weights) | (forwards - wholes - inputs):
             raise ValueError(
                 f"stage {stage} needs either {stage}B{i} or both {stage}I{i} and {stage}W{i} "
@@ -280,7 +284,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
             )
 
 
-def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
+def _deadlock_error(schedule: Schedule, ended: Sequence[int]) -> Exception:
     """Return an error that names a needed operation that no rank runs. If no operation is missing,
     return an error that names the cycle of ranks that wait for each other."""
     for op in schedule.ops():
@@ -293,8 +297,8 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     waiting = {}
     for rank, (order, count) in enumerate(lines):
         if count < len(order):
-            waits = ((op, n) for op in order[count].parts for n in schedule.needs(op))
-            op, need = next((op, n) for op, n in waits if n not in done)
+            needs = ((op, n) for op in order[count].parts for n in schedule.needs(op))
+            op, need = next((op, n) for op, n in needs if n not in done)
             waiting[rank] = f"{op}, which needs {need}", ranks[need]
     return DeadlockError(waiting)
 
@@ -305,9 +309,9 @@ def load_order(path: Path) -> Schedule:
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:
-        if set[int]().union(*schedule.known.values()) != set(range(count)):
+        if set[int]().union(*schedule.microbatches_of.values()) != set(range(count)):
             raise ValueError(f"its {count} microbatches are not numbered from 0 to {count - 1}")
-        if all(kind == "F" for kind, _ in schedule.known):
+        if all(kind == "F" for kind, _ in schedule.microbatches_of):
             raise ValueError("it has no backward pass")
         if len(set(map(len, schedule.stages()))) > 1:
             raise ValueError("its ranks have different numbers of stages")

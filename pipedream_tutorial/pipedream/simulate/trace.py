@@ -59,16 +59,18 @@ def trace_document(
     events: list[TraceEvent] = []
     early = {}
     for group, slices in groups.items():
-        at = {op: s for s in slices if s.thread == "compute" for op in s.item.parts}
-        ways = transfers(schedule)
-        too_soon = {b: a for a, b in ways if at[b].start_ns < at[a].end_ns}
-        early[group] = len(too_soon)
+        computed = {op: s for s in slices if s.thread == "compute" for op in s.item.parts}
+        op_pairs = transfers(schedule)
+        early_uses = {b: a for a, b in op_pairs if computed[b].start_ns < computed[a].end_ns}
+        early[group] = len(early_uses)
         pid = FIRST_PID[group]
         for rank in range(schedule.num_ranks):
-            events += _named("process", pid + rank, 0, f"{group} rank {rank}")
-        events += _slices(slices, pid, use, too_soon)
-        events += _arrows([way for way in ways if way[1] not in too_soon], at, pid)
-        times = {op: (s.start_ns, s.end_ns) for op, s in at.items()}
+            events += _name_events("process", pid + rank, 0, f"{group} rank {rank}")
+        events += _slices(slices, pid, use, early_uses)
+        events += _arrows(
+            [op_pair for op_pair in op_pairs if op_pair[1] not in early_uses], computed, pid
+        )
+        times = {op: (s.start_ns, s.end_ns) for op, s in computed.items()}
         held = held_activations(schedule, times)
         events += _counters("held activations (microbatches)", held, pid)
         events += _counters("live weight versions", live_versions(schedule, times, use), pid)
@@ -82,10 +84,10 @@ def trace_document(
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
     """Return (sending operation, receiving operation) for each result that leaves its rank."""
     ranks = schedule.ranks()
-    return [(a, b) for b, a in handed_on(schedule).items() if ranks[a] != ranks[b]]
+    return [(a, b) for b, a in find_input_ops(schedule).items() if ranks[a] != ranks[b]]
 
 
-def handed_on(schedule: Schedule) -> dict[Op, Op]:
+def find_input_ops(schedule: Schedule) -> dict[Op, Op]:
     """Map each operation to the operation of another stage whose result it uses."""
     pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
     return {op: need for op, need in pairs if need.stage != op.stage}
@@ -101,26 +103,26 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
         ranks = timeline.schedule.ranks()
         for sender, receiver in transfers(timeline.schedule):
             _, sent = timeline.times[sender]
-            way = sender, ns(sent), ns(sent + latency)
-            slices.append(Slice(ranks[sender], "send", *way))
-            slices.append(Slice(ranks[receiver], "receive", *way))
+            transfer = sender, ns(sent), ns(sent + latency)
+            slices.append(Slice(ranks[sender], "send", *transfer))
+            slices.append(Slice(ranks[receiver], "receive", *transfer))
     return slices
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
+def _name_events(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
     """Return the events that set a process's or thread's name and its position in viewers."""
-    at = {"ph": "M", "pid": pid, "tid": tid}
+    common = {"ph": "M", "pid": pid, "tid": tid}
     sort_index = pid if what == "process" else tid
     return [
-        at | {"name": f"{what}_name", "args": {"name": name}},
-        at | {"name": f"{what}_sort_index", "args": {"sort_index": sort_index}},
+        common | {"name": f"{what}_name", "args": {"name": name}},
+        common | {"name": f"{what}_sort_index", "args": {"sort_index": sort_index}},
     ]
 
 
 def _slices(
-    slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], too_soon: dict[Op, Op]
+    slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], early_uses: dict[Op, Op]
 ) -> Iterator[TraceEvent]:
-    """Yield the events of a group's slices. `too_soon` maps an operation to the operation whose
+    """Yield the events of a group's slices. `early_uses` maps an operation to the operation whose
     result it used before the result was ready. Transfers that overlap in time have separate
     threads."""
     free_from: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -129,7 +131,7 @@ def _slices(
         lanes = free_from[pid, tid]
         lane = next((i for i, free in enumerate(lanes) if free <= s.start_ns), len(lanes))
         if lane == len(lanes):
-            yield from _named(
+            yield from _name_events(
                 "thread", pid, tid + lane, f"{s.thread} {lane + 1}" if lane else s.thread
             )
         lanes[lane : lane + 1] = [s.end_ns]
@@ -141,7 +143,7 @@ def _slices(
             if computed and op.kind != "W":  # W reads activations, but no weights
                 parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
-        late = [str(too_soon[op]) for op in s.item.parts if op in too_soon]
+        late = [str(early_uses[op]) for op in s.item.parts if op in early_uses]
         if computed and late:
             args["starts before the end of"] = ", ".join(late)
         yield {
@@ -157,26 +159,26 @@ def _slices(
 
 
 def _arrows(
-    ways: Iterable[tuple[Op, Op]], at: dict[Op, Slice], first_pid: int
+    op_pairs: Iterable[tuple[Op, Op]], computed: dict[Op, Slice], first_pid: int
 ) -> Iterator[TraceEvent]:
     """Yield arrows from the inside of the sending slice to the inside of the receiving slice.
     Viewers attach each end of an arrow to the slice that encloses it."""
-    for number, (sender, receiver) in enumerate(ways):
-        shared = {
+    for number, (sender, receiver) in enumerate(op_pairs):
+        common = {
             "name": "activation" if sender.kind == "F" else "gradient",
             "cat": "transfer",
             "id": first_pid * 10**6 + number,
             "tid": FIRST_TID["compute"],
         }
-        begin, finish = at[sender], at[receiver]
+        begin, finish = computed[sender], computed[receiver]
         inside = max(begin.start_ns, begin.end_ns - 1) / 1000
-        yield shared | {"pid": first_pid + begin.rank, "ts": inside, "ph": "s"}
+        yield common | {"pid": first_pid + begin.rank, "ts": inside, "ph": "s"}
         ts = finish.start_ns / 1000
-        yield shared | {"pid": first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
+        yield common | {"pid": first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
 
 
 def _counters(name: str, by_rank: list[Steps], first_pid: int) -> Iterator[TraceEvent]:
     for pid, points in enumerate(by_rank, first_pid):
-        at = {"ph": "C", "name": name, "pid": pid, "tid": 0}
+        common = {"ph": "C", "name": name, "pid": pid, "tid": 0}
         for time_ns, count in points:
-            yield at | {"args": {"count": float(count)}, "ts": time_ns / 1000}
+            yield common | {"args": {"count": float(count)}, "ts": time_ns / 1000}

@@ -106,8 +106,8 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(size.seq_len, size.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.tokens(tokens) + self.positions(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(positions)
 
 
 class Block(nn.Module):
@@ -125,12 +125,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # [B, S, 3H] -> 3 x [B, heads, S, H / heads]
-        parts = self.query_key_value(self.attention_norm(x)).unflatten(2, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        grown = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-        return x + self.mlp_out(grown)
+        qkv = self.query_key_value(self.attention_norm(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
+        expanded = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self.mlp_out(expanded)
 
 
 class Head(nn.Module):
@@ -180,10 +180,10 @@ class Workload:
         p = config["num_stages"]
         total = 2 * p if self.blocks is None else self.blocks.num_layers
         if not config["layers_per_stage"] and total % p:
-            able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
             raise UserError(
                 f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
-                f"set num_stages to one of {able}, or set layers_per_stage",
+                f"set num_stages to one of {divisors}, or set layers_per_stage",
             )
         self.layers = config["layers_per_stage"] or total // p  # layers per rank
         batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)

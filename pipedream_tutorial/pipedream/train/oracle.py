@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.orders import schedule_for_training
 from pipedream.simulate.simulator import build_costs, simulate
-from pipedream.simulate.trace import handed_on
+from pipedream.simulate.trace import find_input_ops
 from pipedream.train.models import TASK_MICROBATCHES, Task, Workload
 from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, build_trainers
 
@@ -29,10 +29,12 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     """Run every operation once, in the sequence that the simulator's clock gives for equal
     durations. Any other sequence that the ranks' orders and the data allow gives the same result,
     because a stage always runs its operations in its rank's order."""
-    source = handed_on(schedule)
-    given: dict[Op | None, Tensor | None] = {}  # operation -> result that is not used yet
+    source = find_input_ops(schedule)
+    unused_results: dict[Op | None, Tensor | None] = {}  # operation -> result that is not used yet
     for op in simulate(schedule, build_costs(schedule)).times:
-        given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
+        unused_results[op] = trainers[op.stage].run(
+            op, unused_results.pop(source.get(op), None), task
+        )
 
 
 class TrainResult(NamedTuple):
@@ -90,7 +92,7 @@ class MicrobatchError(NamedTuple):
     staleness_error: float  # against the gradient at the newest weights, which are updated
 
 
-def copied(weights: Weights) -> Weights:
+def copy_weights(weights: Weights) -> Weights:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
@@ -101,8 +103,8 @@ def train_and_check(
     microbatch, in the order in which backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
-    used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
-    given: dict[int, dict[int, tuple[Weights, Gradients, Weights]]] = defaultdict(dict)
+    forward_weights: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
+    collected: dict[int, dict[int, tuple[Weights, Gradients, Weights]]] = defaultdict(dict)
     errors = []
 
     class Recorder(StageTrainer):
@@ -113,20 +115,22 @@ def train_and_check(
             out = super().forward(microbatch, x, target)
             modules[self.stage] = self.module
             if microbatch % every == 0:
-                used[microbatch, self.stage] = copied(self.in_flight[microbatch].weights)
+                forward_weights[microbatch, self.stage] = copy_weights(
+                    self.in_flight[microbatch].weights
+                )
             return out
 
         def weight_gradient(self, microbatch: int) -> Gradients:
-            newest = copied(self.weights)
+            newest = copy_weights(self.weights)
             gradients = super().weight_gradient(microbatch)
             if microbatch % every == 0:
-                before = used.pop((microbatch, self.stage))
-                given[microbatch][self.stage] = before, gradients, newest
-                if len(given[microbatch]) == self.num_stages:
-                    errors.append(error_of(microbatch))
+                old_weights = forward_weights.pop((microbatch, self.stage))
+                collected[microbatch][self.stage] = old_weights, gradients, newest
+                if len(collected[microbatch]) == self.num_stages:
+                    errors.append(gradient_error(microbatch))
             return gradients
 
-    def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
+    def exact_gradients(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
         """Return autograd's gradient through all stages at once, computed with the given
         weights."""
         leaves = [
@@ -143,13 +147,15 @@ def train_and_check(
         )
         return [[next(gradients) for _ in stage_weights] for stage_weights in leaves]
 
-    def error_of(i: int) -> MicrobatchError:
-        of_stages = given.pop(i)
-        before, computed, newest = zip(*(of_stages[s] for s in sorted(of_stages)), strict=True)
-        exact = exact_at(i, before)
+    def gradient_error(i: int) -> MicrobatchError:
+        by_stage_number = collected.pop(i)
+        old_weights, computed, newest = zip(
+            *(by_stage_number[s] for s in sorted(by_stage_number)), strict=True
+        )
+        exact = exact_gradients(i, old_weights)
         error = relative_difference(chain(*computed), chain(*exact))
         by_stage = tuple(map(relative_difference, computed, exact))
-        stale = relative_difference(chain(*computed), chain(*exact_at(i, newest)))
+        stale = relative_difference(chain(*computed), chain(*exact_gradients(i, newest)))
         return MicrobatchError(i, error, by_stage, stale)
 
     return train(name, **settings, trainer_class=Recorder), errors
@@ -160,7 +166,7 @@ def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> flo
     """Return the norm of the difference divided by the norm of `exact`. Return infinity if the
     quotient is not finite."""
     pairs = list(zip(found, exact, strict=True))
-    off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
+    squared_error = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)
-    error = math.sqrt(off / norm) if norm > 0 else math.nan
+    error = math.sqrt(squared_error / norm) if norm > 0 else math.nan
     return error if math.isfinite(error) else math.inf

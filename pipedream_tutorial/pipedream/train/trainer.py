@@ -34,13 +34,13 @@ Weights = dict[str, Tensor]
 Gradients = tuple[Tensor, ...]
 
 
-class CutLinears(TorchFunctionMode):
+class SplitLinears(TorchFunctionMode):
     """Context in which backward passes skip W for linear layers. The input of each linear layer
     must require a gradient, as it does if it depends on the stage's input or on a norm's
     weights."""
 
     def __init__(self) -> None:
-        self.aside: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
+        self.deferred: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
         """x, weight, bias and dY of each linear layer that a backward pass has reached."""
 
     def __torch_function__(
@@ -50,14 +50,14 @@ class CutLinears(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         out = functional.linear(x, weight.detach(), None if bias is None else bias.detach())
-        kept = x.detach()
-        out.register_hook(lambda dy: self.aside.append((kept, weight, bias, dy)))
+        detached = x.detach()
+        out.register_hook(lambda dy: self.deferred.append((detached, weight, bias, dy)))
         return out
 
     def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Compute W. Yield each weight or bias and its gradient, bitwise equal to autograd's
         gradient."""
-        for x, weight, bias, dy in self.aside:
+        for x, weight, bias, dy in self.deferred:
             dy = dy.flatten(0, -2)
             yield weight, dy.t() @ x.flatten(0, -2)
             if bias is not None:
@@ -72,7 +72,7 @@ class _InFlight:
     weights: Weights
     x: Tensor
     out: Tensor  # freed by I
-    linears: CutLinears  # empty if backward passes are whole
+    linears: SplitLinears  # empty if backward passes are whole
     gradients: Sequence[Tensor | None] = ()
     """Weight gradients computed during I (the input-gradient half). They are None for split linear
     layers."""
@@ -101,7 +101,7 @@ class StageTrainer:
         self.stage = stage
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
-        self.cut = schedule.cuts_backward
+        self.splits_backward = schedule.splits_backward
         self.policy = policy
         self.batch_size = batch_size
         self.learning_rate = learning_rate
@@ -147,8 +147,8 @@ class StageTrainer:
         version = self._version_of(microbatch)
         weights = self.versions[version]
         x = x.detach().requires_grad_(self.stage > 0)
-        linears = CutLinears()
-        with linears if self.cut else nullcontext():
+        linears = SplitLinears()
+        with linears if self.splits_backward else nullcontext():
             out = torch.func.functional_call(self.module, weights, (x,), tie_weights=False)
         if self.loss is not None:
             loss = self.loss(out, target)
@@ -168,7 +168,10 @@ class StageTrainer:
         flight = self.in_flight[microbatch]
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
-            flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=self.cut
+            flight.out,
+            [*inputs, *flight.weights.values()],
+            output_gradient,
+            allow_unused=self.splits_backward,
         )
         del flight.out  # also frees the graph
         flight.gradients = gradients[len(inputs) :]
@@ -181,15 +184,17 @@ class StageTrainer:
         weights = map(id, flight.weights.values())
         gradients = dict(zip(weights, flight.gradients, strict=True))
         for weight, gradient in flight.linears.weight_gradients():
-            before = gradients[id(weight)]
-            gradients[id(weight)] = gradient if before is None else before + gradient
-        present = tuple(gradient for gradient in gradients.values() if gradient is not None)
-        self.gradients = torch._foreach_add(self.gradients, present) if self.gradients else present
+            earlier = gradients[id(weight)]
+            gradients[id(weight)] = gradient if earlier is None else earlier + gradient
+        computed = tuple(gradient for gradient in gradients.values() if gradient is not None)
+        self.gradients = (
+            torch._foreach_add(self.gradients, computed) if self.gradients else computed
+        )
         self.num_backwards += 1
         if self.policy.per_microbatch or self.num_backwards % self.batch_size == 0:
             self._update(self.gradients)
             self.gradients = ()
-        return present
+        return computed
 
     def _step(self, gradients: Gradients) -> Sequence[Tensor]:
         """Return the next version of the weights by SGD, in new memory."""
@@ -201,19 +206,19 @@ class StageTrainer:
         """Update the weights. Drop stashed versions that no pass can read anymore. In-place updates
         change memory that graphs in flight use."""
         old = self.weights
-        stepped = self._step(gradients)
+        new_weights = self._step(gradients)
         self.updates += 1
         if self.policy.stashed:
-            new = zip(old, stepped, strict=True)
+            new = zip(old, new_weights, strict=True)
             self.versions[self.updates] = {name: w.requires_grad_() for name, w in new}
         else:
-            for weight, new_weight in zip(old.values(), stepped, strict=True):
+            for weight, new_weight in zip(old.values(), new_weights, strict=True):
                 weight.data.copy_(new_weight)
             self.versions = {self.updates: old}
-        kept = {self.updates} | {flight.version for flight in self.in_flight.values()}
+        needed_versions = {self.updates} | {flight.version for flight in self.in_flight.values()}
         if self.num_forwards < self.num_microbatches:
-            kept |= set(range(self._version_of(self.num_forwards), self.updates))
-        self.versions = {v: w for v, w in self.versions.items() if v in kept}
+            needed_versions |= set(range(self._version_of(self.num_forwards), self.updates))
+        self.versions = {v: w for v, w in self.versions.items() if v in needed_versions}
         self.peak_versions = max(self.peak_versions, len(self.versions))
 
 
@@ -231,10 +236,10 @@ def build_trainers(
     """Build trainers with the initial weights for `stages`, or for all stages if `stages` is
     None."""
     modules = workload.build_modules(schedule.stages_per_rank)
-    same = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
+    common = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
     return {
         stage: trainer_class(
-            modules[stage].to(workload.device), schedule, policy, stage, batch_size, **same
+            modules[stage].to(workload.device), schedule, policy, stage, batch_size, **common
         )
         for stage in (range(len(modules)) if stages is None else stages)
     }

@@ -39,7 +39,7 @@ def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
-WAYS: dict[str, Update] = {
+UPDATES: dict[str, Update] = {
     "p.data = new": replace_data,
     "optimizer.step()": step_optimizer,
     "p.data.copy_(new)": copy_into_data,
@@ -60,8 +60,8 @@ def run_trap(update: Update, *, norm: bool) -> float | str:
     first, second = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(module(first).square().mean(), weights)
     in_flight = module(first).square().mean()
-    others = torch.autograd.grad(module(second).square().mean(), weights)
-    for parameter, gradient in zip(weights, others, strict=True):
+    other_gradients = torch.autograd.grad(module(second).square().mean(), weights)
+    for parameter, gradient in zip(weights, other_gradients, strict=True):
         update(parameter, gradient)
     try:
         return relative_difference(torch.autograd.grad(in_flight, weights), exact)
@@ -71,7 +71,7 @@ def run_trap(update: Update, *, norm: bool) -> float | str:
 
 if __name__ == "__main__":
     print("Error of the gradient if weights are updated between the forward and backward passes:")
-    for text, update in WAYS.items():
+    for text, update in UPDATES.items():
         for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
             result = run_trap(update, norm=norm)
             if result == 0:

@@ -24,7 +24,7 @@ from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.simulator import build_costs, simulate
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
-KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}  # their names -> ours
+OUR_KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}  # their names -> ours
 Times = tuple[int, int, int, int]  # durations of F, I, W and a message
 
 
@@ -44,35 +44,41 @@ def load(clone: Path) -> Callable[[str], Any]:
 def cells(orders: Iterable[Iterable[Any]]) -> list[list[str]]:
     """Return the authors' orders in our notation, such as 2F0."""
     return [
-        [f"{node.layer_group_idx}{KINDS[node.type.value]}{node.microbatch}" for node in order]
+        [f"{node.layer_group_idx}{OUR_KINDS[node.type.value]}{node.microbatch}" for node in order]
         for order in orders
     ]
 
 
-def theirs(module: Callable[[str], Any], name: str, p: int, m: int, v: int, times: Times) -> Any:
+def authors_orders(
+    load_module: Callable[[str], Any], name: str, p: int, m: int, v: int, times: Times
+) -> Any:
     """Return the authors' orders, or None for sizes that their generator rejects."""
     f, i, w, c = times
     config = SimpleNamespace(n_stages=p, n_micro=m, max_chunks=v)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             if name == "zb-v":
-                graph = module("zbv").PipelineGraph(p, m, f, i, w, c, 2, 0, -2)
+                graph = load_module("zbv").PipelineGraph(p, m, f, i, w, c, 2, 0, -2)
                 return cells(graph.create_schedule(config))
             if name in ("v-half", "v-min"):
-                graph = module("zbv_greedy").PipelineGraph(p, m, name[2:], f, i, w, c)
+                graph = load_module("zbv_greedy").PipelineGraph(p, m, name[2:], f, i, w, c)
                 return cells(graph.create_schedule(config))
-            return cells(module({"1f1b": "basic1f1b"}.get(name, "vpp")).create_schedule(config))
+            return cells(
+                load_module({"1f1b": "basic1f1b"}.get(name, "vpp")).create_schedule(config)
+            )
         except (AssertionError, ValueError, IndexError):
             return None
 
 
-def ours(name: str, p: int, m: int, v: int, times: Times) -> list[list[str]]:
+def our_orders(name: str, p: int, m: int, v: int, times: Times) -> list[list[str]]:
     duration = dict(zip(("F", "I", "W", "send"), times, strict=True))
     orders = build_schedule(name, p, m, v, duration=duration).orders
     return [[str(op) for op in order] for order in orders]
 
 
-def automatic_span(module: Callable[[str], Any], p: int, m: int, memory: int, times: Times) -> int:
+def automatic_span(
+    load_module: Callable[[str], Any], p: int, m: int, memory: int, times: Times
+) -> int:
     """Return the longest span of a rank in the authors' automatic schedule."""
     f, i, w, _ = times
     config = SimpleNamespace(
@@ -80,7 +86,7 @@ def automatic_span(module: Callable[[str], Any], p: int, m: int, memory: int, ti
         mem_f=[1] * p, mem_b=[0] * p, mem_w=[-1] * p,
         cost_f=[f] * p, cost_b=[i] * p, cost_w=[w] * p,
     )  # fmt: skip
-    zb = module("zb")
+    zb = load_module("zb")
     span, _, _ = zb.initial_solution(zb.Graph.build_graph(p, m, config), print_result=False)
     return int(span)
 
@@ -101,32 +107,36 @@ def main() -> int:
         "--cases", type=int, default=300, help="random cases per schedule (default: 300)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    chance = random.Random(given.seed)
-    module = load(given.clone)
-    differ = 0
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    load_module = load(arguments.clone)
+    num_different = 0
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "v-min", "zb-h1", "zb-h2"):
-        equal, compared, wrong = 0, 0, ""
-        while compared < given.cases:
-            p, v = chance.randint(1, 8), chance.randint(2, 4) if name == "interleaved" else 2
-            m = p * chance.randint(2, 5) if name == "interleaved" else chance.randint(1, 4 * p)
-            f, i, w, c = (chance.randint(low, 12) for low in (1, 1, 0, 0))
-            times = (f, f, f, c) if chance.random() < 0.2 else (f, i, w, c)
+        equal, compared, difference = 0, 0, ""
+        while compared < arguments.cases:
+            p, v = rng.randint(1, 8), rng.randint(2, 4) if name == "interleaved" else 2
+            m = p * rng.randint(2, 5) if name == "interleaved" else rng.randint(1, 4 * p)
+            f, i, w, c = (rng.randint(low, 12) for low in (1, 1, 0, 0))
+            times = (f, f, f, c) if rng.random() < 0.2 else (f, i, w, c)
             if name in ("zb-h1", "zb-h2"):
                 m, times = max(m, 2 * p), (*times[:2], max(1, w), 0)
                 memory = p if name == "zb-h1" else 2 * p - 1
-                same = automatic_span(module, p, m, memory, times) == our_span(name, p, m, times)
+                is_equal = automatic_span(load_module, p, m, memory, times) == our_span(
+                    name, p, m, times
+                )
             else:
-                orders = theirs(module, name, p, m, v, times)
+                orders = authors_orders(load_module, name, p, m, v, times)
                 if orders is None:
                     continue
-                same = orders == ours(name, p, m, v, times)
+                is_equal = orders == our_orders(name, p, m, v, times)
             compared += 1
-            equal += same
-            wrong = wrong if same else f"; differs for p={p}, m={m}, v={v}, F, I, W, c={times}"
-        print(f"{equal} of {compared}  {name}{wrong}", flush=True)
-        differ += compared - equal
-    return 1 if differ else 0
+            equal += is_equal
+            difference = (
+                difference if is_equal else f"; differs for p={p}, m={m}, v={v}, F, I, W, c={times}"
+            )
+        print(f"{equal} of {compared}  {name}{difference}", flush=True)
+        num_different += compared - equal
+    return 1 if num_different else 0
 
 
 if __name__ == "__main__":

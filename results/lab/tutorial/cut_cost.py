@@ -35,7 +35,7 @@ Halves = tuple[float, float, float]
 """Seconds for F, I and W, or seconds for F and B and a 0 if the backward pass is whole."""
 
 
-def timed(*steps: Callable[[], Any]) -> Halves:
+def time_steps(*steps: Callable[[], Any]) -> Halves:
     """Run two or three steps. Return the duration of each step in seconds, with 0 for a missing
     third step."""
     times = []
@@ -46,7 +46,7 @@ def timed(*steps: Callable[[], Any]) -> Halves:
     return times[0], times[1], sum(times[2:])
 
 
-def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
+def time_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
     """Time the passes of the runtime's StageTrainer for the middle of three stages."""
     schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
@@ -55,10 +55,10 @@ def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
     task = Task(inputs=x, targets=x, microbatch_size=len(x))
     kinds = ("I", "W") if cut else ("B",)
     steps = [partial(trainer.run, Op(kind, 1, 0), dy, task) for kind in kinds]
-    return timed(lambda: trainer.forward(0, x, x), *steps)
+    return time_steps(lambda: trainer.forward(0, x, x), *steps)
 
 
-def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+def time_torch_helpers(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
     """Time stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
@@ -67,17 +67,19 @@ def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
     def forward() -> None:
         measured["y"] = module(x)
 
-    def first() -> None:
+    def backward_input() -> None:
         _, measured["groups"] = stage_backward_input(
             [measured["y"]], [dy], [x], module.parameters()
         )
 
-    return timed(
-        forward, first, lambda: stage_backward_weight(module.parameters(), measured["groups"])
+    return time_steps(
+        forward,
+        backward_input,
+        lambda: stage_backward_weight(module.parameters(), measured["groups"]),
     )
 
 
-def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+def time_two_calls(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
     """Time two calls to autograd.grad on the same graph."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
@@ -85,43 +87,43 @@ def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves
     def forward() -> None:
         measured["y"] = module(x)
 
-    return timed(
+    return time_steps(
         forward,
         lambda: torch.autograd.grad(measured["y"], x, dy, retain_graph=True),
         lambda: torch.autograd.grad(measured["y"], list(module.parameters()), dy),
     )
 
 
-WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
-    "whole": lambda *given: with_trainer(*given, cut=False),
-    "cut": lambda *given: with_trainer(*given, cut=True),
-    "torch": with_torch,
-    "twice": asking_twice,
+METHODS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
+    "whole": lambda *given: time_trainer(*given, cut=False),
+    "cut": lambda *given: time_trainer(*given, cut=True),
+    "torch": time_torch_helpers,
+    "twice": time_two_calls,
 }
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Any]:
-    """Map each name in WAYS to {"ms": [F, I, W], "ratio": (I + W) / B}. For the whole pass, "ms" is
-    [F, B, 0]."""
+    """Map each name in METHODS to {"ms": [F, I, W], "ratio": (I + W) / B}. For the whole pass, "ms"
+    is [F, B, 0]."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)
     module = nn.Sequential(*list(gpt2_layers(size).values())[1:-1])
     x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
-    times: dict[str, list[Halves]] = {name: [] for name in WAYS}
+    times: dict[str, list[Halves]] = {name: [] for name in METHODS}
     for turn in range(2 + repeats):
-        for name, run in WAYS.items():
+        for name, run in METHODS.items():
             gradients = run(module, x, dy)
             if turn >= 2:  # the first turns are a warm-up
                 times[name].append(gradients)
-    whole = [backward for _, backward, _ in times["whole"]]
+    whole_backward_s = [backward for _, backward, _ in times["whole"]]
     return {
         name: {
             "ms": [round(1e3 * statistics.median(column), 3) for column in zip(*rows, strict=True)],
             # The ratio is computed per turn, because the machine's speed may change between turns.
             "ratio": round(
                 statistics.median(
-                    (i + w) / b for (_, i, w), b in zip(rows, whole, strict=True)
+                    (i + w) / b for (_, i, w), b in zip(rows, whole_backward_s, strict=True)
                 ), 4,
             ),
         }
@@ -136,17 +138,17 @@ def main() -> None:
             "give one path in an existing folder",
             "type python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json",
         )
-    ways = measure()
+    results = measure()
     record = {
         "command": f"python results/lab/tutorial/cut_cost.py {sys.argv[1]}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "settings": SETTINGS | {"repeats": REPEATS, "threads": 1, "dtype": "float32"},
-        "ways": ways,
+        "ways": results,
     }
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
-    for name, row in ways.items():
+    for name, row in results.items():
         print(f"{name:8} F, I, W in ms {row['ms']}  (I + W) / B {row['ratio']:.2f}")
 
 

@@ -75,7 +75,7 @@ def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches:
     return measure(name, CONFIG | settings)
 
 
-def _batches(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
+def _batch_panels(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
     panels = []
     for name in names:
         row = row_of(name, communication=communication)
@@ -115,16 +115,18 @@ def asynchronous() -> Picture:
 
 
 def interleaving() -> Picture:
-    panels = _batches(("1f1b", "interleaved"))
+    panels = _batch_panels(("1f1b", "interleaved"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
     title = f"Two stages per rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
     return Picture(title, panels)
 
 
 def zero_bubble() -> Picture:
-    panels = _batches(("1f1b", "zb-h1", "zb-h2", "zb-v"))
-    zero = [panel.text.partition(":")[0] for panel in panels if not any(idle(panel.timeline).span)]
-    title = f"No idle time between a rank's first and last operation: {' and '.join(zero)}"
+    panels = _batch_panels(("1f1b", "zb-h1", "zb-h2", "zb-v"))
+    zero_idle = [
+        panel.text.partition(":")[0] for panel in panels if not any(idle(panel.timeline).span)
+    ]
+    title = f"No idle time between a rank's first and last operation: {' and '.join(zero_idle)}"
     notes = (
         "From batch to batch, ranks do not idle either, unless the optimizer step waits for all "
         "ranks, for example to clip the global gradient norm",
@@ -133,7 +135,7 @@ def zero_bubble() -> Picture:
 
 
 def two_directions() -> Picture:
-    panels = _batches(("dualpipe-v", "chimera"))
+    panels = _batch_panels(("dualpipe-v", "chimera"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
     flushed = number(max(idle(row_of("1f1b").batch).makespan))
     title = (
@@ -146,12 +148,14 @@ def two_directions() -> Picture:
 
 def communication() -> Picture:
     c = Fraction(1)
-    panels = _batches(("gpipe", "1f1b", "zb-h2"), c)
-    without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b", "zb-h2")]
-    costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=True)]
+    panels = _batch_panels(("gpipe", "1f1b", "zb-h2"), c)
+    without_messages = [row_of(name).batch.makespan for name in ("gpipe", "1f1b", "zb-h2")]
+    delays = [
+        number(p.timeline.makespan - t) for p, t in zip(panels, without_messages, strict=True)
+    ]
     title = (
-        f"Messages take {number(c)}, as long as a forward pass. They delay GPipe by {costs[0]}, "
-        f"1F1B by {costs[1]} and ZB-H2 by {costs[2]} time units"
+        f"Messages take {number(c)}, as long as a forward pass. They delay GPipe by {delays[0]}, "
+        f"1F1B by {delays[1]} and ZB-H2 by {delays[2]} time units"
     )
     return Picture(title, panels, legend=[*kind_legend([p.timeline for p in panels]), MESSAGE])
 
@@ -165,7 +169,7 @@ class Message(NamedTuple):
     arrives: Fraction
 
 
-def awaited(timeline: Timeline) -> list[Message]:
+def find_awaited_messages(timeline: Timeline) -> list[Message]:
     """Return the messages whose arrival ends a rank's idle time."""
     ranks, times = timeline.schedule.ranks(), timeline.times
     ends: dict[int, Fraction] = {}  # by rank: end of its last operation
@@ -192,7 +196,7 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
     for ax in figure.axes if rows else ():
         ax.set_yticks(range(len(rows)), rows)
     for ax, panel in zip(figure.axes, panels, strict=True):
-        for message in awaited(panel.timeline) if MESSAGE in (legend or ()) else ():
+        for message in find_awaited_messages(panel.timeline) if MESSAGE in (legend or ()) else ():
             ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
             ax.annotate("", *ends, arrowprops=ARROW)
     return save(figure, path, digest(picture))
@@ -229,14 +233,14 @@ def plan() -> Picture:
     workers = [name for name, stage in zip(names, plan.stages, strict=True)
                for _ in range(stage.replicas)]  # fmt: skip
     rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
-    most = max(range(len(names)), key=lambda place: plan.stages[place].replicas)
+    largest_stage = max(range(len(names)), key=lambda place: plan.stages[place].replicas)
     period = f"{float(plan.period_s):.3f} s"
     text = f"1F1B with 24 microbatches; when the pipeline is full, one per {period}"
-    alone = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
-    speed = f"{float(alone / plan.period_s):.2f}"
+    one_worker_s = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
+    speed = f"{float(one_worker_s / plan.period_s):.2f}"
     title = (
         f"{len(workers)} workers at 1 Gbit/s train GPT-2 {speed} times as fast as one if "
-        f"{plan.stages[most].replicas} of them run the {names[most]}"
+        f"{plan.stages[largest_stage].replicas} of them run the {names[largest_stage]}"
     )
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
 
@@ -275,14 +279,14 @@ def draw_frontier(record: Record, path: Path) -> Figure:
     """Plot the time of a batch against the memory limit. Fixed schedules are points, and orders
     from the search form a curve. There is one panel per communication time."""
     proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
-    least = "proved to be the shortest" if proved else "the shortest found"
+    optimality = "proved to be the shortest" if proved else "the shortest found"
     figure, axes = new_figure(
         f"{record['num_stages']} ranks, {record['num_microbatches']} microbatches: with "
         "communication, more memory saves time; search finds orders between ZB-H1 and ZB-H2",
         [4.6],
         columns=2,
         legend=[
-            Line2D([], [], label=f"search: {least}, with one stage per rank", **CURVE),
+            Line2D([], [], label=f"search: {optimality}, with one stage per rank", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
         notes=[
@@ -296,13 +300,16 @@ def draw_frontier(record: Record, path: Path) -> Figure:
             for row in record["rows"]
             if row["communication"] == communication and row["memory"] > 2
         ]
-        named = {
+        titles_by_point = {
             (float(x), float(y)): ", ".join(names)
             for (x, y), names in fixed_points(communication).items()
         }
         ax.plot([x for x, _ in curve], [y for _, y in curve], **CURVE)
-        ax.plot([x for x, _ in named], [y for _, y in named], **BEATEN)
-        ax.set_ylim(0.9 * min(y for _, y in (*curve, *named)), 1.1648 * max(y for _, y in named))
+        ax.plot([x for x, _ in titles_by_point], [y for _, y in titles_by_point], **BEATEN)
+        ax.set_ylim(
+            0.9 * min(y for _, y in (*curve, *titles_by_point)),
+            1.1648 * max(y for _, y in titles_by_point),
+        )
         ax.set_xlim(2.5, max(x for x, _ in curve) + 1.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("peak activations on the fullest rank, in microbatches", fontsize=TEXT)
@@ -315,7 +322,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
                 *((right, y) for y in np.linspace(low, high, 20)),
             ]
         ]
-        place_labels(ax, named, avoid=line)
+        place_labels(ax, titles_by_point, avoid=line)
         panel_title(ax, f"Communication c = {number(Fraction(communication))}")
     axes[0].set_ylabel("time of one batch", fontsize=TEXT)
     return save(figure, path, frontier_digest(record))
@@ -323,10 +330,10 @@ def draw_frontier(record: Record, path: Path) -> Figure:
 
 def frontier_digest(record: Record) -> str:
     """Return the digest of all drawn data."""
-    return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
+    return _hash_data([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
 
 
-def _digest(drawn: object) -> str:
+def _hash_data(drawn: object) -> str:
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
@@ -339,8 +346,8 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
     predicted = [one for one in cases if not one[2]["calibrated_on"]]
     text, _, worst = max(predicted, key=lambda one: abs(points_error(one[2])))
-    where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
-    within = sum(abs(points_error(case)) <= GPU_GOAL.most for _, _, case in predicted)
+    worst_run = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
+    num_within = sum(abs(points_error(case)) <= GPU_GOAL.limit for _, _, case in predicted)
     markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}
     markers = {kind: MARKERS[index] for index, kind in enumerate(sorted(markers))}
     dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
@@ -350,12 +357,12 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     filled = dot | {"marker": "o", "markerfacecolor": "black"}
     legend.append(Line2D([], [], label="run that provided the times (filled)", **filled))
     figure, (ax,) = new_figure(
-        f"{within} of {len(predicted)} predicted runs are within {GPU_GOAL.most:g} points of the "
-        f"measured utilization; the largest error is {abs(points_error(worst)):.1f}",
+        f"{num_within} of {len(predicted)} predicted runs are within {GPU_GOAL.limit:g} points of "
+        f"the measured utilization; the largest error is {abs(points_error(worst)):.1f}",
         [4.4], legend=legend, legend_columns=4, left=1.05,
-        notes=[f"Largest error: {where}"],
+        notes=[f"Largest error: {worst_run}"],
     )  # fmt: skip
-    ax.axhspan(-GPU_GOAL.most, GPU_GOAL.most, color="#EFEFEF", linewidth=0, zorder=0)
+    ax.axhspan(-GPU_GOAL.limit, GPU_GOAL.limit, color="#EFEFEF", linewidth=0, zorder=0)
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
     for _, record, case in cases:
         kind = KIND_OF.get(case["schedule"], SEARCHED)
@@ -363,14 +370,14 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         if case["calibrated_on"]:
             style["markerfacecolor"] = style["color"]
         ax.plot([case["measured"]["utilisation"]], [points_error(case)], **style)
-    limit = 1.2 * max(GPU_GOAL.most, *(abs(points_error(case)) for _, _, case in cases))
+    limit = 1.2 * max(GPU_GOAL.limit, *(abs(points_error(case)) for _, _, case in cases))
     ax.set_ylim(-limit, limit)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
     ax.set_xlabel("measured utilization", fontsize=TEXT)
     ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
     ax.annotate(
-        f"goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),
+        f"goal on GPUs: within {GPU_GOAL.limit:g} points", (0, -GPU_GOAL.limit),
         xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
         fontsize=SMALL, color=GRAY,
     )  # fmt: skip
@@ -406,10 +413,10 @@ def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
                   case["predicted"]["utilisation"]] for case in predicted_cases(record))]
         for text, record in records
     ]  # fmt: skip
-    return _digest(drawn)
+    return _hash_data(drawn)
 
 
-IN_GIB = {
+HELD_MICROBATCHES = {
     "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v-fixed": RANKS,
     "v-half": RANKS // 2 + 1, "v-min": (RANKS + 4) // 3,
 }  # fmt: skip
@@ -420,7 +427,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
     """Plot the microbatches that each rank holds and its measured peak memory, in two panels with
     one line per schedule."""
     peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
-    gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
+    gib = {name: [mib / 1024 for mib in peaks[name]] for name in HELD_MICROBATCHES}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
     figure, axes = new_figure(
         f"Under 1F1B, rank r holds p - r microbatches: {first:.1f} GiB on rank 0, {last:.1f} GiB "
@@ -433,16 +440,16 @@ def draw_gib(record: Record, path: Path) -> Figure:
         ],
     )  # fmt: skip
     ranks = range(RANKS)
-    for row, (name, held) in enumerate(IN_GIB.items()):
+    for row, (name, held) in enumerate(HELD_MICROBATCHES.items()):
         counts = [RANKS - r if held is None else held for r in ranks]
         style = HOLLOW | {"marker": MARKERS[row], "markersize": 8, "linewidth": 2}
         for ax, values in zip(axes, (counts, gib[name]), strict=True):
             ax.plot(ranks, values, color=LINE_COLORS[row], **style)
         title = title_of(name).partition(",")[0].partition(" ")[0]
-        apart = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
+        label_shift = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
         axes[1].annotate(
             f"{title} {gib[name][0]:.1f} to {gib[name][-1]:.1f}",
-            (RANKS - 0.86, gib[name][-1] + apart),
+            (RANKS - 0.86, gib[name][-1] + label_shift),
             fontsize=SMALL, color=darker(LINE_COLORS[row]), va="center",
         )  # fmt: skip
     axes[0].annotate("1F1B: p - r", (2.1, 2.12), fontsize=SMALL, color=darker(LINE_COLORS[1]))
@@ -459,7 +466,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
 
 def gib_digest(record: Record) -> str:
     """Return the digest of all drawn data."""
-    return _digest(
+    return _hash_data(
         [[case["schedule"], case["measured"]["peak_memory_mib"]] for case in record["cases"]]
     )
 
@@ -470,13 +477,15 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
     list of such errors). Errors are None if training diverged. Errors of exactly 0 are drawn on a
     separate line below the logarithmic axis.
     """
-    wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
-    right = [row for row in rows if row["mode"] == "pipedream"]
-    numbers = [row for row in wrong if row["median_relative_error"] is not None]
+    without_stashing = [row for row in rows if row["mode"] == "pipedream-no-stash"]
+    with_stashing = [row for row in rows if row["mode"] == "pipedream"]
+    numbers = [row for row in without_stashing if row["median_relative_error"] is not None]
     depths = sorted({row["num_stages"] for row in rows})
-    figure, axes = new_figure(_error_title(numbers, right), [4.6], columns=2, left=1.4, right=0.3)
+    figure, axes = new_figure(
+        _error_title(numbers, with_stashing), [4.6], columns=2, left=1.4, right=0.3
+    )
     for i, p in enumerate(depths):
-        for group, dashes in ((wrong, "-"), (right, ":")):
+        for group, dashes in ((without_stashing, "-"), (with_stashing, ":")):
             curve = sorted(
                 (row["learning_rate"], row["median_relative_error"])
                 for row in group
@@ -493,13 +502,13 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
         if row["learning_rate"] == rate:
             points = list(enumerate(row["per_stage"]))
             name = f"p = {row['num_stages']}"
-            _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, at=0)
+            _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, label_index=0)
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[1].set_xlabel("stage (on the last, B directly follows F)", fontsize=TEXT)
     panel_title(axes[1], f"By stage, without stashing, learning rate {rate:g}")
     axes[1].set_xlim(-0.3, 0.3 + max(depths) - 1)
-    drawn = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])
-    errors = drawn[drawn > 0]
+    values = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])
+    errors = values[values > 0]
     smallest = 10.0 ** math.floor(math.log10(errors.min()))
     powers = [smallest * 10.0**k for k in range(20)]
     ticks = [0.0, *(power for power in powers if power <= errors.max())]
@@ -510,7 +519,7 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
     return save(figure, path, gradient_digest(rows))
 
 
-def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
+def _error_title(numbers: Sequence[Record], with_stashing: Sequence[Record]) -> str:
     """Return a title with the smallest and largest errors without stashing, and the largest error
     with stashing."""
     ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
@@ -519,9 +528,11 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
         f"{row['learning_rate']:g})"
         for row in (ordered[0], ordered[-1])
     )
-    largest = max((row["median_relative_error"] or 0 for row in right), default=0)
-    with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
-    return f"Without stashing, gradients are off by {low} to {high}; with stashing, by {with_it}"
+    largest = max((row["median_relative_error"] or 0 for row in with_stashing), default=0)
+    stashing_text = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
+    return (
+        f"Without stashing, gradients are off by {low} to {high}; with stashing, by {stashing_text}"
+    )
 
 
 def darker(color: str) -> tuple[float, ...]:
@@ -534,21 +545,21 @@ def _error_line(
     ax: Axes,
     points: Sequence[tuple[float, float]],
     dashes: str,
-    place: int,
+    index: int,
     name: str,
-    at: int = -1,
+    label_index: int = -1,
 ) -> None:
     """Draw one line, with a name beside the first or last point. Markers stay visible where lines
     meet."""
     if not points:
         return
-    color = LINE_COLORS[1 + place % 7]
-    style = HOLLOW | {"marker": MARKERS[place], "markersize": max(5.0, 12.0 - 2 * place)}
+    color = LINE_COLORS[1 + index % 7]
+    style = HOLLOW | {"marker": MARKERS[index], "markersize": max(5.0, 12.0 - 2 * index)}
     xs, ys = [x for x, _ in points], [y for _, y in points]
     ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=color, **style)
     if name:
         ax.annotate(
-            name, points[at], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
+            name, points[label_index], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
             color=darker(color), fontweight="bold",
         )  # fmt: skip
 
@@ -556,4 +567,4 @@ def _error_line(
 def gradient_digest(rows: Sequence[Record]) -> str:
     """Return the digest of all drawn data."""
     keys = ("num_stages", "learning_rate", "mode", "median_relative_error", "per_stage")
-    return _digest([[row[key] for key in keys] for row in rows])
+    return _hash_data([[row[key] for key in keys] for row in rows])

@@ -3,8 +3,8 @@
     python results/lab/tutorial/formulas.py
 
 The program reads the formulas from the tables of ADVANCED.md and COMPARISON.md and evaluates them
-unchanged. `checks` adds further formulas. The program compares COMPARISON.md's formulas with
-traffic.py, whose results the tests compare with counted bytes.
+unchanged. `schedule_checks` adds further formulas. The program compares COMPARISON.md's formulas
+with traffic.py, whose results the tests compare with counted bytes.
 """
 
 import random
@@ -19,14 +19,21 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
-from pipedream.schedules.ops import recomputed
+from pipedream.schedules.ops import with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 from results.lab.tutorial.pages import FOLDER
-from results.lab.tutorial.traffic import Layout, Model, block_activations, cost, ring_share, sent
+from results.lab.tutorial.traffic import (
+    Layout,
+    Model,
+    block_activations,
+    cost,
+    ring_share,
+    sent_per_step,
+)
 
 CASES = 300
 RNG = random.Random(0)
@@ -38,9 +45,9 @@ def random_case() -> Case:
     p = RNG.randint(1, 8)
     m = RNG.choice([RNG.randint(1, 4 * p), p * RNG.randint(1, 4), 2 * p + RNG.randint(-1, 9)])
     f, i, w = (Fraction(RNG.randint(1, 12), RNG.randint(1, 4)) for _ in range(3))
-    equal = RNG.randrange(6)
-    i = f if equal < 2 else i
-    w = f * RNG.choice([1, 1, 2, 3]) if equal == 0 else w
+    equality = RNG.randrange(6)
+    i = f if equality < 2 else i
+    w = f * RNG.choice([1, 1, 2, 3]) if equality == 0 else w
     return Case(p, max(1, m), RNG.randint(1, 3), f, i, w)
 
 
@@ -60,11 +67,11 @@ def run(
     return simulate(schedule, costs)
 
 
-def evaluate(text: str, c: Case, **more: object) -> Fraction:
+def evaluate(text: str, c: Case, **extra_symbols: object) -> Fraction:
     """Evaluate a formula in the pages' notation, such as '(p-1) (F+B) / v' or 'p//2 + 1'."""
     text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
-    known = {
+    symbols = {
         "p": Fraction(c.p),
         "m": Fraction(c.m),
         "v": c.v,
@@ -75,7 +82,7 @@ def evaluate(text: str, c: Case, **more: object) -> Fraction:
     }
     functions = {"min": min, "max": max, "abs": abs, "ceil": ceil}
     exact = re.sub(r"\b\d+\b", r"Fraction(\g<0>)", text)
-    return Fraction(eval(exact, {"Fraction": Fraction, **functions}, {**known, **more}))
+    return Fraction(eval(exact, {"Fraction": Fraction, **functions}, {**symbols, **extra_symbols}))
 
 
 def idle(name: str, c: Case) -> Fraction:
@@ -83,9 +90,9 @@ def idle(name: str, c: Case) -> Fraction:
     return timeline.makespan - c.m * c.total
 
 
-def earlier_ends(found: Timeline) -> list[Fraction]:
+def earlier_ends(timeline: Timeline) -> list[Fraction]:
     """Return, for each rank, the time from the end of its last operation to the end of the run."""
-    return [found.makespan - ends[-1] * found.tick for ends in found.ends]
+    return [timeline.makespan - ends[-1] * timeline.tick for ends in timeline.ends]
 
 
 def table(name: str) -> dict[str, tuple[str, ...]]:
@@ -110,7 +117,7 @@ class Check:
     simulated: Callable[[Case], object]
 
 
-def of_a_rank(name: str, text: str) -> Check:
+def memory_check(name: str, text: str) -> Check:
     """Return a check of the largest number of microbatches that each rank holds."""
     formula = re.split(r", a round| \(2p\+1| \(if", text)[0]
     at_most = formula.startswith("at most ")
@@ -123,11 +130,11 @@ def of_a_rank(name: str, text: str) -> Check:
     def held(c: Case) -> list[Fraction]:
         return list(peak_activations(run(name, c).schedule))
 
-    limits = {"v-half": 2, "v-min": 1}
+    margins = {"v-half": 2, "v-min": 1}
     flushes = SCHEDULES[name].policy == "flush"
     return Check(
         f"memory of {name}: {text}",
-        lambda c: c.m >= c.p + limits.get(name, 0) if not flushes or name in limits else True,
+        lambda c: c.m >= c.p + margins.get(name, 0) if not flushes or name in margins else True,
         claimed,
         (lambda c: True) if at_most else held,
     )
@@ -165,7 +172,7 @@ def version_check(name: str, text: str) -> Check:
 
 def recomputing_checks(name: str) -> Iterator[Check]:
     def earlier(c: Case) -> Fraction:
-        schedule = recomputed(build_schedule(name, c.p, c.m), Fraction(1, 20))
+        schedule = with_recomputation(build_schedule(name, c.p, c.m), Fraction(1, 20))
         costs = build_costs(schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
         return simulate(schedule, costs).makespan
 
@@ -184,8 +191,8 @@ def recomputing_checks(name: str) -> Iterator[Check]:
 
 
 def factors(c: Case) -> list[Fraction]:
-    chance = random.Random(str(c))  # the same numbers for each use of a case
-    return [Fraction(chance.randint(1, 9), 3) for _ in range(c.p)]
+    rng = random.Random(str(c))  # the same numbers for each use of a case
+    return [Fraction(rng.randint(1, 9), 3) for _ in range(c.p)]
 
 
 def message(c: Case) -> Fraction:
@@ -217,20 +224,20 @@ class Step(NamedTuple):
         """Return the first device's state size and the number of bytes that it sends."""
         sequences = self.b * self.k * layout.data
         costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
-        moved = sent(self.model, layout, self.k, self.b, 0).values()
+        moved = sent_per_step(self.model, layout, self.k, self.b, 0).values()
         return costs.weights + costs.gradients + costs.optimizer, sum(moved, Fraction(0))
 
 
 def step_of(c: Case) -> Step:
     """Return a random step. Equal cases give equal steps."""
-    chance = random.Random(str(c))
-    t = chance.choice((2, 4, 8))
-    p = chance.randint(3, 6)
+    rng = random.Random(str(c))
+    t = rng.choice((2, 4, 8))
+    p = rng.randint(3, 6)
     model = Model(
-        name="random", layers=2 * p * chance.randint(1, 3), hidden=8 * t * chance.randint(1, 9),
-        heads=t, vocabulary=t * chance.randint(1, 400), sequence=chance.randint(1, 64),
+        name="random", layers=2 * p * rng.randint(1, 3), hidden=8 * t * rng.randint(1, 9),
+        heads=t, vocabulary=t * rng.randint(1, 400), sequence=rng.randint(1, 64),
     )  # fmt: skip
-    return Step(model, chance.randint(2, 9), t, p, chance.randint(1, 9), chance.randint(1, 4))
+    return Step(model, rng.randint(2, 9), t, p, rng.randint(1, 9), rng.randint(1, 4))
 
 
 def zero_state(s: Step, zero: int) -> Fraction:
@@ -260,10 +267,10 @@ def middle_sent(s: Step, in_v: int) -> Fraction:
     """Return the number of bytes that an inner stage sends. In a V-shaped schedule, each device has
     two stages, so return half of the number of bytes that the device sends."""
     layout = Layout(title="", pipeline=s.p, schedule="zb-v" if in_v else "1f1b")
-    return sent(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
+    return sent_per_step(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
 
 
-def kept_by_block(s: Step, _: int) -> Fraction:
+def block_activation_bytes(s: Step, _: int) -> Fraction:
     return block_activations(s.model, Layout(title=""), s.b)
 
 
@@ -284,25 +291,25 @@ def cost_checks() -> Iterator[Check]:
         state, moved = rows[title]
         formulas += [(title, state, tensor_state, cut), (title, moved, tensor_sent, cut)]
     formulas += [("pipeline", rows["pipeline"][1], middle_sent, in_v) for in_v in (0, 1)]
-    formulas.append(("a block's activations", "34 b T D", kept_by_block, 0))
-    for title, text, count, which in formulas:
+    formulas.append(("a block's activations", "34 b T D", block_activation_bytes, 0))
+    for title, text, count, argument in formulas:
 
         def formula(c: Case, text: str = text) -> Fraction:
             return evaluate(text, c, **step_of(c).symbols())
 
-        def counted(
-            c: Case, count: Callable[[Step, int], Fraction] = count, which: int = which
+        def computed(
+            c: Case, count: Callable[[Step, int], Fraction] = count, argument: int = argument
         ) -> Fraction:
-            return count(step_of(c), which)
+            return count(step_of(c), argument)
 
-        yield Check(f"{title}: {text}", always, formula, counted)
+        yield Check(f"{title}: {text}", always, formula, computed)
 
 
-def checks() -> Iterator[Check]:
+def schedule_checks() -> Iterator[Check]:
     for name, (text,) in table("idle time").items():
         yield idle_check(name, text)
     for name, (text,) in table("activations").items():
-        yield of_a_rank(name, text)
+        yield memory_check(name, text)
     for name, (text, _) in table("weight versions").items():
         yield version_check(name, text)
     for name in ("gpipe", "1f1b"):
@@ -361,9 +368,9 @@ def checks() -> Iterator[Check]:
 
 
 def main() -> int:
-    wrong = 0
-    for check in (*checks(), *cost_checks()):
-        seen, failed = 0, []
+    num_wrong = 0
+    for check in (*schedule_checks(), *cost_checks()):
+        num_tested, failed = 0, []
         for _ in range(200 * CASES):
             c = random_case()
             try:
@@ -374,14 +381,17 @@ def main() -> int:
                 continue
             if check.formula(c) != simulated:
                 failed.append(f"{c}: formula {check.formula(c)}, simulated {simulated}")
-            seen += 1
-            if seen == CASES:
+            num_tested += 1
+            if num_tested == CASES:
                 break
-        wrong += bool(failed)
+        num_wrong += bool(failed)
         print(
-            f"{seen - len(failed)} of {seen}  {check.text}", *failed[:2], sep="\n    ", flush=True
+            f"{num_tested - len(failed)} of {num_tested}  {check.text}",
+            *failed[:2],
+            sep="\n    ",
+            flush=True,
         )
-    return 1 if wrong else 0
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":

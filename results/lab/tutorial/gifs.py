@@ -32,12 +32,12 @@ from pipedream.draw.page import (
     TEXT,
     WIDTH,
     Color,
-    ink,
+    contrast_color,
+    lighten,
     new_figure,
-    paler,
     panel_title,
 )
-from pipedream.schedules.ops import Op, Schedule, straight
+from pipedream.schedules.ops import Op, Schedule, build_from_orders
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
@@ -73,7 +73,7 @@ def digest(animation: Animation) -> str:
 def draw_animation(animation: Animation, path: Path) -> None:
     """Save the GIF. Its comment contains a digest of the drawn data."""
     figures, durations = zip(*animation.frames(), strict=True)
-    images = [_as_image(figure) for figure in figures]
+    images = [_to_image(figure) for figure in figures]
     width, height = images[0].size
     # The first, middle and last frame determine the colors.
     sheet = Image.new("RGB", (width, 3 * height))
@@ -91,7 +91,7 @@ def draw_animation(animation: Animation, path: Path) -> None:
     )
 
 
-def _as_image(figure: Figure) -> Image.Image:
+def _to_image(figure: Figure) -> Image.Image:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
@@ -104,25 +104,28 @@ def from_gpipe_to_1f1b() -> Animation:
     p, m = 4, 8
     first, last = build_schedule("gpipe", p, m), build_schedule("1f1b", p, m)
     steps = [("GPipe", _run(first))]
-    for turned in reversed(range(p)):
-        orders = first.orders[:turned] + last.orders[turned:]
-        text = f"1F1B from rank {turned} on" if turned else "1F1B on all ranks"
+    for first_rank in reversed(range(p)):
+        orders = first.orders[:first_rank] + last.orders[first_rank:]
+        text = f"1F1B from rank {first_rank} on" if first_rank else "1F1B on all ranks"
         steps.append((text, _run(replace(last, orders=orders))))
-    return _moving("From GPipe to 1F1B: the same time, less memory", steps)
+    return _morph_animation("From GPipe to 1F1B: the same time, less memory", steps)
 
 
 def w_fills_holes() -> Animation:
     """Animate three steps: whole backward passes, the same passes split in two, and W delayed until
     the rank would otherwise idle."""
-    whole = _run(build_schedule("1f1b", 4, 8))
-    at_once = _cut_in_place(whole.schedule)
+    unsplit = _run(build_schedule("1f1b", 4, 8))
+    split_schedule = _cut_in_place(unsplit.schedule)
     steps = [
-        ("1F1B with whole backward passes", whole),
-        ("Each backward pass is I and W", _halved(whole, at_once)),
-        ("A stage waits only for the next stage's I", _run(at_once)),  # prose: published text
+        ("1F1B with whole backward passes", unsplit),
+        ("Each backward pass is I and W", _split_backward(unsplit, split_schedule)),
+        (
+            "A stage waits only for the next stage's I",
+            _run(split_schedule),
+        ),  # prose: published text
         ("W waits until its rank would idle (ZB-H1)", _run(build_schedule("zb-h1", 4, 8))),
     ]
-    return _moving("Zero bubble: W fills idle time", steps)
+    return _morph_animation("Zero bubble: W fills idle time", steps)
 
 
 def _run(schedule: Schedule) -> Timeline:
@@ -141,10 +144,10 @@ def _cut_in_place(schedule: Schedule) -> Schedule:
         ]
         for order in schedule.orders
     ]
-    return straight("cut", lines)
+    return build_from_orders("cut", lines)
 
 
-def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
+def _split_backward(timeline: Timeline, cut: Schedule) -> Timeline:
     """Return the timeline with each whole backward pass split into two halves."""
     spans = dict(timeline.times)
     for op, (start, end) in timeline.times.items():
@@ -152,18 +155,18 @@ def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
             middle = (start + end) / 2
             spans[op._replace(kind="I")] = start, middle
             spans[op._replace(kind="W")] = middle, end
-    return _placed(cut, timeline, spans)
+    return _place_events(cut, timeline, spans)
 
 
-def _placed(
-    schedule: Schedule, like: Timeline, spans: dict[Op, tuple[Fraction, Fraction]]
+def _place_events(
+    schedule: Schedule, template: Timeline, spans: dict[Op, tuple[Fraction, Fraction]]
 ) -> Timeline:
     """Return a timeline with the given starts and ends. It may violate data dependencies, so use it
     only for drawing."""
     tick = Fraction(1, 1000)
     lines = [[spans[op] for item in order for op in item.parts] for order in schedule.orders]
     return replace(
-        like,
+        template,
         schedule=schedule,
         tick=tick,
         starts=tuple(tuple(int(start / tick) for start, _ in line) for line in lines),
@@ -171,45 +174,45 @@ def _placed(
     )
 
 
-def between(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
+def interpolate(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
     """Return the timeline after the given share of a move from `before` to `after`."""
     old, spans = before.times, {}
     for op, (start, end) in after.times.items():
-        begun, ended = old[op]
-        spans[op] = begun + share * (start - begun), ended + share * (end - ended)
-    return _placed(after.schedule, after, spans)
+        old_start, old_end = old[op]
+        spans[op] = old_start + share * (start - old_start), old_end + share * (end - old_end)
+    return _place_events(after.schedule, after, spans)
 
 
-def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
+def _morph_animation(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
     """Return an animation that rests at each step and moves between steps."""
     steps = [(f"{text}: {cost_text(timeline)}", timeline) for text, timeline in steps]
     timelines = [timeline for _, timeline in steps]
 
     def frames() -> Frames:
         for (text, before), (next_text, after) in pairwise(steps):
-            yield _moving_frame(title, timelines, text, before), REST_MS
+            yield _morph_frame(title, timelines, text, before), REST_MS
             if set(before.times) != set(after.times):
                 continue  # splitting a pass moves nothing
             for move in range(1, MOVES):
                 share = Fraction(move, MOVES)
                 eased = share * share * (3 - 2 * share)  # slow at both ends
-                timeline = between(before, after, eased)
-                yield _moving_frame(title, timelines, next_text, timeline), MOVE_MS
-        yield _moving_frame(title, timelines, *steps[-1]), LAST_MS
+                timeline = interpolate(before, after, eased)
+                yield _morph_frame(title, timelines, next_text, timeline), MOVE_MS
+        yield _morph_frame(title, timelines, *steps[-1]), LAST_MS
 
     return Animation((title, *(text for text, _ in steps)), tuple(timelines), frames)
 
 
-def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Timeline) -> Figure:
+def _morph_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Timeline) -> Figure:
     heights = [1.5 * grid_height(timeline)]
     figure, (ax,) = new_figure(title, heights, legend=kind_legend(steps))
     draw_grid(ax, Panel(text, timeline), until=max(step.makespan for step in steps))
-    stack(ax)
+    raise_labels(ax)
     ax.set_xlabel(f"time in units: {durations_text(timeline)}", fontsize=TEXT)
     return figure
 
 
-def stack(ax: Axes) -> None:
+def raise_labels(ax: Axes) -> None:
     """Draw each number directly on top of its cell, so that a cell that moves over another cell
     also covers the other cell's number."""
     cells: dict[tuple[float, float], list[float]] = {}
@@ -247,19 +250,19 @@ def versions_at(
     it. The newest version is always included."""
     times = timeline.times
     frames = []
-    for stage, one in sorted(use.items()):
-        updates = sum(times[Op("B", stage, i)][1] <= moment for i in one.forward)
-        kept: dict[int, list[int]] = {updates: []}
-        for i, version in sorted(one.forward.items()):
+    for stage, stage_use in sorted(use.items()):
+        updates = sum(times[Op("B", stage, i)][1] <= moment for i in stage_use.forward)
+        microbatches_of: dict[int, list[int]] = {updates: []}
+        for i, version in sorted(stage_use.forward.items()):
             begun, done = times[Op("F", stage, i)][0], times[Op("B", stage, i)][1]
             if begun <= moment < done:
-                kept.setdefault(version, []).append(i)
-        frames.append(dict(sorted(kept.items())))
+                microbatches_of.setdefault(version, []).append(i)
+        frames.append(dict(sorted(microbatches_of.items())))
     return frames
 
 
 def _shade(version: int) -> Color:
-    return paler(LINE_COLORS[1 + version], 0.25)
+    return lighten(LINE_COLORS[1 + version], 0.25)
 
 
 def _stash_frame(
@@ -268,32 +271,32 @@ def _stash_frame(
     p, now, end = timeline.schedule.num_ranks, float(moment), float(timeline.makespan)
     heights = [1.6 * grid_height(timeline), 1.9 * grid_height(timeline)]
     legend = [Patch(**IDLE_HATCH, label="idle")]
-    figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95)
+    figure, (grid_axes, stash_axes) = new_figure(title, heights, legend=legend, gap=0.95)
 
     def color(op: Op) -> Color:
         return _shade(use[op.stage].version(op))
 
     text = "F and B of each microbatch, colored by the weight version they use"
-    draw_grid(above, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], color))
-    veil: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
-    above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
-    above.axvline(now, color="black", linewidth=2, zorder=5)
+    draw_grid(grid_axes, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], color))
+    overlay: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
+    grid_axes.add_patch(Rectangle((now, -0.5), end - now, p, **overlay))
+    grid_axes.axvline(now, color="black", linewidth=2, zorder=5)
     newest = max(version for one in use.values() for version in one.forward.values()) + 2
-    _draw_stash(below, versions_at(timeline, use, moment), newest)
+    _draw_stash(stash_axes, versions_at(timeline, use, moment), newest)
     return figure
 
 
-def _draw_stash(ax: Axes, kept: Sequence[dict[int, list[int]]], newest: int) -> None:
+def _draw_stash(ax: Axes, versions_by_stage: Sequence[dict[int, list[int]]], newest: int) -> None:
     """Draw a box for each weight version that a stage keeps, with the microbatches that need it."""
     ax.set_xlim(-0.6, newest + 0.1)
-    ax.set_ylim(len(kept) - 0.5, -0.5)
-    ax.set_yticks(range(len(kept)), map(str, range(len(kept))))
+    ax.set_ylim(len(versions_by_stage) - 0.5, -0.5)
+    ax.set_yticks(range(len(versions_by_stage)), map(str, range(len(versions_by_stage))))
     ax.set_ylabel("stage", fontsize=TEXT)
     ax.set_xticks([])
     ax.tick_params(length=0)
     text = "Versions kept now (thick: the newest), and the microbatches in flight that need them"
     panel_title(ax, text)
-    for stage, versions in enumerate(kept):
+    for stage, versions in enumerate(versions_by_stage):
         for version, needed_by in versions.items():
             new, shade = version == max(versions), _shade(version)
             edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.8}
@@ -308,7 +311,7 @@ def _draw_stash(ax: Axes, kept: Sequence[dict[int, list[int]]], newest: int) -> 
                 "ha": "center",
                 "va": "center",
                 "fontsize": SMALL,
-                "color": ink(shade),
+                "color": contrast_color(shade),
             }
             ax.text(version, stage, "\n".join(lines), **style)
 

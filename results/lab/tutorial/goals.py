@@ -15,7 +15,7 @@ def points_error(case: Record) -> float:
 class Goal(NamedTuple):
     """Largest accepted error of a record's predictions."""
 
-    most: float
+    limit: float
     error: Callable[[Record], float]
     text: str
 
@@ -28,11 +28,11 @@ def goal_of(record: Record) -> Goal:
     return GPU_GOAL if record["machine"]["gpus"] else CPU_GOAL
 
 
-def checked(record: Record) -> list[Record]:
+def validation_cases(record: Record) -> list[Record]:
     """Return the cases that the simulator predicted without using their measurements."""
     return [case for case in record["cases"] if case["predicted"] and not case["calibrated_on"]]
 
 
 def is_met(record: Record) -> bool:
     goal = goal_of(record)
-    return all(abs(goal.error(case)) <= goal.most for case in checked(record))
+    return all(abs(goal.error(case)) <= goal.limit for case in validation_cases(record))

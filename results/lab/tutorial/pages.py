@@ -28,7 +28,7 @@ from pipedream.schedules.orders import SCHEDULES, schedule_for_training
 from pipedream.schedules.policies import weight_use
 
 from results.lab.tutorial.tables import bubble_table, cut_table, depth_table
-from results.lab.tutorial.text import describe, printed, render_page
+from results.lab.tutorial.text import describe, printed_table, render_page
 from results.lab.tutorial.traffic import comparison_table
 
 PAGES = ("README.md", "ADVANCED.md", "COMPARISON.md")
@@ -69,7 +69,7 @@ def idle_table() -> str:
         name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
         for name, form in CLOSED_FORMS.items()
     }
-    return _law_table(("X, idle time of each rank in one batch",), texts)
+    return _formula_table(("X, idle time of each rank in one batch",), texts)
 
 
 ACTIVATIONS = {
@@ -106,12 +106,12 @@ updates by which microbatch i is behind."""
 def activation_table() -> str:
     """Return a table with one line for each formula in ACTIVATIONS."""
     texts = {name: (text,) for name, text in ACTIVATIONS.items()}
-    return _law_table(("most microbatches held on rank r",), texts)
+    return _formula_table(("most microbatches held on rank r",), texts)
 
 
 def version_table() -> str:
     """Return a table with one line for each pair of formulas in VERSIONS."""
-    return _law_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
+    return _formula_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
 
 
 def microbatch_table(p: int = 4, i: int = 4) -> str:
@@ -123,8 +123,8 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
         "|---:|---:|---:|---:|---|",
     ]
     for stage, use in weight_use(schedule, policy, 8).items():
-        begun = schedule.orders[stage].index(Op("B", stage, i))
-        before = [op for op in schedule.orders[stage][:begun] if isinstance(op, Op)]
+        start = schedule.orders[stage].index(Op("B", stage, i))
+        before = [op for op in schedule.orders[stage][:start] if isinstance(op, Op)]
         done = {op.microbatch for op in before if op.kind == "B"}
         in_flight = [op.microbatch for op in before if op.kind == "F"]
         waiting = [j for j in in_flight if j not in done]
@@ -135,7 +135,7 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
     return "\n".join(lines)
 
 
-def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
+def _formula_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
     """Return a table that shows each schedule's cells. Schedules with equal cells share a line."""
     lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
     for cells in dict.fromkeys(texts.values()):
@@ -160,62 +160,65 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "measured bubbles": lambda: bubble_table(
             next(records[name] for name in ZERO_BUBBLE if name in records)
         ),
-        "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
+        "one run": lambda: printed_table(_load(folder / "records/readme-runtime-p4.json")),
     }
 
 
-def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
+def fill(text: str, builders: Mapping[str, Callable[[], str]]) -> str:
     """Return the page's text with every table regenerated. Raises UserError for an unknown
     table."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in known:
-            raise UserError(f"there is no table {name!r}", nearest(name, known))
-        return f"{match[1]}\n{known[name]()}\n\n{match[3]}"
+        if name not in builders:
+            raise UserError(f"there is no table {name!r}", nearest(name, builders))
+        return f"{match[1]}\n{builders[name]()}\n\n{match[3]}"
 
     return _TABLE.sub(table, text)
 
 
 def pages(folder: Path) -> dict[str, str]:
     """Map each page name to the page's expected content."""
-    known = tables(folder)
-    texts = {name: fill((folder / name).read_text(), known) for name in PAGES}
+    builders = tables(folder)
+    texts = {name: fill((folder / name).read_text(), builders) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
     return texts | {"TEST_RESULTS.md": render_page(load_records(folder / "records"), study)}
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """Map each file name to (digest of the drawn data, function that draws the picture)."""
-    from results.lab.tutorial import figures as own
+    from results.lab.tutorial import figures as figure_module
     from results.lab.tutorial import gifs
 
     records = load_records(folder / "records")
-    shown = [(describe(record), record) for record in records.values()]
+    described_records = [(describe(record), record) for record in records.values()]
     zero_bubble = records["h200-p4-zero-bubble.json"]
     searched = _load(folder / "records/frontier.json")
     errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
     drawings: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
-            own.prediction_digest(shown),
-            partial(own.draw_prediction, shown),
+            figure_module.prediction_digest(described_records),
+            partial(figure_module.draw_prediction, described_records),
         ),
         "figures/gib_per_rank.png": (
-            own.gib_digest(zero_bubble),
-            partial(own.draw_gib, zero_bubble),
+            figure_module.gib_digest(zero_bubble),
+            partial(figure_module.draw_gib, zero_bubble),
         ),
         "figures/frontier.png": (
-            own.frontier_digest(searched),
-            partial(own.draw_frontier, searched),
+            figure_module.frontier_digest(searched),
+            partial(figure_module.draw_frontier, searched),
         ),
         "figures/gradient_error.png": (
-            own.gradient_digest(errors),
-            partial(own.draw_gradient_error, errors),
+            figure_module.gradient_digest(errors),
+            partial(figure_module.draw_gradient_error, errors),
         ),
     }
-    for name, build in own.PICTURES.items():
+    for name, build in figure_module.PICTURES.items():
         picture = build()
-        drawings[f"figures/{name}.png"] = own.digest(picture), partial(own.draw_picture, picture)
+        drawings[f"figures/{name}.png"] = (
+            figure_module.digest(picture),
+            partial(figure_module.draw_picture, picture),
+        )
     for name, move in gifs.ANIMATIONS.items():
         animation = move()
         drawn = gifs.digest(animation), partial(gifs.draw_animation, animation)
@@ -223,7 +226,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     return drawings
 
 
-def drawn_from(path: Path) -> str | None:
+def read_digest(path: Path) -> str | None:
     """Return the digest in a PNG's or GIF's metadata, or None if the file or the digest does not
     exist."""
     from PIL import Image
@@ -235,7 +238,7 @@ def drawn_from(path: Path) -> str | None:
         return comment.decode() if comment else image.info.get("Source")
 
 
-def stale(folder: Path) -> list[str]:
+def outdated_files(folder: Path) -> list[str]:
     """Return the files that --write would change."""
     changed = [
         name
@@ -243,12 +246,12 @@ def stale(folder: Path) -> list[str]:
         if not (folder / name).is_file() or (folder / name).read_text() != text
     ]
     drawn = pictures(folder).items()
-    return changed + [name for name, (digest, _) in drawn if drawn_from(folder / name) != digest]
+    return changed + [name for name, (digest, _) in drawn if read_digest(folder / name) != digest]
 
 
-def write(folder: Path) -> list[str]:
+def write_outdated(folder: Path) -> list[str]:
     """Write the files that are not up to date, and return their names."""
-    names, texts, drawings = stale(folder), pages(folder), pictures(folder)
+    names, texts, drawings = outdated_files(folder), pages(folder), pictures(folder)
     for name in names:
         if name in texts:
             (folder / name).write_text(texts[name])
@@ -266,10 +269,10 @@ def main() -> None:
         "--check", action="store_true", help="only list the pages and pictures that are out of date"
     )
     if parser.parse_args().write:
-        names = write(FOLDER)
+        names = write_outdated(FOLDER)
         print("\n".join(f"wrote {name}" for name in names) or "all files are up to date")
         return
-    names = stale(FOLDER)
+    names = outdated_files(FOLDER)
     if names:
         fix = "type python results/lab/tutorial/pages.py --write"
         print(f"error: out of date: {', '.join(names)}; {fix}", file=sys.stderr)

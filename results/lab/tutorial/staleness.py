@@ -37,19 +37,23 @@ def gradient_errors(
     error relative to the gradient at the current weights."""
     rows = []
     for p, rate, mode in product(num_stages, learning_rates, modes):
-        kept: list[MicrobatchError] = []
+        full_pipeline_errors: list[MicrobatchError] = []
         for seed in seeds:
             _, errors = train_and_check(
                 mode, num_stages=p, learning_rate=rate, seed=seed, **settings
             )
-            kept += [error for error in errors if error.microbatch >= p]
+            full_pipeline_errors += [error for error in errors if error.microbatch >= p]
         row = {
             "num_stages": p,
             "learning_rate": rate,
             "mode": mode,
-            "median_relative_error": finite(median(e.relative_error for e in kept)),
-            "per_stage": [finite(median(e.per_stage[s] for e in kept)) for s in range(p)],
-            "median_staleness_error": finite(median(e.staleness_error for e in kept)),
+            "median_relative_error": finite(median(e.relative_error for e in full_pipeline_errors)),
+            "per_stage": [
+                finite(median(e.per_stage[s] for e in full_pipeline_errors)) for s in range(p)
+            ],
+            "median_staleness_error": finite(
+                median(e.staleness_error for e in full_pipeline_errors)
+            ),
         }
         rows.append(row)
     return rows
@@ -146,18 +150,18 @@ def main() -> None:
     for row in errors:
         print(
             f"p={row['num_stages']} lr={row['learning_rate']:g} {row['mode']}: gradient error "
-            f"{_shown(row['median_relative_error'])}, by stage "
-            f"{' '.join(map(_shown, row['per_stage']))}; against current weights "
-            f"{_shown(row['median_staleness_error'])}"
+            f"{_format(row['median_relative_error'])}, by stage "
+            f"{' '.join(map(_format, row['per_stage']))}; against current weights "
+            f"{_format(row['median_staleness_error'])}"
         )
     for row in losses:
         print(
             f"p={row['num_stages']} lr={row['learning_rate']:g} {row['name']}: final loss "
-            f"{_shown(row['median'])}, diverged {row['num_diverged']} of {len(row['losses'])}"
+            f"{_format(row['median'])}, diverged {row['num_diverged']} of {len(row['losses'])}"
         )
 
 
-def _shown(number: float | None) -> str:
+def _format(number: float | None) -> str:
     return "infinite" if number is None else f"{number:.3g}"
 
 

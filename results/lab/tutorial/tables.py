@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.schedules.orders import FOUND, SCHEDULES
+from pipedream.schedules.orders import SCHEDULES, SEARCH_PREFIX
 
 Record = Mapping[str, Any]
 
@@ -16,10 +16,14 @@ def title_of(name: str) -> str:
     """Return the title of a schedule, or of an order from the runtime's search."""
     if name in SCHEDULES:
         return SCHEDULES[name].title
-    return f"Search, {name.removeprefix(FOUND)} in memory" if name.startswith(FOUND) else name
+    return (
+        f"Search, {name.removeprefix(SEARCH_PREFIX)} in memory"
+        if name.startswith(SEARCH_PREFIX)
+        else name
+    )
 
 
-def wrapped(text: str) -> str:
+def wrap(text: str) -> str:
     """Wrap text at 100 columns."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
@@ -32,7 +36,7 @@ def study_intro(study: Record) -> str:
         if row["mode"] == "pipedream"
     ]
     agrees = f"is up to {max(stashed):.2g} off" if any(stashed) else "equals"
-    return wrapped(
+    return wrap(
         "`python results/lab/tutorial/staleness.py` trained a residual network under each schedule "
         f"in {study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
         f"gradient {agrees} autograd's at the same weights. The table gives the median final loss "
@@ -86,44 +90,44 @@ def depth_table(study: Record, num_stages: int) -> str:
     return "\n".join(lines)
 
 
-SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
+TABLE_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:
-    """Return a table with one line for each entry in SHOWN, for runs with the same number of
-    microbatches as the calibration."""
+    """Return a table with one line for each entry in TABLE_SCHEDULES, for runs with the same number
+    of microbatches as the calibration."""
     cases = {
         case["schedule"]: case
         for case in record["cases"]
         if case["num_microbatches"] == record["calibration"]["num_microbatches"]
     }
     lines = [f"| schedule | {_column(record)} |", "|---|---:|"]
-    lines += [f"| {title_of(name)} | {_idle(cases[name])} |" for name in SHOWN]
+    lines += [f"| {title_of(name)} | {_idle(cases[name])} |" for name in TABLE_SCHEDULES]
     return "\n".join(lines)
 
 
 def _column(record: Record) -> str:
     """Return a heading such as '4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
     calibration, batches = record["calibration"], record["config"]["num_batches"]
-    where = record["machine"]["device"].partition(",")[0]
+    device = record["machine"]["device"].partition(",")[0]
     ratio = calibration["communication_ms"] * record["num_stages"] / sum(calibration["forward_ms"])
-    if where == "CPU":
-        where += " processes" + " that sleep" * any(record["emulated_ms"].values())
+    if device == "CPU":
+        device += " processes" + " that sleep" * any(record["emulated_ms"].values())
     else:
-        where = where.replace("NVIDIA ", "") + "s"
+        device = device.replace("NVIDIA ", "") + "s"
     size = f"{batches} batch{'es' * (batches > 1)} of m = {calibration['num_microbatches']}"
-    return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
+    return f"{record['num_stages']} {device}, {size}, c = {ratio:.2g} F"
 
 
 def _idle(case: Record) -> str:
     """Return a cell such as '1,173 ms, 14.0% (13.3%)': makespan, measured and simulated idle
     share."""
     measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
-    star = r" \*" * case["calibrated_on"]
-    return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){star}"
+    marker = r" \*" * case["calibrated_on"]
+    return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){marker}"
 
 
-WAYS = {
+METHODS = {
     "cut": "cut as above",
     "torch": "torch's `stage_backward_input` and `stage_backward_weight`",
     "twice": "autograd called twice",
@@ -134,8 +138,8 @@ def cut_table(record: Record) -> str:
     """Return a table with one line for each way to split a backward pass. B is the time of the
     whole pass."""
     lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
-    for name, text in WAYS.items():
-        way = record["ways"][name]
-        _, i, w = way["ms"]
-        lines.append(f"| {text} | {i:.0f} | {w:.0f} | {way['ratio']:.2f} |")
+    for name, text in METHODS.items():
+        method = record["ways"][name]
+        _, i, w = method["ms"]
+        lines.append(f"| {text} | {i:.0f} | {w:.0f} | {method['ratio']:.2f} |")
     return "\n".join(lines)

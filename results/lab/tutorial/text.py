@@ -9,8 +9,8 @@ from typing import Any
 import checkout  # noqa: F401
 from pipedream.runtime.record import makespan_error, render, waited_for_host
 
-from results.lab.tutorial.goals import GPU_GOAL, checked, goal_of, is_met, points_error
-from results.lab.tutorial.tables import Record, final_loss_table, study_intro, title_of, wrapped
+from results.lab.tutorial.goals import GPU_GOAL, goal_of, is_met, points_error, validation_cases
+from results.lab.tutorial.tables import Record, final_loss_table, study_intro, title_of, wrap
 
 
 def describe(record: Record) -> str:
@@ -25,10 +25,10 @@ def describe(record: Record) -> str:
 def title(record: Record) -> str:
     """Return text such as '4 stages, CPU, times from GPipe'."""
     calibration = title_of(record["calibration"]["schedule"])
-    return f"{_place(record)}, times from {calibration}"
+    return f"{_machine_name(record)}, times from {calibration}"
 
 
-def _place(record: Record) -> str:
+def _machine_name(record: Record) -> str:
     return f"{record['num_stages']} stages, {_device(record).replace('NVIDIA ', '')}"
 
 
@@ -44,9 +44,9 @@ def summary(records: Mapping[str, Record]) -> str:
         "|---|---|---:|---:|---:|---|",
     ]
     for name, record in records.items():
-        link = f"[{_place(record)}](records/{name})"
+        link = f"[{_machine_name(record)}](records/{name})"
         link += f" | {title_of(record['calibration']['schedule'])}"
-        cases = checked(record)
+        cases = validation_cases(record)
         if not cases:
             lines.append(f"| {link} | 0 | - | - | nothing was predicted |")
             continue
@@ -63,13 +63,13 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
     """Return the content of TEST_RESULTS.md."""
     parts = [
         "# Measured results",
-        wrapped(verdict(records)),
-        wrapped(
+        wrap(verdict(records)),
+        wrap(
             "`python results/lab/tutorial/pages.py --write` makes this page from "
             "[records/](records/). Each record contains its command, machine and versions."
         ),
         "## Prediction against measurement",
-        wrapped(
+        wrap(
             "The simulator takes the mean times of one run as input and predicts the other runs. "
             "The makespan lasts from the first start to the last end. The utilization is the "
             "share of the makespan in which stages compute, and its error is in percentage "
@@ -78,7 +78,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
-        wrapped(
+        wrap(
             "The tables below are for the largest machine. Each cell shows the makespan in ms, the "
             "utilization and, in parentheses, the error of the simulated utilization. The run "
             "marked \\* provided the times. If a run was repeated, the table shows the run with "
@@ -105,10 +105,10 @@ def verdict(records: Mapping[str, Record]) -> str:
     late = [
         f"{title(record)}: {run}" for record in records.values() for run in waited_for_host(record)
     ]
-    missing = f" (goal missed: {'; '.join(missed)})" if missed else ""
+    missed_text = f" (goal missed: {'; '.join(missed)})" if missed else ""
     return (
         f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
-        f"the goal{missing}. "
+        f"the goal{missed_text}. "
         f"{_share_of([same for same in equal if same is not None])} final weights that were "
         f"compared equal the weights of one process bit for bit. "
         f"{_share_of(same_versions)} simulated runs kept as many weight versions as predicted. "
@@ -117,11 +117,11 @@ def verdict(records: Mapping[str, Record]) -> str:
     )
 
 
-def _share_of(found: Sequence[bool]) -> str:
-    return f"All {len(found)}" if all(found) else f"{sum(found)} of {len(found)}"
+def _share_of(flags: Sequence[bool]) -> str:
+    return f"All {len(flags)}" if all(flags) else f"{sum(flags)} of {len(flags)}"
 
 
-def printed(record: Record) -> str:
+def printed_table(record: Record) -> str:
     """Return a record's table as the runtime printed it, in a fenced block."""
     table = render(record).strip("\n").partition("\n\n")[0]
     return f"```text measured\n{table}\n```"
@@ -139,24 +139,28 @@ def sections(records: Mapping[str, Record]) -> list[str]:
     several records have the same runs, only the record with the worst prediction gets a table. Each
     of the others gets a line."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
-    most = max((record["num_stages"] for record in on_gpu.values()), default=0)
+    max_stages = max((record["num_stages"] for record in on_gpu.values()), default=0)
     groups: dict[str, dict[str, Record]] = {}
     for name, record in on_gpu.items():
-        if record["num_stages"] == most:
+        if record["num_stages"] == max_stages:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
-            groups.setdefault(wrapped(f"The following runs used {workload}."), {})[name] = record
+            groups.setdefault(wrap(f"The following runs used {workload}."), {})[name] = record
     parts: list[str] = []
-    for work, alike in groups.items():
-        parts.append(work)
-        shown = {_runs(record): name for name, record in sorted(alike.items(), key=_worst)}
-        for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
+    for intro, records_of_work in groups.items():
+        parts.append(intro)
+        record_of_runs = {
+            _runs(record): name for name, record in sorted(records_of_work.items(), key=_worst)
+        }
+        for name, record in sorted(
+            records_of_work.items(), key=lambda named: named[0] not in record_of_runs.values()
+        ):
             calibration = title_of(record["calibration"]["schedule"])
-            if name in shown.values():
+            if name in record_of_runs.values():
                 parts.append(f"Record `{name}`, with times from {calibration}:")
                 parts.append(_run_table(record))
-                parts += [wrapped(record["note"])] if "note" in record else []
+                parts += [wrap(record["note"])] if "note" in record else []
             else:
                 text = (
                     f"Record `{name}` has the same runs, predicted with times from {calibration}."
@@ -170,10 +174,10 @@ def _runs(record: Record) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((case["schedule"], case["num_microbatches"]) for case in record["cases"]))
 
 
-def _worst(named: tuple[str, Record]) -> float:
+def _worst(named_record: tuple[str, Record]) -> float:
     """Return a record's largest error, in the quantity that its goal limits."""
-    error = goal_of(named[1]).error
-    return max((abs(error(case)) for case in checked(named[1])), default=0.0)
+    error = goal_of(named_record[1]).error
+    return max((abs(error(case)) for case in validation_cases(named_record[1])), default=0.0)
 
 
 def _run_table(record: Record) -> str:

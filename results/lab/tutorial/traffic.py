@@ -78,7 +78,7 @@ class Layout:
     """Bytes per logit that is kept for the backward pass."""
 
     @property
-    def in_v(self) -> bool:
+    def is_v_shaped(self) -> bool:
         """Return whether device r holds stages r and 2p - 1 - r. The first device then holds both
         the first and the last stage."""
         return self.schedule == "zb-v"
@@ -124,21 +124,24 @@ def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Co
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        sent=max(sum(sent(model, layout, k, microbatch, s).values(), Fraction(0)) for s in stages),
+        sent=max(
+            sum(sent_per_step(model, layout, k, microbatch, s).values(), Fraction(0))
+            for s in stages
+        ),
         idle=idle_fraction(form.makespan_idle(case), case) if flushes else Fraction(0),
     )
 
 
 def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int) -> int:
     """Return k, the number of microbatches that each copy of the model runs per step."""
-    for what, number, parts in (
+    for what, number, divisor in (
         ("heads", model.heads, layout.tensor),
-        ("blocks", model.layers, layout.pipeline * (2 if layout.in_v else 1)),
+        ("blocks", model.layers, layout.pipeline * (2 if layout.is_v_shaped else 1)),
         ("sequences", sequences, layout.data * microbatch),
     ):
-        if number % parts:
+        if number % divisor:
             raise UserError(
-                f"{number} {what} cannot be cut into {parts} equal parts", "take a divisor"
+                f"{number} {what} cannot be cut into {divisor} equal parts", "take a divisor"
             )
     if layout.zero >= 2 and layout.pipeline > 1:
         raise UserError(
@@ -150,8 +153,8 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
 
 
 def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
-    one = Fraction(1)
-    return CLOSED_FORMS[layout.schedule], Case(layout.pipeline, k, 1, one, one, one)
+    unit = Fraction(1)
+    return CLOSED_FORMS[layout.schedule], Case(layout.pipeline, k, 1, unit, unit, unit)
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
@@ -159,14 +162,17 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
     weight matrices. With several stages, the first and the last both hold the tied embedding. In a
     V-shaped schedule, device 0 holds both of these stages and needs the embedding only once."""
     d, blocks = model.hidden, model.layers // layout.pipeline
-    cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
+    sharded, replicated = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
     if stage == 0:
-        cut, whole = cut + model.vocabulary * d, whole + model.sequence * d
-    if layout.in_v:
-        whole += 2 * d * (stage == 0)
+        sharded, replicated = sharded + model.vocabulary * d, replicated + model.sequence * d
+    if layout.is_v_shaped:
+        replicated += 2 * d * (stage == 0)
     elif stage == layout.pipeline - 1:
-        cut, whole = cut + (model.vocabulary * d if stage > 0 else 0), whole + 2 * d
-    return Fraction(cut, layout.tensor) + whole
+        sharded, replicated = (
+            sharded + (model.vocabulary * d if stage > 0 else 0),
+            replicated + 2 * d,
+        )
+    return Fraction(sharded, layout.tensor) + replicated
 
 
 def _memory(
@@ -185,7 +191,7 @@ def _memory(
         ELEMENT_BYTES * n * share[1],
         OPTIMIZER_BYTES * n * share[2],
         _v_activations(model, layout, case.m, microbatch, stage)
-        if layout.in_v
+        if layout.is_v_shaped
         else _activations(model, layout, form.peak_activations(case, stage), microbatch, stage),
     )
 
@@ -201,54 +207,66 @@ def _activations(
     model: Model, layout: Layout, in_flight: Fraction | int, microbatch: int, stage: int
 ) -> Fraction:
     tokens, t = microbatch * model.sequence, layout.tensor
-    between = Fraction(tokens * model.hidden, t if layout.sequence_parallel else 1)
-    kept = model.layers // layout.pipeline * block_activations(model, layout, microbatch)
+    boundary_bytes = Fraction(tokens * model.hidden, t if layout.sequence_parallel else 1)
+    microbatch_bytes = (
+        model.layers // layout.pipeline * block_activations(model, layout, microbatch)
+    )
     if stage == 0:  # the dropout mask after the embedding
-        kept += between
+        microbatch_bytes += boundary_bytes
     if stage == layout.pipeline - 1:  # inputs of the last norm and of the projection; logits
-        kept += 4 * between + Fraction(layout.logit_bytes * tokens * model.vocabulary, t)
-    return in_flight * kept
+        microbatch_bytes += 4 * boundary_bytes + Fraction(
+            layout.logit_bytes * tokens * model.vocabulary, t
+        )
+    return in_flight * microbatch_bytes
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
     """Return the peak size in bytes of a rank's activations while it runs its order. The rank's two
     stages keep different amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
-    between = Fraction(tokens * model.hidden)
+    boundary_bytes = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
-    ends = {0: between, last: 4 * between + layout.logit_bytes * tokens * model.vocabulary}
+    end_bytes = {
+        0: boundary_bytes,
+        last: 4 * boundary_bytes + layout.logit_bytes * tokens * model.vocabulary,
+    }
     held = peak = Fraction(0)
     for op in (
         op for item in build_schedule("zb-v", layout.pipeline, k).orders[rank] for op in item.parts
     ):
         if op.kind in ("F", "W"):
-            held += (blocks + ends.get(op.stage, 0)) * (1 if op.kind == "F" else -1)
+            held += (blocks + end_bytes.get(op.stage, 0)) * (1 if op.kind == "F" else -1)
             peak = max(peak, held)
     return peak
 
 
-def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> dict[str, Fraction]:
+def sent_per_step(
+    model: Model, layout: Layout, k: int, microbatch: int, stage: int
+) -> dict[str, Fraction]:
     """Return the number of bytes that a stage's device sends per step of k microbatches, by
     purpose."""
     last = layout.pipeline - 1
-    passed = microbatch * model.sequence * model.hidden  # elements between two layers
-    hop = Fraction(passed, layout.tensor if layout.sequence_parallel else 1)
-    pipeline = k * hop * ((stage < last) + (stage > 0)) * (2 if layout.in_v else 1)
+    boundary_elements = microbatch * model.sequence * model.hidden  # elements between two layers
+    hop = Fraction(boundary_elements, layout.tensor if layout.sequence_parallel else 1)
+    pipeline = k * hop * ((stage < last) + (stage > 0)) * (2 if layout.is_v_shaped else 1)
     if (
-        last and stage in (0, last) and not layout.in_v
+        last and stage in (0, last) and not layout.is_v_shaped
     ):  # the tied embedding's two gradients are added
         pipeline += Fraction(model.vocabulary * model.hidden, layout.tensor)
     n = stage_parameters(model, layout, stage)
-    times = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[layout.zero]
+    num_transfers = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[layout.zero]
     elements = {
-        "data": times * ring_share(layout.data) * n,
-        "tensor": k * _halves(model, layout, stage) * ring_share(layout.tensor) * passed,
+        "data": num_transfers * ring_share(layout.data) * n,
+        "tensor": k
+        * _num_half_all_reduces(model, layout, stage)
+        * ring_share(layout.tensor)
+        * boundary_elements,
         "pipeline": pipeline,
     }
     return {what: ELEMENT_BYTES * count for what, count in elements.items()}
 
 
-def _halves(model: Model, layout: Layout, stage: int) -> int:
+def _num_half_all_reduces(model: Model, layout: Layout, stage: int) -> int:
     """Return the number of reduce-scatters and all-gathers of [b, T, D] per microbatch. An
     all-reduce counts as one of each. A block has two all-reduces in its forward pass and two in its
     backward pass. With sequence parallelism, each all-reduce is split into its two halves. There
@@ -306,19 +324,19 @@ def comparison_table(name: str, devices: int) -> str:
         "| layout | state | activations | memory | sent | idle |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    refused: dict[str, list[str]] = {}
+    layouts_by_reason: dict[str, list[str]] = {}
     for layout in layouts(devices):
         try:
             costs = cost(MODELS[name], layout, sequences=SEQUENCES, microbatch=MICROBATCH)
         except UserError as error:
-            refused.setdefault(str(error).partition(";")[0], []).append(layout.title)
+            layouts_by_reason.setdefault(str(error).partition(";")[0], []).append(layout.title)
             continue
         state = costs.weights + costs.gradients + costs.optimizer
         parts = (state, costs.activations, costs.memory, costs.sent)
         cells = [f"{float(part / GIB):.2f}" for part in parts]
         cells.append(f"{float(100 * costs.idle):.1f}%")
         lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")
-    for reason, titles in refused.items():
+    for reason, titles in layouts_by_reason.items():
         text = f"{reason[:1].upper()}{reason[1:]}, which rules out {'; '.join(titles)}."
         lines += ["", textwrap.fill(text, 100, break_on_hyphens=False)]
     return "\n".join(lines)

@@ -55,8 +55,8 @@ FETCH = """# Colab has torch, numpy and matplotlib; this fetches the tutorial.
 
 def build_site(output: Path, repository: str = "") -> None:
     """Write the site to `output`, a folder that must not exist yet."""
-    left_out = shutil.ignore_patterns("tests", "__pycache__", ".*")
-    shutil.copytree(TUTORIAL, output, ignore=left_out)
+    ignore = shutil.ignore_patterns("tests", "__pycache__", ".*")
+    shutil.copytree(TUTORIAL, output, ignore=ignore)
     badge = ""
     if repository:
         link = f"{COLAB}/github/{repository}/blob/{BRANCH}/lecture.ipynb"
@@ -77,7 +77,7 @@ def render(text: str, repository: str) -> str:
     """Return a page as HTML, with GitHub's anchors."""
     markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
     html = markdown.render(text)
-    html = re.sub(r"<(h[1-6])>(.*?)</\1>", _with_anchor, html)
+    html = re.sub(r"<(h[1-6])>(.*?)</\1>", _add_anchor, html)
     html = re.sub(r'href="README\.md', 'href="index.html', html)
     html = re.sub(r'href="(\w+)\.md', r'href="\1.html', html)
     if repository:
@@ -85,7 +85,7 @@ def render(text: str, repository: str) -> str:
     return html
 
 
-def _with_anchor(heading: re.Match[str]) -> str:
+def _add_anchor(heading: re.Match[str]) -> str:
     level, inner = heading.groups()
     plain = re.sub(r"<[^>]*>", "", inner).lower()
     anchor = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
@@ -107,8 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--repository", default="", help="OWNER/NAME on GitHub")
-    given = parser.parse_args()
-    build_site(given.output, given.repository)
+    arguments = parser.parse_args()
+    build_site(arguments.output, arguments.repository)
 
 
 if __name__ == "__main__":
