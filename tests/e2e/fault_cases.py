@@ -30,12 +30,12 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
     Under DDP, set the gradient to NaN on all ranks, because DDP averages gradients."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
-    def bad(everywhere: bool = False) -> bool:
+    def is_bad(everywhere: bool = False) -> bool:
         calls.append(None)
         return (everywhere or rank == 1) and len(calls) in job["steps"]
 
     def bad_update(self: Any) -> Any:
-        if bad(self.plan.only_copies):
+        if is_bad(self.plan.only_copies):
             parameter = self.parameters[self.gradient_names.index(job["name"])]
             local_part(parameter.grad).fill_(float("nan"))
         return update(self)
@@ -45,7 +45,7 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
         run = engine._run
 
         def bad_run(self: Any, batch: Any, scale: float, run: Any = run) -> torch.Tensor:
-            factor = float("nan") if bad() else 1.0
+            factor = float("nan") if is_bad() else 1.0
             return run(self, batch, scale * factor) * factor
 
         engine._run = bad_run
@@ -54,10 +54,10 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
 
 def without_step(job: dict[str, Any]) -> None:
     """Skip the batch of step job["step"]."""
-    right = Trainer.__post_init__
+    original = Trainer.__post_init__
 
     def init(self: Trainer) -> None:
-        right(self)
+        original(self)
         self.faults.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
@@ -68,7 +68,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
     """Make rank 1 fail, hang or freeze in step 5, with short time limits."""
     # On a busy machine, a healthy thread may not report for seconds.
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
-    right, calls = native.NativeEngine.train_step, []
+    original, calls = native.NativeEngine.train_step, []
 
     def train_step(self: Any, batch: Any) -> Any:
         calls.append(None)
@@ -79,7 +79,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
             if job["how"] == "frozen":
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
-        return right(self, batch)
+        return original(self, batch)
 
     native.NativeEngine.train_step = train_step
     run_script(*job["arguments"])
@@ -88,10 +88,10 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
     """Freeze a rank after the model has been exported and the record has been finished."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
-    right = worker.train
+    original = worker.train
 
     def train(*arguments: Any) -> int:
-        code = right(*arguments)
+        code = original(*arguments)
         if os.environ["RANK"] == str(job["rank"]):
             time.sleep(2)  # so that this rank sends a heartbeat
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -104,14 +104,14 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
 def without_its_folder(job: dict[str, Any]) -> None:
     """Remove the run's folder in step 5. If job["how"] is "emptied", leave an empty folder behind,
     as happens if a file is written during the removal."""
-    right = Trainer._update
+    original = Trainer._update
 
     def update(self: Trainer) -> None:
         if self.step == 4 and self.topology.rank == 0:
             shutil.rmtree(self.plan.run_dir)
             if job["how"] == "emptied":
                 self.plan.run_dir.mkdir()
-        right(self)
+        original(self)
 
     Trainer._update = update
     run_script(*job["arguments"])
@@ -119,7 +119,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 def with_full_disk(job: dict[str, Any]) -> None:
     """Fill the disk or limit the size of files, so that the second checkpoint cannot be written."""
-    right, calls = saver.Saver.begin, []
+    original, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:
         calls.append(None)
@@ -129,7 +129,7 @@ def with_full_disk(job: dict[str, Any]) -> None:
             with open(job["disk"] + "/filled", "wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
-        return right(*arguments, **options)
+        return original(*arguments, **options)
 
     saver.Saver.begin = save
     run_script(*job["arguments"])

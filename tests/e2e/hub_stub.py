@@ -52,11 +52,11 @@ def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
             server.shutdown()
 
 
-def reaching(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
+def hub_environment(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
     """Return options for `script` and `train` that make a run use the Hub at `endpoint` and cache
     downloads in `home`."""
-    asked = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
-    return {"unset": [HIDDEN_HUB], **asked, "NO_PROXY": "127.0.0.1"}
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
+    return {"unset": [HIDDEN_HUB], **variables, "NO_PROXY": "127.0.0.1"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         small."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
-            self._asked = body
+            self._body = body
             self.do_GET()
             return
         self.hub.requests.append(f"POST {self.path}")
@@ -101,8 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._send(401, b'{"error": "Invalid credentials"}')
         elif self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            request = json.loads(body)
+            name = "/".join(filter(None, (request.get("organization"), request["name"])))
             self._send_json({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:
             answer = {"uploadMode": "regular", "shouldIgnore": False}
@@ -118,37 +118,39 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_about_model(self, name: str) -> None:
         prefix = f"{name}/resolve/main/"
-        own = [key.removeprefix(prefix) for key in self.hub.files if key.startswith(prefix)]
-        if not own:
+        names = [key.removeprefix(prefix) for key in self.hub.files if key.startswith(prefix)]
+        if not names:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             return
-        siblings = [{"rfilename": key} for key in own]
+        siblings = [{"rfilename": key} for key in names]
         self._send_json({"id": name, "sha": COMMIT, "siblings": siblings})
 
     def _send_about_dataset(self, path: str) -> None:
         """Send the description of a dataset in the format of the Hub's API."""
-        name, _, rest = path.partition("?")[0].partition("/tree/")
-        name, _, inside = name.partition("/paths-info/")
+        name, _, tree_path = path.partition("?")[0].partition("/tree/")
+        name, _, is_paths_info = name.partition("/paths-info/")
         prefix = f"{name.partition('/revision/')[0]}/resolve/main/"
         files = self.hub.files.items()
-        found = {key.removeprefix(prefix): text for key, text in files if key.startswith(prefix)}
-        if not found:
+        dataset_files = {
+            key.removeprefix(prefix): text for key, text in files if key.startswith(prefix)
+        }
+        if not dataset_files:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
             return
-        folder = unquote(rest).partition("/")[2]
-        listed = [
+        folder = unquote(tree_path).partition("/")[2]
+        entries = [
             {"type": "file", "path": key, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
-            for key, text in found.items()
-            if str(PurePath(key).parent) == (folder or ".") or inside
+            for key, text in dataset_files.items()
+            if str(PurePath(key).parent) == (folder or ".") or is_paths_info
         ]
-        below = {key.split("/")[0] for key in found if "/" in key and not folder}
-        listed += [{"type": "directory", "path": name, "oid": COMMIT} for name in below]
-        if inside:
-            asked = parse_qs(self._asked.decode())["paths"]
-            listed = [file for file in listed if file["path"] in asked]
-        siblings = [{"rfilename": key} for key in found]
-        about = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": siblings}
-        self._send_json(listed if rest or inside else about)
+        folders = {key.split("/")[0] for key in dataset_files if "/" in key and not folder}
+        entries += [{"type": "directory", "path": name, "oid": COMMIT} for name in folders]
+        if is_paths_info:
+            paths = parse_qs(self._body.decode())["paths"]
+            entries = [file for file in entries if file["path"] in paths]
+        siblings = [{"rfilename": key} for key in dataset_files]
+        description = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": siblings}
+        self._send_json(entries if tree_path or is_paths_info else description)
 
     def _send_file(self, content: bytes) -> None:
         """Send a file, starting at the position from which an interrupted download continues."""
@@ -156,24 +158,25 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if first:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        rest = content[first:]
-        cut = len(rest) // 2 if self.hub.behavior == "cuts off" else len(rest)
-        self._send(206 if first else 200, rest, headers, cut=cut)
+        remaining = content[first:]
+        num_sent = len(remaining) // 2 if self.hub.behavior == "cuts off" else len(remaining)
+        self._send(206 if first else 200, remaining, headers, num_sent=num_sent)
 
     def _send_json(self, answer: object) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _send(
-        self, status: int, body: bytes, headers: Mapping[str, str] = {}, cut: int | None = None
+        self, status: int, body: bytes, headers: Mapping[str, str] = {}, num_sent: int | None = None
     ) -> None:
-        """Send a response. If `cut` is given, send only the first `cut` bytes of `body`."""
+        """Send a response. If `num_sent` is given, send only the first `num_sent` bytes of
+        `body`."""
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:cut])
-            self.close_connection = cut is not None and cut < len(body)
+            self.wfile.write(body[:num_sent])
+            self.close_connection = num_sent is not None and num_sent < len(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing, because the tests read `requests` instead of a log."""

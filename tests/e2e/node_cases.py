@@ -16,33 +16,35 @@ from tests.e2e.nodes import Node, unplug
 from tests.pool import run_script
 
 
-def enter(node: Node) -> None:
+def enter_namespaces(node: Node) -> None:
     """Move this process into the node's namespaces. The process must have only one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
-    spaces = [os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "mnt")]
-    for space in spaces:
-        assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
-    os.environ.update(TMPDIR=str(node.own), HOME=str(node.own))
+    descriptors = [
+        os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "mnt")
+    ]
+    for descriptor in descriptors:
+        assert libc.setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
+    os.environ.update(TMPDIR=str(node.private_folder), HOME=str(node.private_folder))
 
 
 def with_torchrun(job: dict[str, Any]) -> None:
     """Run torchrun's agent on the node whose index is this process's rank. The agent starts
-    `_unplugged`. If the other agent does not come back, this agent continues alone."""
+    `_run_and_unplug`. If the other agent does not come back, this agent continues alone."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    enter(job["nodes"][int(os.environ["RANK"])])
+    enter_namespaces(job["nodes"][int(os.environ["RANK"])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
     os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    right = DynamicRendezvousHandler.next_rendezvous
+    original = DynamicRendezvousHandler.next_rendezvous
 
     def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
-        found = right(self)
+        result = original(self)
         # Only the first rendezvous waits long for the other agent.
         self.settings.timeout._last_call = timedelta(seconds=1)
-        return found
+        return result
 
     DynamicRendezvousHandler.next_rendezvous = next_rendezvous
     limits = "join_timeout=120,last_call_timeout=120,keep_alive_interval=2"
@@ -51,10 +53,10 @@ def with_torchrun(job: dict[str, Any]) -> None:
     torchrun.main([*rendezvous, *elastic, __file__, *job["arguments"]])
 
 
-def _unplugged() -> None:
+def _run_and_unplug() -> None:
     """Run the script with short time limits. Rank 1 disconnects the second node in step 5."""
     watch.BEAT_S, watch.LOST_S = 0.5, 15.0
-    right = Trainer._update
+    original = Trainer._update
     switch, name = os.environ["UNPLUGS"].split()
 
     def update(self: Trainer) -> None:
@@ -63,7 +65,7 @@ def _unplugged() -> None:
             while not saved.is_dir():  # the checkpoint is written while training continues
                 time.sleep(0.05)
             unplug(int(switch), name)
-        right(self)
+        original(self)
 
     Trainer._update = update
     run_script(*sys.argv[1:])
@@ -72,11 +74,11 @@ def _unplugged() -> None:
 def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
     """Return the environment variables that `launcher` sets for the process with this rank. There
     is one process per node."""
-    of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
+    torch_variables = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
-        "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        "by hand": {**of_torch, "LOCAL_RANK": "0"},
-        "PyTorchJob": of_torch,
+        "torchrun": {**torch_variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        "by hand": {**torch_variables, "LOCAL_RANK": "0"},
+        "PyTorchJob": torch_variables,
         "srun": {
             "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_LOCALID": "0",
         },
@@ -93,24 +95,24 @@ def on_each_node(job: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
         return
-    enter(job["nodes"][rank])
-    told = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    enter_namespaces(job["nodes"][rank])
+    launcher_variables = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    os.environ.update(launched_by(job.get("launcher", "torchrun"), *told.values()))
+    os.environ.update(launched_by(job.get("launcher", "torchrun"), *launcher_variables.values()))
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
     if rank == 1 and "interface" in job:
         os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
-    right = Trainer._update
+    original = Trainer._update
 
     def update(self: Trainer) -> None:
         if rank == 0 and self.step + 1 == job.get("ends_at"):
             os.kill(os.getpid(), signal.SIGTERM)
-        right(self)
+        original(self)
 
     Trainer._update = update
     run_script(*job["arguments"])
 
 
 if __name__ == "__main__":
-    _unplugged()
+    _run_and_unplug()

@@ -11,32 +11,37 @@ from pathlib import Path
 
 import pytest
 
-_WAIT = "echo ready; exec cat"
-_SWITCH = f"ip link add switch type bridge; ip link set switch up; {_WAIT}"
+_WAIT_SCRIPT = "echo ready; exec cat"
+_SWITCH_SCRIPT = f"ip link add switch type bridge; ip link set switch up; {_WAIT_SCRIPT}"
 # Mount the node's disk, and map its name to loopback as on Debian.
-_NODE = f"""
+_NODE_SCRIPT = f"""
 mount --make-rprivate /
 mount -t tmpfs own "$1"
 mount --bind "$2" /etc/hosts
 hostname "$3"
-{_WAIT}
+{_WAIT_SCRIPT}
 """
-_LINK = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
+_LINK_SCRIPT = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine in a cluster. `own` is a folder that the nodes do not share."""
+    """One machine in a cluster. `private_folder` is not shared with the other nodes."""
 
     name: str
     pid: int  # id of the process that keeps the node's namespaces alive
     switch: int  # id of the process that keeps the switch's namespace alive
-    own: Path
+    private_folder: Path
 
     def command(self, command: Sequence[object]) -> list[str]:
         """Return `command` wrapped so that it runs on this node."""
-        own = [f"TMPDIR={self.own}", f"HOME={self.own}"]
-        return [*_inside(self.pid, "--net", "--mount", "--uts"), "env", *own, *map(str, command)]
+        environment = [f"TMPDIR={self.private_folder}", f"HOME={self.private_folder}"]
+        return [
+            *_inside(self.pid, "--net", "--mount", "--uts"),
+            "env",
+            *environment,
+            *map(str, command),
+        ]
 
     def outside(self, path: Path) -> Path:
         """Return the path at which processes outside this node see the node's `path`."""
@@ -60,44 +65,54 @@ def _run(*command: object) -> None:
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
     """Start `count` nodes that are connected to one switch and are named node0, node1, and so on.
     The nodes share `folder`, except for its subfolder own/."""
-    own = folder / "own"
-    own.mkdir()
-    with contextlib.ExitStack() as ends:
+    private_folder = folder / "own"
+    private_folder.mkdir()
+    with contextlib.ExitStack() as cleanup:
 
-        def keep(*command: object) -> int:
+        def start_holder(*command: object) -> int:
             """Start a command that prints "ready" and then waits until its input ends. Return its
             process id."""
             process = subprocess.Popen(
                 [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 stdin=subprocess.PIPE, text=True,
             )  # fmt: skip
-            ends.callback(process.wait)
-            ends.callback(process.kill)
+            cleanup.callback(process.wait)
+            cleanup.callback(process.kill)
             assert process.stdout is not None
-            said = process.stdout.readline().strip()
-            if said != "ready":
-                raise OSError(said)
+            first_line = process.stdout.readline().strip()
+            if first_line != "ready":
+                raise OSError(first_line)
             return process.pid
 
         try:
-            switch = keep("unshare", "--net", "sh", "-ec", _SWITCH)
+            switch = start_holder("unshare", "--net", "sh", "-ec", _SWITCH_SCRIPT)
             nodes = []
-            for place in range(count):
+            for index in range(count):
                 addresses = [f"10.0.0.{node + 1}" for node in range(count)]
-                link = _LINK.format(f"{addresses[place]}/24")
-                addresses[place] = "127.0.1.1"
+                link = _LINK_SCRIPT.format(f"{addresses[index]}/24")
+                addresses[index] = "127.0.1.1"
                 lines = [f"{address} node{node}" for node, address in enumerate(addresses)]
-                hosts = folder / f"hosts{place}"
+                hosts = folder / f"hosts{index}"
                 hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-                name = f"node{place}"
-                inside = _inside(switch, "--net")
+                name = f"node{index}"
+                in_switch = _inside(switch, "--net")
                 spaces = ("unshare", "--net", "--mount", "--uts")
-                pid = keep(*inside, *spaces, "sh", "-ec", _NODE, "sh", own, hosts, name)
+                pid = start_holder(
+                    *in_switch,
+                    *spaces,
+                    "sh",
+                    "-ec",
+                    _NODE_SCRIPT,
+                    "sh",
+                    private_folder,
+                    hosts,
+                    name,
+                )
                 peer = ("peer", "name", "eth0", "netns", pid)
-                _run(*inside, "ip", "link", "add", name, "type", "veth", *peer)
-                _run(*inside, "ip", "link", "set", name, "master", "switch", "up")
+                _run(*in_switch, "ip", "link", "add", name, "type", "veth", *peer)
+                _run(*in_switch, "ip", "link", "set", name, "master", "switch", "up")
                 _run(*_inside(pid, "--net"), "sh", "-ec", link)
-                nodes.append(Node(name=name, pid=pid, switch=switch, own=own))
+                nodes.append(Node(name=name, pid=pid, switch=switch, private_folder=private_folder))
         except (OSError, subprocess.CalledProcessError) as error:
             reason = f"no network namespaces here: {getattr(error, 'stderr', None) or error}"
             assert "CI" not in os.environ, reason

@@ -18,7 +18,7 @@ from tests.conftest import clean_environment, heavy_pool, settings
 from tests.pool import GRACE_S, ROOT, SCRIPT, free_port
 
 H200 = "NVIDIA H200, 143771, 9.0"
-AS_ON_GPUS = f"""
+NO_FORK_SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import real_model_example
@@ -31,13 +31,25 @@ sys.exit(real_model_example.main())
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
     """Return the command that starts a run with `launcher`. Both "spawn" and "as on GPUs" use
     --num_gpus 2. With "as on GPUs", each rank is a new Python process, as in runs on GPUs."""
-    tail = [str(SCRIPT), *settings(values), *arguments]
+    script_arguments = [str(SCRIPT), *settings(values), *arguments]
     return {
-        "python": [sys.executable, *tail],
-        "spawn": [sys.executable, *tail, "--num_gpus", "2"],
-        "as on GPUs": [sys.executable, "-c", AS_ON_GPUS, *tail[1:], "--num_gpus", "2"],
-        "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *tail],
-        "deepspeed": ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *tail],
+        "python": [sys.executable, *script_arguments],
+        "spawn": [sys.executable, *script_arguments, "--num_gpus", "2"],
+        "as on GPUs": [
+            sys.executable,
+            "-c",
+            NO_FORK_SCRIPT,
+            *script_arguments[1:],
+            "--num_gpus",
+            "2",
+        ],
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *script_arguments],
+        "deepspeed": [
+            "deepspeed",
+            "--num_gpus=2",
+            f"--master_port={free_port()}",
+            *script_arguments,
+        ],
     }[launcher]
 
 
@@ -51,7 +63,7 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def printed(document: str, start: str) -> list[str]:
+def find_command(document: str, start: str) -> list[str]:
     """Find the only command in a document that begins with `start`, and return the command's words.
     The command may be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
@@ -94,8 +106,8 @@ def run_folders(output_dir: Path) -> list[Path]:
     """Return all run folders, excluding cache folders."""
     if not output_dir.is_dir():
         return []
-    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # skip "latest"
-    return sorted(path for path in kept if not path.name.startswith("."))
+    folders = (path for path in output_dir.iterdir() if not path.is_symlink())  # skip "latest"
+    return sorted(path for path in folders if not path.name.startswith("."))
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -147,18 +159,18 @@ def processes_with(log: Path) -> list[psutil.Process]:
 
 
 def wait_for(
-    what: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
+    condition: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
 ) -> None:
     """Wait until `what()` is true. Fail if the process ends or the timeout expires first."""
     end = time.monotonic() + timeout_s
-    while not what():
-        ended = process.poll()
-        assert ended is None, f"ended with {ended} too early\n{log.read_text()[-3000:]}"
+    while not condition():
+        exit_code = process.poll()
+        assert exit_code is None, f"ended with {exit_code} too early\n{log.read_text()[-3000:]}"
         assert time.monotonic() < end, f"waited {timeout_s} s\n{log.read_text()[-3000:]}"
         time.sleep(0.02)
 
 
-def left_over(text: str, *, patience_s: float = 60) -> list[str]:
+def remaining_processes(text: str, *, patience_s: float = 60) -> list[str]:
     """Wait up to `patience_s` for processes with `text` in their command line to end. Return the
     command lines of the remaining processes."""
     end = time.monotonic() + patience_s

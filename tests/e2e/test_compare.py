@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.conftest import SMALL, assert_ok, light_pool, run_command
-from tests.e2e.support import assert_refused, left_over, running, wait_for
+from tests.e2e.support import assert_refused, remaining_processes, running, wait_for
 from tests.pool import ROOT, SCRIPT
 from tests.support import small_text
 
@@ -32,7 +32,7 @@ def test_an_interrupted_comparison_continues(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGINT
     assert "Interrupted with 1 run remaining" in log.read_text()
-    assert left_over(str(out)) == []
+    assert remaining_processes(str(out)) == []
     (kept,) = finished(out).items()
     assert "1 of 3 runs" in (out / "compare.md").read_text()
     again = run_command([*command(out, *words), "max_steps=200", "num_samples=1200"])

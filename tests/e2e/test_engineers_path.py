@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import assert_ok, only_record, run_command
 from tests.e2e.nodes import cluster
-from tests.e2e.support import clone, metrics, printed, running, wait_for
+from tests.e2e.support import clone, find_command, metrics, running, wait_for
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import free_port
 from tests.support import small_text
@@ -70,7 +70,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
         pytest.skip("this Python has other versions than requirements.txt")
     repository = clone(tmp_path / "repository")
     (repository / "mine.txt").write_text(small_text().read_text())
-    command = printed(DOCUMENT, "python real_model_example.py plan --cluster")
+    command = find_command(DOCUMENT, "python real_model_example.py plan --cluster")
     command = [SMALLER.get(word, word) for word in command]
     planned = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
     assert_ok(planned)

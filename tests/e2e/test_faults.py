@@ -14,9 +14,9 @@ from tests.e2e.support import (
     assert_refused,
     final_weights,
     launcher_command,
-    left_over,
     metrics,
     processes_with,
+    remaining_processes,
     run_case,
     run_folders,
     running,
@@ -85,7 +85,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
         begin = time.monotonic()
         while processes_with(log) and time.monotonic() < begin + 60:
             time.sleep(0.1)
-        assert left_over(str(output_dir), patience_s=0) == []
+        assert remaining_processes(str(output_dir), patience_s=0) == []
         (run_dir,) = run_folders(output_dir)
         record = only_record(output_dir)
         assert record["status"] == "interrupted"
@@ -118,7 +118,7 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
         wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
         kill_rank_1(log)
         assert process.wait(timeout=LIMIT_S) == 1
-        assert left_over(str(output_dir)) == []
+        assert remaining_processes(str(output_dir)) == []
     record = only_record(output_dir)
     assert record["status"] == "failed"
     reason = record["error"]

@@ -14,7 +14,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model
 from tests.conftest import SMALL, assert_ok, light_pool, only_record, script, train
 from tests.data.test_tokenizer import folder  # noqa: F401
-from tests.e2e.hub_stub import reaching, serve
+from tests.e2e.hub_stub import hub_environment, serve
 from tests.e2e.support import assert_refused
 from tests.pool import free_port
 from tests.support import small_text
@@ -69,7 +69,7 @@ def run(tmp_path):
 
     def start(endpoint, values, *arguments, start=script):
         values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}
-        return start(values, *arguments, **reaching(endpoint, tmp_path / "hf"))
+        return start(values, *arguments, **hub_environment(endpoint, tmp_path / "hf"))
 
     return start
 
@@ -125,7 +125,7 @@ def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # 
     command = ["data", "--model", "gpt2-tiny", "--tokenizer", "me/chat", "--json"]
     command += ["--dataset", tmp_path / "a.jsonl"]
     with serve({f"me/chat/resolve/main/{name}": text for name, text in content.items()}) as hub:
-        result = light_pool().script(command, **reaching(hub.endpoint, tmp_path / "hf"))
+        result = light_pool().script(command, **hub_environment(hub.endpoint, tmp_path / "hf"))
         assert_ok(result)
         assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
     texts = [sample["text"] for sample in json.loads(result.stdout)["samples"]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL, assert_ok, only_record, run_command, script, settings, train
-from tests.e2e.support import assert_refused, launcher_command, left_over, metrics
+from tests.e2e.support import assert_refused, launcher_command, metrics, remaining_processes
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
@@ -65,7 +65,7 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     assert_ok(result)
     assert "terminate called" not in result.stderr, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
-    assert left_over(str(output_dir)) == []
+    assert remaining_processes(str(output_dir)) == []
     assert not built.exists(), "nobody who tries the suite waits for a compiler"
     assert looks.read_text() == "asked\n", "the machine is looked at once, by however many"
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.nodes import cluster
-from tests.e2e.support import assert_refused, left_over, run_case
+from tests.e2e.support import assert_refused, remaining_processes, run_case
 
 VALUES = {**SMALL, "strategy": "dp", "num_samples": 48}
 
@@ -42,7 +42,7 @@ def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unb
     assert "error: lost rank 1 on node1 during " in said
     assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
     assert "note: restarted from step-00000003; the global batch stays 6: " in said
-    assert left_over(str(tmp_path / "runs")) == []
+    assert remaining_processes(str(tmp_path / "runs")) == []
     record = only_record(tmp_path / "runs")
     assert (record["status"], record["world_size"]) == ("ok", 1)
     assert record["resumed_from"].endswith("step-00000003")
@@ -51,7 +51,7 @@ def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unb
 
 @pytest.mark.parametrize("nodes", [3], indirect=True)
 def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unbroken):
-    own, values = nodes[0].own / "runs", {**VALUES, "keep_best": True}
+    own, values = nodes[0].private_folder / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
     run_on(nodes, both, ends_at=5, launcher="by hand")
     folders = [node.outside(own) for node in nodes]
@@ -107,7 +107,7 @@ def test_a_missing_network_interface_is_refused_on_all_nodes(nodes, tmp_path):
 
 
 def test_machines_that_share_no_disk_are_refused_before_training(nodes):
-    own = nodes[0].own / "runs"
+    own = nodes[0].private_folder / "runs"
     said = run_on(nodes, {**VALUES, "output_dir": own}, launcher="PyTorchJob")
     assert "exit codes [2, 2]" in said
     assert said.count("error: ") == 1

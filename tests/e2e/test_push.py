@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.conftest import SMALL, assert_ok, only_record, script, train
-from tests.e2e.hub_stub import TOKEN, reaching, serve
+from tests.e2e.hub_stub import TOKEN, hub_environment, serve
 from tests.e2e.support import assert_refused, run_folders
 from tests.pool import free_port
 
@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("push")
     values = {**AT_END, "keep_best": True, "output_dir": output_dir / "runs"}
     with serve({}) as hub:
-        where = reaching(hub.endpoint, output_dir / "hf", TOKEN)
+        where = hub_environment(hub.endpoint, output_dir / "hf", TOKEN)
         result = train(values, num_processes=2, **where)
     assert_ok(result)
     assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory):
 
 
 def push(*words, endpoint, home, token=TOKEN):
-    return script({}, "push", *map(str, words), **reaching(endpoint, home, token))
+    return script({}, "push", *map(str, words), **hub_environment(endpoint, home, token))
 
 
 def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
@@ -54,7 +54,7 @@ def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
 
 def test_a_failed_push_keeps_the_run_and_prints_the_push_command(tmp_path):
     values = {**AT_END, "output_dir": tmp_path / "runs"}
-    where = reaching(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
+    where = hub_environment(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
     result = train(values, **where)
     assert result.returncode == 1
     assert "Run:\n  python real_model_example.py push " in result.stderr

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from tests.conftest import assert_ok, run_command
-from tests.e2e.support import clone, metrics, printed
+from tests.e2e.support import clone, find_command, metrics
 
 DOCUMENT = "CONTRIBUTING.md"
 FLOOR = 1e-3  # as in the document
@@ -29,7 +29,7 @@ def write_examples(repository, strategy: str) -> None:
 def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     repository = clone(tmp_path / "repository")
     write_examples(repository, "lr_floor")
-    command = printed(DOCUMENT, "python real_model_example.py compare")
+    command = find_command(DOCUMENT, "python real_model_example.py compare")
     assert command[-2:] == ["--lr_floor", "1e-3"]
     result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
     assert_ok(result)

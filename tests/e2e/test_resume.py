@@ -18,8 +18,8 @@ from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (
     final_weights,
     launcher_command,
-    left_over,
     metrics,
+    remaining_processes,
     run_folders,
     running,
     wait_for,
@@ -73,7 +73,7 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
         else:
             process.send_signal(signum)
         code = process.wait(timeout=60)
-        assert left_over(str(output_dir)) == []
+        assert remaining_processes(str(output_dir)) == []
     return code
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import clean_environment, only_record
-from tests.e2e.support import clone, printed, run_folders
+from tests.e2e.support import clone, find_command, run_folders
 from tests.support import small_text
 
 GUIDE = "REAL_MODELS_GUIDE.md"
@@ -87,7 +87,7 @@ def test_from_a_text_to_answers(tmp_path):
     """Train, stop with Ctrl-C, continue, report, and generate."""
     repository = clone(tmp_path / "repository")
     (repository / "notes.txt").write_text(small_text().read_text()[:8_000])
-    first = printed(GUIDE, "python real_model_example.py --dataset notes.txt")
+    first = find_command(GUIDE, "python real_model_example.py --dataset notes.txt")
     terminal = Terminal(repository, first)
     terminal.read_until(r"epoch +1")
     before = len(terminal.text)
@@ -117,10 +117,10 @@ def test_from_a_text_to_answers(tmp_path):
     proposed = said.replace("\r", "").partition("Next, for example:")[2].splitlines()
     assert [line.split()[2] for line in proposed if "python" in line][:2] == ["generate", "report"]
 
-    report = type_in(repository, printed(GUIDE, "python real_model_example.py report"))
+    report = type_in(repository, find_command(GUIDE, "python real_model_example.py report"))
     assert_readable(report)
     assert f"{perplexities[-1]:.1f}" in report
-    asks = printed(GUIDE, "python real_model_example.py generate")
+    asks = find_command(GUIDE, "python real_model_example.py generate")
     answer = type_in(repository, [*asks, "--temperature", "0"])
     assert answer.startswith(asks[-1])
     assert len(answer.split()) > 5

@@ -26,44 +26,44 @@ from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
 from tests.conftest import new_heavy_pool
-from tests.parity.support import DEEP, cut, reference, run_cases, small_infinity, split
+from tests.parity.support import DEEP, mesh, micro_batches, reference, run_cases, small_infinity
 from tests.pool import Pool
 
 # This model is deep enough for two stages on each of four processes, and its embedding has padding.
-EIGHT = {**DEEP, "model": "eight-layers-2050"}
+EIGHT_LAYERS = {**DEEP, "model": "eight-layers-2050"}
 WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # each run is saved after half of these steps
-AT_ONCE = 40  # approximate number of pairs per job; the pairs in a job share saved runs
+PAIRS_PER_JOB = 40  # approximate number of pairs per job; the pairs in a job share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG. A name ends in the number of processes.
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{
-        f"{name} x {count}": {"strategy": name, **cut(1)}
+        f"{name} x {count}": {"strategy": name, **micro_batches(1)}
         for name in ("dp", "zero1", "zero2", "zero3", "offload", "fsdp")
         for count in (1, 2, 4)
     },
     **{
-        f"infinity x {count}": {**small_infinity(sub_group_size=2**18), **cut(1)}
+        f"infinity x {count}": {**small_infinity(sub_group_size=2**18), **micro_batches(1)}
         for count in ((1, 2, 4) if has_libaio() else ())
     },
-    **{f"tp x {count}": {**split(tp=count), **cut(1)} for count in (2, 4)},
-    **{f"pp-1f1b x {count}": {**split(pp=count), **cut(4)} for count in (2, 4)},
-    **{f"pp-zb-v x {count}": {**split(pp=count), **cut(8), **_ZB_V} for count in (2, 4)},
-    **{f"hybrid x {count}": {"strategy": "hybrid", **cut(2)} for count in (2, 4)},
-    "hsdp x 4": {"strategy": "fsdp", "dp_replicate": 2, **cut(1)},
-    "3d-tp-pp x 4": {**split(tp=2, pp=2), **cut(4)},
-    "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
-    "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
+    **{f"tp x {count}": {**mesh(tp=count), **micro_batches(1)} for count in (2, 4)},
+    **{f"pp-1f1b x {count}": {**mesh(pp=count), **micro_batches(4)} for count in (2, 4)},
+    **{f"pp-zb-v x {count}": {**mesh(pp=count), **micro_batches(8), **_ZB_V} for count in (2, 4)},
+    **{f"hybrid x {count}": {"strategy": "hybrid", **micro_batches(2)} for count in (2, 4)},
+    "hsdp x 4": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
+    "3d-tp-pp x 4": {**mesh(tp=2, pp=2), **micro_batches(4)},
+    "3d-shard-tp x 4": {**mesh(dp_shard=2, tp=2), **micro_batches(1)},
+    "3d-shard-pp-zb-v x 4": {**mesh(dp_shard=2, pp=2), **micro_batches(4), **_ZB_V},
 }
 # These layouts are only paired with each other. A run can only be resumed with the same settings of
 # its algorithm, and other strategies have no local_steps.
 LOCAL = {
-    f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
+    f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **micro_batches(1)}
     for count in (1, 2, 4)
 }
 Pair = tuple[str, str]
@@ -90,7 +90,10 @@ def draw_ring(seed: int) -> list[Pair]:
 
 
 def reshard(
-    pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
+    pairs: Iterable[Pair],
+    folder: Path,
+    work: Mapping[str, Any] = EIGHT_LAYERS,
+    pool: Pool | None = None,
 ) -> dict[Pair, dict[str, float]]:
     """Compare the second half of each pair's steps with an uninterrupted one-process run. For each
     pair, return the largest relative difference of any loss and of any weight (in the 2-norm)."""
@@ -114,7 +117,7 @@ def _save(
             }
             for name in names
         }
-        runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS, pool=pool)
+        runs |= run_cases(cases, count, function="save_halfway", steps=NUM_STEPS, pool=pool)
     return runs
 
 
@@ -124,18 +127,18 @@ def _resume(
     """Resume the runs that `_save` saved in `runs`. Return the differences for each pair, as
     `reshard` does."""
     expected = reference(dict(work), steps=NUM_STEPS)
-    found = {}
-    for count, names in _by_processes({goes_on for _, goes_on in pairs}):
+    differences = {}
+    for count, names in _by_processes({resumed for _, resumed in pairs}):
         cases = {
-            f"{saved} -> {goes_on}": {**work, **(LAYOUTS | LOCAL)[goes_on], "resume": runs[saved]}
-            for saved, goes_on in pairs
-            if goes_on in names
+            f"{saved} -> {resumed}": {**work, **(LAYOUTS | LOCAL)[resumed], "resume": runs[saved]}
+            for saved, resumed in pairs
+            if resumed in names
         }
-        ended = run_cases(cases, count, what="go_on", steps=NUM_STEPS, pool=pool)
-        for words, actual in ended.items():
-            saved, goes_on = words.split(" -> ")
-            found[saved, goes_on] = _distance(actual, expected)
-    return found
+        results = run_cases(cases, count, function="go_on", steps=NUM_STEPS, pool=pool)
+        for pair_name, actual in results.items():
+            saved, resumed = pair_name.split(" -> ")
+            differences[saved, resumed] = _distance(actual, expected)
+    return differences
 
 
 def _by_processes(layouts: Iterable[str]) -> list[tuple[int, list[str]]]:
@@ -155,14 +158,14 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
     }
 
 
-def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divide the pairs into jobs of about AT_ONCE pairs. All pairs with the same saved layout are
-    in one job."""
+def split_into_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Divide the pairs into jobs of about PAIRS_PER_JOB pairs. All pairs with the same saved layout
+    are in one job."""
     jobs: list[list[Pair]] = []
-    for _, own in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
-        if not jobs or len(jobs[-1]) > AT_ONCE / 2:
+    for _, same_saved in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
+        if not jobs or len(jobs[-1]) > PAIRS_PER_JOB / 2:
             jobs.append([])
-        jobs[-1] += own
+        jobs[-1] += same_saved
     return jobs
 
 
@@ -190,21 +193,24 @@ def main() -> None:
     if not has_libaio():
         record["left_out"] = "infinity: libaio is not installed"
     reference(dict(values), steps=NUM_STEPS)  # computed once for all jobs
-    own = threading.local()
-    moments = list[int]()
+    thread_local = threading.local()
+    moment_file_counts = list[int]()
 
-    def work(job: list[Pair]) -> dict[Pair, dict[str, float]]:
-        if not hasattr(own, "pool"):
-            own.pool = new_heavy_pool()
+    def run_job(job: list[Pair]) -> dict[Pair, dict[str, float]]:
+        if not hasattr(thread_local, "pool"):
+            thread_local.pool = new_heavy_pool()
         with tempfile.TemporaryDirectory() as folder:
-            found = reshard(job, Path(folder), values, own.pool)
-            moments.append(len(list(Path(folder).rglob("exp_avg_sq-*.swp"))))
-        return found
+            pair_differences = reshard(job, Path(folder), values, thread_local.pool)
+            moment_file_counts.append(len(list(Path(folder).rglob("exp_avg_sq-*.swp"))))
+        return pair_differences
 
     with ThreadPoolExecutor(a.jobs) as jobs:
-        for found in jobs.map(work, cut_jobs(pairs)):
-            rows += [{"saved": one, "resumed": other, **far} for (one, other), far in found.items()]
-            about = {**record, "files_of_moments": sum(moments), "pairs": rows}
+        for pair_differences in jobs.map(run_job, split_into_jobs(pairs)):
+            rows += [
+                {"saved": saved, "resumed": resumed, **differences}
+                for (saved, resumed), differences in pair_differences.items()
+            ]
+            about = {**record, "files_of_moments": sum(moment_file_counts), "pairs": rows}
             a.out.write_text(json.dumps(about, indent=1) + "\n")
             print(
                 f"{len(rows)} of {len(pairs)} pairs, {time.monotonic() - began:.0f} s", flush=True

@@ -41,7 +41,7 @@ WORKER = ROOT / "tests/faults/soak_worker.py"
 NUM_STEPS = 40
 SAVED_EVERY = 8
 HANG_S = 40
-FAULTS_A_MISSION = 3
+FAULTS_PER_MISSION = 3
 LIMIT_S = 200.0  # time limit of one start
 RESERVE_S = 110.0  # no fault begins if less time remains
 WEEK_S = 7 * 86400.0  # longest run; subprocess accepts no infinite timeout
@@ -70,7 +70,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-BUILDING = ("offload", "infinity")  # strategies that need DeepSpeed's extensions
+NEEDS_EXTENSIONS = ("offload", "infinity")  # strategies that need DeepSpeed's extensions
 
 
 @dataclass(frozen=True)
@@ -131,31 +131,31 @@ class Mission:
         """Run the mission, and return its row for the record."""
         self.runs = self.folder / "runs"
         self.runs.mkdir(parents=True)
-        draw = random.Random(f"{self.seed} {self.strategy} {self.number}")
+        rng = random.Random(f"{self.seed} {self.strategy} {self.number}")
         self.faults: list[dict[str, Any]] = []
         self.failures: list[str] = []
-        with disk(self.runs) if "disk full" in self.kinds else contextlib.nullcontext():
-            status = self._meet_faults(draw)
-            useful = saved_steps(self.runs)
+        with small_disk(self.runs) if "disk full" in self.kinds else contextlib.nullcontext():
+            status = self._run_with_faults(rng)
+            useful_steps = saved_steps(self.runs)
             weights = read_weights(self.runs)
-        paid = sum(fault["steps"] for fault in self.faults)
+        steps_paid = sum(fault["steps"] for fault in self.faults)
         return {
             "strategy": self.strategy, "number": self.number, "status": status,
-            "useful_steps": useful, "steps_paid": paid, "failures": self.failures,
+            "useful_steps": useful_steps, "steps_paid": steps_paid, "failures": self.failures,
             "starts": self.faults, "weights": weights,
         }  # fmt: skip
 
-    def _meet_faults(self, draw: random.Random) -> str | None:
+    def _run_with_faults(self, rng: random.Random) -> str | None:
         for _ in range(self.num_faults):
-            kind = draw.choice(self.kinds)
-            share = draw.random()
-            rank = draw.randrange(STRATEGIES[self.strategy][0])
+            kind = rng.choice(self.kinds)
+            share = rng.random()
+            rank = rng.randrange(STRATEGIES[self.strategy][0])
             if self.time_left() < RESERVE_S:
                 break
             begin = saved_steps(self.runs)
             step = min(NUM_STEPS, begin + 2 + int(share * (NUM_STEPS - begin - 1)))
             row = self._start(kind, rank, step)
-            self._judge(row)
+            self._check_outcome(row)
             if row["status"] == "ok":
                 return "ok"
         row = self._start("none", 0, 0)
@@ -166,36 +166,45 @@ class Mission:
     def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
         """Start the run with the given fault, and wait until all its processes have ended. Return a
         row that describes this start."""
-        own = self.folder / f"start-{len(self.faults)}"
-        (own / "processes").mkdir(parents=True)
+        start_folder = self.folder / f"start-{len(self.faults)}"
+        (start_folder / "processes").mkdir(parents=True)
         begin = saved_steps(self.runs)
         (self.runs / "filled").unlink(missing_ok=True)
-        job = {"folder": str(own), "kind": kind, "rank": rank, "step": step, "cores": self.cores}
+        job = {
+            "folder": str(start_folder),
+            "kind": kind,
+            "rank": rank,
+            "step": step,
+            "cores": self.cores,
+        }
         environment = {"SOAK": json.dumps(job | {"disk": str(self.runs)}), "OMP_NUM_THREADS": "1"}
         began = time.time()
-        log = own / "log"
-        code = self._launch(environment, log, own / "processes")
+        log = start_folder / "log"
+        code = self._launch(environment, log, start_folder / "processes")
         ended = time.time()
-        said = log.read_text(errors="replace")
-        struck = own / "struck"
-        at = float(struck.read_text()) if struck.exists() else None
+        output = log.read_text(errors="replace")
+        strike_file = start_folder / "struck"
+        struck_at = float(strike_file.read_text()) if strike_file.exists() else None
         record, written = newest_record(self.runs, began)
-        paid = own / "paid"
-        steps = len(paid.read_text().splitlines()) if paid.exists() else 0
+        steps_file = start_folder / "paid"
+        num_steps = len(steps_file.read_text().splitlines()) if steps_file.exists() else 0
         lines = re.findall(
-            r"^(?:error: |failed[: ]|interrupted|note: (?:ranks? |after )).*", said, re.MULTILINE
+            r"^(?:error: |failed[: ]|interrupted|note: (?:ranks? |after )).*", output, re.MULTILINE
         )
         row = {
-            "kind": kind, "rank": rank, "step": step, "struck": at is not None,
+            "kind": kind, "rank": rank, "step": step, "struck": struck_at is not None,
             "status": record.get("status", ""), "error": record.get("error"), "said": lines[-1:],
             "exit_code": code,
-            "from": begin, "steps": steps, "steps_lost": begin + steps - saved_steps(self.runs),
+            "from": begin, "steps": num_steps,
+            "steps_lost": begin + num_steps - saved_steps(self.runs),
             "seconds": round(ended - began, 1),
-            "recorded_s": round(written - at, 1) if at and written > at else None,
-            "ended_s": round(ended - at, 1) if at else None, "tail": "",
+            "recorded_s": (
+                round(written - struck_at, 1) if struck_at and written > struck_at else None
+            ),
+            "ended_s": round(ended - struck_at, 1) if struck_at else None, "tail": "",
         }  # fmt: skip
         if row["status"] != "ok":
-            row["tail"] = said[-3000:]
+            row["tail"] = output[-3000:]
         self.faults.append(row)
         return row
 
@@ -223,13 +232,13 @@ class Mission:
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         end = time.monotonic() + limit_s
-        while launcher.poll() is None or any(living(processes)):
+        while launcher.poll() is None or any(running_pids(processes)):
             if time.monotonic() > end:
                 if self.time_left() > 0:
-                    left = sorted(living(processes))
-                    self.failures.append(f"processes {left} were there after {limit_s:.0f} s")
+                    remaining = sorted(running_pids(processes))
+                    self.failures.append(f"processes {remaining} were there after {limit_s:.0f} s")
                 launcher.kill()
-                for process in living(processes):
+                for process in running_pids(processes):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 launcher.wait()
@@ -237,7 +246,7 @@ class Mission:
             time.sleep(0.1)
         return launcher.returncode
 
-    def _judge(self, row: dict[str, Any]) -> None:
+    def _check_outcome(self, row: dict[str, Any]) -> None:
         """Record a failure if the run did not end as required after this fault. Also set
         `row["named"]` to whether the run's messages name the cause."""
         if not row["struck"] or self.time_left() <= 0:
@@ -247,7 +256,7 @@ class Mission:
         row["named"] = bool(re.search(expected.named.format(rank=row["rank"]), words))
         if row["status"] == "ok" and expected.status != ("ok",):
             row["named"] = True
-        wrong = {
+        violations = {
             f"status {row['status']!r}": row["status"] not in expected.status,
             "the culprit is not named": not (row["named"] or self.warm),
             f"{row['steps_lost']} steps lost":
@@ -257,9 +266,9 @@ class Mission:
                 (row["recorded_s"] or 0) > expected.recorded_s,
             f"ended after {row['ended_s']} s": row["ended_s"] > expected.ended_s,
         }  # fmt: skip
-        found = [text for text, is_so in wrong.items() if is_so]
-        if found:
-            self.failures.append(f"{row['kind']} at step {row['step']}: {'; '.join(found)}")
+        texts = [text for text, violated in violations.items() if violated]
+        if texts:
+            self.failures.append(f"{row['kind']} at step {row['step']}: {'; '.join(texts)}")
 
 
 class Soak:
@@ -278,13 +287,13 @@ class Soak:
         self.jobs = jobs
         self.end = time.monotonic() + seconds
         self.lock = threading.RLock()
-        self.begun = dict.fromkeys(strategies, 0)
-        self.undisturbed: dict[str, dict[str, Any]] = {}
+        self.num_begun = dict.fromkeys(strategies, 0)
+        self.reference_weights: dict[str, dict[str, Any]] = {}
         self.not_run: dict[str, str] = {}
         self.missions: list[dict[str, Any]] = []
         self.broken: list[dict[str, Any]] = []  # errors of the soak itself
         self.struck = 0
-        self.extensions = warm or not set(BUILDING) & set(strategies)
+        self.extensions = warm or not set(NEEDS_EXTENSIONS) & set(strategies)
 
     def time_left(self) -> float:
         return self.end - time.monotonic()
@@ -292,7 +301,7 @@ class Soak:
     def run(self, done: Callable[[], None] = lambda: None) -> None:
         """Run all missions. Call `done` after each mission."""
         threads = [
-            threading.Thread(target=self._work, args=(slot, done), daemon=True)
+            threading.Thread(target=self._run_missions, args=(slot, done), daemon=True)
             for slot in range(self.jobs)
         ]
         threads += [] if self.extensions else [threading.Thread(target=self._build, daemon=True)]
@@ -304,14 +313,14 @@ class Soak:
     def _build(self) -> None:
         """Build DeepSpeed's extensions once for all missions."""
         script = [sys.executable, str(ROOT / "tests" / "build_extensions.py")]
-        built = subprocess.run(
+        completed = subprocess.run(
             script, env=clean_environment(), capture_output=True, text=True,
             timeout=max(1, self.time_left()),
         )  # fmt: skip
         with self.lock:
-            if built.returncode:
-                why = f"extensions cannot be built: {built.stderr.strip()[-300:]}"
-                self.not_run |= {name: why for name in BUILDING if name in self.strategies}
+            if completed.returncode:
+                why = f"extensions cannot be built: {completed.stderr.strip()[-300:]}"
+                self.not_run |= {name: why for name in NEEDS_EXTENSIONS if name in self.strategies}
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
@@ -320,60 +329,64 @@ class Soak:
         with self.lock:
             ready = [
                 name for name in self.strategies
-                if name not in self.not_run and (self.extensions or name not in BUILDING)
-                and (not self.begun[name] or name in self.undisturbed)
+                if name not in self.not_run and (self.extensions or name not in NEEDS_EXTENSIONS)
+                and (not self.num_begun[name] or name in self.reference_weights)
             ]  # fmt: skip
             if not ready:
                 return None
-            name = min(ready, key=lambda name: self.begun[name])
-            self.begun[name] += 1
-            return name, self.begun[name] - 1
+            name = min(ready, key=lambda name: self.num_begun[name])
+            self.num_begun[name] += 1
+            return name, self.num_begun[name] - 1
 
-    def _work(self, slot: int, done: Callable[[], None]) -> None:
+    def _run_missions(self, slot: int, done: Callable[[], None]) -> None:
         while self.time_left() > RESERVE_S and self.struck < self.num_faults:
-            found = self._next()
-            if found is None:
+            mission = self._next()
+            if mission is None:
                 time.sleep(0.2)
                 continue
             try:
-                row = self.one(*found, slot)
+                row = self.run_mission(*mission, slot)
                 with self.lock:
-                    self._keep(row)
+                    self._add_result(row)
             except Exception:  # skip the mission and report the error
                 with self.lock:
-                    self.broken.append({"mission": found, "error": traceback.format_exc()[-2000:]})
+                    self.broken.append(
+                        {"mission": mission, "error": traceback.format_exc()[-2000:]}
+                    )
             with self.lock:
                 done()
 
-    def one(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
+    def run_mission(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
         """Run mission `number` of a strategy, and return its row for the record."""
         cores = sorted(os.sched_getaffinity(0))
         per_job = len(os.sched_getaffinity(0)) // self.jobs
-        own = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
+        mission_cores = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
         with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
             return Mission(
                 strategy, number, self.seed, Path(folder), self.kinds,
-                min(FAULTS_A_MISSION, self.num_faults) if number else 0, own, self.time_left,
-                self.warm,
+                min(FAULTS_PER_MISSION, self.num_faults) if number else 0, mission_cores,
+                self.time_left, self.warm,
             ).run()  # fmt: skip
 
-    def _keep(self, row: dict[str, Any]) -> None:
+    def _add_result(self, row: dict[str, Any]) -> None:
         weights = row.pop("weights")
         name = row["strategy"]
         if row["number"] == 0:
             if row["failures"]:
                 self.not_run[name] = row["failures"][0]
             else:
-                self.undisturbed[name] = weights
+                self.reference_weights[name] = weights
             return
         if row["status"] != "ok" and self.time_left() <= 0:
             return  # stopped because the time was over
         self.struck += sum(start["struck"] for start in row["starts"])
-        row |= compare(weights, self.undisturbed[name]) if row["status"] == "ok" else {}
+        row |= (
+            compare_weights(weights, self.reference_weights[name]) if row["status"] == "ok" else {}
+        )
         if row.get("largest_difference", 0) > TOLERANCE:
             row["failures"].append(f"weights differ by {row['largest_difference']:.1e}")
         self.missions.append(row)
-        kinds = ", ".join(start["kind"] for start in row["starts"][:FAULTS_A_MISSION])
+        kinds = ", ".join(start["kind"] for start in row["starts"][:FAULTS_PER_MISSION])
         end = "; ".join(row["failures"]) or "as if nothing had been"
         print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
 
@@ -393,30 +406,30 @@ class Soak:
                 "saved_every": SAVED_EVERY, "hang_timeout_s": HANG_S, "versions": versions(),
                 "machine": {"num_cpus": os.cpu_count(), "kernel": platform.release()},
                 "not_run": self.not_run, "broken": self.broken,
-                "by_fault": by(starts, lambda _, start: start["kind"]),
-                "by_strategy": by(starts, lambda mission, _: mission["strategy"]),
+                "by_fault": totals_by(starts, lambda _, start: start["kind"]),
+                "by_strategy": totals_by(starts, lambda mission, _: mission["strategy"]),
                 "failures": [m for m in self.missions if m["failures"]],
                 "missions": [without_tails(m) for m in self.missions if not m["failures"]],
             }  # fmt: skip
 
 
-def by(
+def totals_by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
     """Return the totals of `starts` by name. `key` maps each (mission, start) pair to its name."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
-        own = [pair for pair in starts if key(*pair) == name]
-        missions = {id(mission): mission for mission, _ in own}.values()
-        ended = sorted(start["ended_s"] for _, start in own)
+        group = [pair for pair in starts if key(*pair) == name]
+        missions = {id(mission): mission for mission, _ in group}.values()
+        ended_s = sorted(start["ended_s"] for _, start in group)
         rows[name] = {
-            "faults": len(own),
-            "named": sum(start.get("named", False) for _, start in own),
-            "ended_s": {"median": statistics.median(ended), "most": ended[-1]},
-            "recorded_s_most": max((s["recorded_s"] or 0 for _, s in own), default=None),
+            "faults": len(group),
+            "named": sum(start.get("named", False) for _, start in group),
+            "ended_s": {"median": statistics.median(ended_s), "most": ended_s[-1]},
+            "recorded_s_most": max((s["recorded_s"] or 0 for _, s in group), default=None),
             "steps_lost": {
-                "mean": round(statistics.mean(start["steps_lost"] for _, start in own), 1),
-                "most": max(start["steps_lost"] for _, start in own),
+                "mean": round(statistics.mean(start["steps_lost"] for _, start in group), 1),
+                "most": max(start["steps_lost"] for _, start in group),
             },
             "missions": len(missions),
             "bit_identical": sum(m.get("bit_identical", False) for m in missions),
@@ -434,18 +447,18 @@ def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
     return {**mission, "starts": starts}
 
 
-def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+def compare_weights(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     """Return whether two runs' weights are bit-identical, and the largest relative difference."""
-    assert set(ours) == set(theirs)
-    far = {}
-    for name in ours:
-        size = float(np.linalg.norm(theirs[name]))
-        far[name] = float(np.linalg.norm(ours[name] - theirs[name])) / max(size, 1e-9)
-    same = all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-    return {"bit_identical": same, "largest_difference": max(far.values())}
+    assert set(actual) == set(expected)
+    differences = {}
+    for name in actual:
+        size = float(np.linalg.norm(expected[name]))
+        differences[name] = float(np.linalg.norm(actual[name] - expected[name])) / max(size, 1e-9)
+    identical = all(actual[name].tobytes() == expected[name].tobytes() for name in actual)
+    return {"bit_identical": identical, "largest_difference": max(differences.values())}
 
 
-def living(processes: Path) -> Iterator[int]:
+def running_pids(processes: Path) -> Iterator[int]:
     """Yield the IDs of the running processes that have a file in `processes`. The file's name is
     the process ID."""
     for file in list(processes.iterdir()):
@@ -456,7 +469,7 @@ def living(processes: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def disk(folder: Path) -> Iterator[None]:
+def small_disk(folder: Path) -> Iterator[None]:
     """Mount a small disk at `folder` until the `with` block ends."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
     try:
@@ -468,7 +481,7 @@ def disk(folder: Path) -> Iterator[None]:
 def can_mount() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with disk(Path(folder)):
+            with small_disk(Path(folder)):
                 return True
         except (OSError, subprocess.CalledProcessError):
             return False
@@ -476,8 +489,8 @@ def can_mount() -> bool:
 
 def saved_steps(runs: Path) -> int:
     """Return the step of the newest checkpoint, or 0 if no checkpoint exists."""
-    found = runs.glob("*-*/checkpoints/step-*/meta.json")
-    return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
+    paths = runs.glob("*-*/checkpoints/step-*/meta.json")
+    return max((int(path.parent.name.partition("-")[2]) for path in paths), default=0)
 
 
 def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
@@ -509,27 +522,27 @@ def soak(
 ) -> dict[str, Any]:
     """Run missions until `num_faults` faults have struck or time is up. Return the record."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        whole = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
-        prepare(whole)
+        soak_run = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
+        exclude_unsupported(soak_run)
 
         def write() -> None:
             if out is not None:
-                out.write_text(json.dumps(whole.record(), indent=1) + "\n")
+                out.write_text(json.dumps(soak_run.record(), indent=1) + "\n")
 
-        whole.run(write)
+        soak_run.run(write)
         write()
-        return whole.record()
+        return soak_run.record()
 
 
-def prepare(whole: Soak) -> None:
+def exclude_unsupported(soak_run: Soak) -> None:
     """Exclude strategies and faults that this machine does not support. Set the folder for
     DeepSpeed's extensions unless the environment already names one."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(whole.folder / "extensions"))
-    if "infinity" in whole.strategies and not has_libaio():
-        whole.not_run["infinity"] = "libaio is not installed"
-    if "disk full" in whole.kinds and not can_mount():
-        whole.kinds.remove("disk full")
-        whole.not_run["disk full"] = "no disk of its own can be mounted here"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(soak_run.folder / "extensions"))
+    if "infinity" in soak_run.strategies and not has_libaio():
+        soak_run.not_run["infinity"] = "libaio is not installed"
+    if "disk full" in soak_run.kinds and not can_mount():
+        soak_run.kinds.remove("disk full")
+        soak_run.not_run["disk full"] = "no disk of its own can be mounted here"
 
 
 def main() -> None:
@@ -551,9 +564,9 @@ def main() -> None:
     if a.repeat is not None:
         name, _, number = a.repeat.partition(":")
         with tempfile.TemporaryDirectory() as folder:
-            one = Soak(a.seed, a.faults, a.seconds, 1, [name], a.kinds, False, Path(folder))
-            prepare(one)
-            row = one.one(name, int(number))
+            soak_run = Soak(a.seed, a.faults, a.seconds, 1, [name], a.kinds, False, Path(folder))
+            exclude_unsupported(soak_run)
+            row = soak_run.run_mission(name, int(number))
         print(json.dumps({**row, "weights": None}, indent=1))
         return
     record = soak(

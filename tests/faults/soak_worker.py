@@ -39,7 +39,7 @@ SIGNALS = {
     "terminal gone": (signal.SIGHUP, True),
     "Ctrl-C": (signal.SIGINT, True),
 }
-ENDS = {
+END_SIGNALS = {
     "killed after the export": signal.SIGKILL,
     "frozen after the export": signal.SIGSTOP,
     "killed at the end": signal.SIGKILL,
@@ -47,7 +47,7 @@ ENDS = {
 }
 
 
-def struck() -> None:
+def record_strike() -> None:
     """Record the current time as the time of the fault."""
     with suppress(OSError):
         (FOLDER / "struck").write_text(repr(time.time()))
@@ -64,26 +64,26 @@ def kill_everyone() -> None:
 def strike_in_step(trainer: Any) -> None:
     """Cause the fault at the start of a step, or set it up to strike later."""
     if KIND in SIGNALS:
-        struck()
+        record_strike()
         signum, launcher = SIGNALS[KIND]
         os.kill(os.getppid() if launcher else os.getpid(), signum)
     elif KIND == "all killed":
-        struck()
+        record_strike()
         kill_everyone()
     elif KIND == "folder removed":
-        struck()
+        record_strike()
         shutil.rmtree(trainer.plan.run_dir, ignore_errors=True)
-    elif KIND in ENDS and KIND.endswith("at the end"):
+    elif KIND in END_SIGNALS and KIND.endswith("at the end"):
         strike_at(trainer.engine, "close")
     elif KIND == "hangs":  # within the step, after its start was reported
 
         def hang(_batch: Any) -> None:
-            struck()
+            record_strike()
             time.sleep(600)
 
         trainer.engine.train_step = hang
     elif KIND == "not finite":
-        struck()
+        record_strike()
         step = trainer.engine.train_step
         trainer.engine.train_step = lambda batch: dataclasses.replace(
             result := step(batch), loss_sum=result.loss_sum * float("nan")
@@ -92,82 +92,82 @@ def strike_in_step(trainer: Any) -> None:
 
 def strike_at(owner: Any, name: str) -> None:
     """Send the fault's signal to this process when the method `name` of `owner` returns."""
-    right = getattr(owner, name)
+    original = getattr(owner, name)
 
-    def method(*told: Any) -> Any:
-        right(*told)
-        struck()
-        os.kill(os.getpid(), ENDS[KIND])
+    def method(*arguments: Any) -> Any:
+        original(*arguments)
+        record_strike()
+        os.kill(os.getpid(), END_SIGNALS[KIND])
 
     setattr(owner, name, method)
 
 
-def strike_in_save(checkpoint: Any, own: bool) -> None:
-    """Cause the fault while a checkpoint is being written. `own` is true on the rank that the fault
-    affects. "no quota" affects all ranks, because they share one quota."""
+def strike_in_save(checkpoint: Any, is_target: bool) -> None:
+    """Cause the fault while a checkpoint is being written. `is_target` is true on the rank that the
+    fault affects. "no quota" affects all ranks, because they share one quota."""
     if KIND == "no quota":
-        struck()
+        record_strike()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    elif own and KIND == "disk full":
-        struck()
+    elif is_target and KIND == "disk full":
+        record_strike()
         with open(JOB["disk"] + "/filled", "wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(2**16))
-    elif own and KIND == "killed while saving":
+    elif is_target and KIND == "killed while saving":
 
         def write_parts(*_: Any) -> None:
-            struck()
+            record_strike()
             os.kill(os.getpid(), signal.SIGKILL)
 
         saver.write_parts = write_parts  # type: ignore[assignment]
 
 
-def arrange(rank: int) -> None:
+def inject_faults(rank: int) -> None:
     """Set up fault injection on this rank."""
-    own = rank == JOB["rank"]
-    if own and KIND == "killed at the start":
-        struck()
+    is_target = rank == JOB["rank"]
+    if is_target and KIND == "killed at the start":
+        record_strike()
         os.kill(os.getpid(), signal.SIGKILL)
     from distributed_training.train.loop import Trainer
 
-    if own and KIND in ENDS and KIND.endswith("after the export"):
+    if is_target and KIND in END_SIGNALS and KIND.endswith("after the export"):
         strike_at(Trainer, "_export_and_sample")
-    right_update = Trainer._update
-    right_begin = saver.Saver.begin
+    original_update = Trainer._update
+    original_begin = saver.Saver.begin
 
     def update(self: Trainer) -> None:
-        if own and self.step + 1 == JOB["step"]:
+        if is_target and self.step + 1 == JOB["step"]:
             strike_in_step(self)
-        right_update(self)
+        original_update(self)
         if rank == 0:
             with suppress(OSError), open(FOLDER / "paid", "a") as file:
                 file.write(f"{self.step}\n")
 
     def begin(self: Any, engine: Any, **options: Any) -> None:
         if options["step"] >= JOB["step"]:
-            strike_in_save(saver, own)
-        right_begin(self, engine, **options)
+            strike_in_save(saver, is_target)
+        original_begin(self, engine, **options)
 
     Trainer._update = update  # type: ignore[method-assign]
     saver.Saver.begin = begin  # type: ignore[method-assign]
 
 
-def begin_process() -> None:
+def register_process() -> None:
     """Record this process's ID. If the process is a rank, set up fault injection."""
     (FOLDER / "processes" / str(os.getpid())).touch()
     if "RANK" in os.environ:
-        arrange(int(os.environ["RANK"]))
+        inject_faults(int(os.environ["RANK"]))
 
 
 def main() -> int:
     if JOB["cores"]:
         os.sched_setaffinity(0, JOB["cores"])
-    begin_process()
+    register_process()
     train_in_fork = launch.train_in_fork
 
-    def train(*told: Any) -> int:
-        begin_process()
-        return train_in_fork(*told)
+    def train(*arguments: Any) -> int:
+        register_process()
+        return train_in_fork(*arguments)
 
     launch.train_in_fork = train  # type: ignore[assignment]
     return real_model_example.main()

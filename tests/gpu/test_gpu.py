@@ -16,9 +16,9 @@ from tests.parity.support import (
     assert_equal_runs,
     assert_resumes,
     assert_same_bits,
-    cut,
+    mesh,
+    micro_batches,
     run_cases,
-    split,
 )
 from tests.parity.test_layouts import CASES as LAYOUTS
 from tests.parity.test_packing import PACKED
@@ -103,37 +103,39 @@ NUM_REPLAYED = 30  # the evaluation halfway comes after the capture
 DROPPING = {"dropout": 0.2}
 REPLAYED = {
     1: {
-        "dp": {"strategy": "dp", **cut(1)},
-        "dp accumulating": {"strategy": "dp", **cut(4), **DROPPING},
-        "dp fp16": {"strategy": "dp", **cut(2), "precision": "fp16"},
+        "dp": {"strategy": "dp", **micro_batches(1)},
+        "dp accumulating": {"strategy": "dp", **micro_batches(4), **DROPPING},
+        "dp fp16": {"strategy": "dp", **micro_batches(2), "precision": "fp16"},
         "dp whole, chunked": {
-            "strategy": "dp", **cut(1), "compile": "whole", "loss_chunk_tokens": 100,
+            "strategy": "dp", **micro_batches(1), "compile": "whole", "loss_chunk_tokens": 100,
         },
-        "dp records": {"strategy": "dp", **cut(2), **PACKED},
+        "dp records": {"strategy": "dp", **micro_batches(2), **PACKED},
     },
     2: {
-        "fsdp": {"strategy": "fsdp", **cut(2), **DROPPING},
-        "fsdp fp16": {"strategy": "fsdp", **cut(2), "precision": "fp16"},
-        "fsdp chunked": {"strategy": "fsdp", **cut(1), "loss_chunk_tokens": 100},
-        "tp2": {**split(tp=2), **cut(2)},
-        "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
-        "pp2-zb-auto": {**split(pp=2), **cut(8), "pipeline_schedule": "zb-auto"},
-        "fsdp records": {"strategy": "fsdp", **cut(2), **PACKED},
-        "pp2-zb-v records": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v", **PACKED},
+        "fsdp": {"strategy": "fsdp", **micro_batches(2), **DROPPING},
+        "fsdp fp16": {"strategy": "fsdp", **micro_batches(2), "precision": "fp16"},
+        "fsdp chunked": {"strategy": "fsdp", **micro_batches(1), "loss_chunk_tokens": 100},
+        "tp2": {**mesh(tp=2), **micro_batches(2)},
+        "pp2-zb-v": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v"},
+        "pp2-zb-auto": {**mesh(pp=2), **micro_batches(8), "pipeline_schedule": "zb-auto"},
+        "fsdp records": {"strategy": "fsdp", **micro_batches(2), **PACKED},
+        "pp2-zb-v records": {
+            **mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v", **PACKED,
+        },
     },
     4: {
-        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
-        "shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
+        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
+        "shard2-tp2": {**mesh(dp_shard=2, tp=2), **micro_batches(2)},
         "copies2-tp2-whole": {
-            **split(dp_replicate=2, tp=2), **cut(1), "sequence_parallel": False,
+            **mesh(dp_replicate=2, tp=2), **micro_batches(1), "sequence_parallel": False,
         },
-        "pp4-zb-h1": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-h1"},
+        "pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), "pipeline_schedule": "zb-h1"},
         "shard2-pp2-interleaved": {
-            **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "interleaved",
+            **mesh(dp_shard=2, pp=2), **micro_batches(4), "pipeline_schedule": "interleaved",
         },
-        "tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
+        "tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(4)},
     },
-    8: {"shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(4)}},
+    8: {"shard2-tp2-pp2": {**mesh(dp_shard=2, tp=2, pp=2), **micro_batches(4)}},
 }  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def test_cuda_graph_steps_equal_steps_without_a_graph_bitwise(count, precision):
         for name, values in REPLAYED[count].items()
         for graph in (True, False)
     }
-    found = run_cases(cases, count, what="train_exactly", steps=NUM_REPLAYED, **exactly(count))
+    found = run_cases(cases, count, function="train_exactly", steps=NUM_REPLAYED, **exactly(count))
     for name in REPLAYED[count]:
         print(f"comparing {name}")
         replayed, launched = (found[f"{name}, graph={graph}"] for graph in (True, False))
@@ -165,10 +167,10 @@ def test_cuda_graph_steps_equal_steps_without_a_graph_bitwise(count, precision):
 
 def test_a_failed_capture_continues_without_a_graph():
     count = min(2, torch.cuda.device_count())
-    values = {**DEEP, **cut(1), "strategy": "dp" if count == 1 else "fsdp"}
+    values = {**DEEP, **micro_batches(1), "strategy": "dp" if count == 1 else "fsdp"}
     expected, found = (
         run_cases(
-            {"dp or fsdp": {**values, "cuda_graphs": failing}}, count, what="train_exactly",
+            {"dp or fsdp": {**values, "cuda_graphs": failing}}, count, function="train_exactly",
             steps=NUM_REPLAYED, failing=failing, **exactly(count),
         )["dp or fsdp"]
         for failing in (False, True)
@@ -180,8 +182,8 @@ def test_a_failed_capture_continues_without_a_graph():
 def test_a_resumed_run_with_cuda_graphs_is_bitwise_equal():
     count = min(2, torch.cuda.device_count())
     cases = {
-        "dp": {**DEEP, **cut(1), "strategy": "dp"},
-        "fsdp": {**DEEP, **cut(1), "strategy": "fsdp" if count > 1 else "dp"},
+        "dp": {**DEEP, **micro_batches(1), "strategy": "dp"},
+        "fsdp": {**DEEP, **micro_batches(1), "strategy": "fsdp" if count > 1 else "dp"},
     }
     assert_resumes(cases, count, steps=NUM_REPLAYED, **exactly(count))
 

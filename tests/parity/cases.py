@@ -68,11 +68,13 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     """Return the result of `use` for each case on this rank."""
     # Use deterministic kernels if the environment requests them.
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
-    found, mine = {}, list[Any]()
+    results, results_of_rank = {}, list[Any]()
     with open_group() as group:
-        for name, _ in every_run(group, arguments["cases"], lambda run: mine.append(use(run))):
-            found[name] = mine.pop()
-    return found
+        for name, _ in every_run(
+            group, arguments["cases"], lambda run: results_of_rank.append(use(run))
+        ):
+            results[name] = results_of_rank.pop()
+    return results
 
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +94,12 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but with each record of a packed block as a separate padded sample."""
-    return all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
+    return all_cases(
+        arguments, lambda run: _train(run, arguments["steps"], transform=_separate_records)
+    )
 
 
-def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
+def _separate_records(run: Run, batch: StepBatch) -> StepBatch:
     """Return the batch with one record per row, in the same number of micro-batches."""
     padding_id = run.data.tokenizer.eos_id
     rows = [tuple(rows_of(blocks, padding_id)) for blocks in batch.micro_batches]
@@ -103,16 +107,16 @@ def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
 
 
 def _train(
-    run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
+    run: Run, num_steps: int, steps: range | None = None, transform: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train for the given `steps`, by default all, of a run with `num_steps` steps. `take` replaces
-    the batch of each step."""
+    """Train for the given `steps`, by default all, of a run with `num_steps` steps. `transform`
+    replaces the batch of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
-        batch = take(run, run.batch(step))
+        batch = transform(run, run.batch(step))
         if step == num_steps // 2:
-            answers = _ask(run.engine, batch)
+            answers = _evaluate(run.engine, batch)
         result = run.engine.train_step(batch)
         losses.append(_mean_loss([result.loss_sum], batch))
         norms.append(float(result.grad_norm))
@@ -122,26 +126,30 @@ def _train(
     return {"losses": losses, "grad_norms": norms, "state": state, **answers}
 
 
-def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
+def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
     """Return an engine's evaluation loss and logits, and check that all ranks agree and that the
     training state does not change."""
-    before = engine.full_state()
+    state_before = engine.full_state()
     evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
     logits = engine.logits(PROMPT)
-    rounded = 1e-4 if logits.dtype is torch.float32 else 0.05
+    tolerance = 1e-4 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
-    if (past := engine.past()) is not None:  # with a cache: first a prompt, then single tokens
-        cut = PROMPT.shape[1] // 2
-        texts = [PROMPT[:, :cut], *PROMPT[:, cut:].split(1, dim=1)]
-        pieces = torch.cat([engine.logits(text, past) for text in texts], dim=1)
-        torch.testing.assert_close(pieces.float().cpu(), logits, rtol=rounded, atol=rounded)
-    first = logits.clone()
-    dist.broadcast(first, src=0)
-    torch.testing.assert_close(logits, first, msg="logits differ between ranks")
+    if (cache := engine.past()) is not None:  # with a cache: first a prompt, then single tokens
+        half = PROMPT.shape[1] // 2
+        texts = [PROMPT[:, :half], *PROMPT[:, half:].split(1, dim=1)]
+        cached_logits = torch.cat([engine.logits(text, cache) for text in texts], dim=1)
+        torch.testing.assert_close(
+            cached_logits.float().cpu(), logits, rtol=tolerance, atol=tolerance
+        )
+    rank_0_logits = logits.clone()
+    dist.broadcast(rank_0_logits, src=0)
+    torch.testing.assert_close(logits, rank_0_logits, msg="logits differ between ranks")
     state = engine.full_state()
     if state is not None:
-        assert all(torch.equal(state[name], before[name]) for name in before), "evaluation"
-    return {"evaluation": evaluation, "logits": first}
+        assert all(torch.equal(state[name], state_before[name]) for name in state_before), (
+            "evaluation"
+        )
+    return {"evaluation": evaluation, "logits": rank_0_logits}
 
 
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
@@ -161,14 +169,14 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
         graph: Any = run.engine.step_graph  # type: ignore[attr-defined]
         step = graph.step
 
-        def asking(*tensors: torch.Tensor) -> Any:
-            found = step(*tensors)
+        def synchronizing_step(*tensors: torch.Tensor) -> Any:
+            outputs = step(*tensors)
             if torch.cuda.is_current_stream_capturing() and dist.get_rank() == 0:
-                found[0].item()
-            return found
+                outputs[0].item()
+            return outputs
 
         if arguments.get("failing"):
-            graph.step = asking
+            graph.step = synchronizing_step
         return {**_train(run, arguments["steps"]), "replayed": graph.graph is not None}
 
     return all_cases(arguments, use)
@@ -186,18 +194,18 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     dist.broadcast_object_list(folder, device=torch.device("cpu"))
     path = Path(folder[0])
 
-    def take(steps: range) -> None:
+    def train_steps(steps: range) -> None:
         for step in steps:
             run.engine.train_step(run.batch(step))
 
     second_half = range(num_steps // 2, num_steps)
-    take(range(num_steps // 2))
+    train_steps(range(num_steps // 2))
     parts = [*run.engine.state_parts(), *own_parts(run.engine, run.topology)]
     write_parts(path / f"rank-{dist.get_rank():05d}", parts)
     counters = run.engine.counters()
     dist.barrier()
-    take(second_half)
-    straight = run.engine.full_state()
+    train_steps(second_half)
+    uninterrupted = run.engine.full_state()
     run.engine.close()
     run.engine = build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
@@ -206,14 +214,14 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     run.engine.load(saved, counters)
     run.engine.set_learning_rate(0.0)
     loaded = run.engine.full_state()
-    take(second_half)
-    kept = run.engine.full_state()
+    train_steps(second_half)
+    after_zero_rate = run.engine.full_state()
     run.engine.set_learning_rate(float(run.plan.config.learning_rate))
     run.engine.load(saved, counters)
     load_own(run.engine, saved, run.topology)
-    take(second_half)
-    found = {"straight": straight, "resumed": run.engine.full_state()}
-    return {**found, "loaded": loaded, "kept": kept}
+    train_steps(second_half)
+    states = {"straight": uninterrupted, "resumed": run.engine.full_state()}
+    return {**states, "loaded": loaded, "kept": after_zero_rate}
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -243,23 +251,23 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(arguments, use)
 
 
-DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
+DROPOUT_KINDS = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
 
 
-def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
+def _recording_functional(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
     """Return a copy of torch.nn.functional in which the functions in `kinds` record the random
     generator's state before they draw numbers."""
 
-    def watch(name: str) -> Any:
-        def watched(*arguments: Any, **words: Any) -> Any:
+    def record(name: str) -> Any:
+        def recorded(*arguments: Any, **words: Any) -> Any:
             if words["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
                 state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
                 seen.setdefault(kinds[name], []).append(state)
             return getattr(torch.nn.functional, name)(*arguments, **words)
 
-        return watched
+        return recorded
 
-    return SimpleNamespace(**vars(torch.nn.functional) | {name: watch(name) for name in kinds})
+    return SimpleNamespace(**vars(torch.nn.functional) | {name: record(name) for name in kinds})
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -267,8 +275,8 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     entry is a hash of the random generator's state before one dropout in a training step. Equal
     states draw equal masks."""
     seen: dict[str, list[str]] = {}
-    attention.F = decoder.F = _watched(seen, DRAWING)
-    lora.F = _watched(seen, {"dropout": "adapter"})
+    attention.F = decoder.F = _recording_functional(seen, DROPOUT_KINDS)
+    lora.F = _recording_functional(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:
         seen.clear()

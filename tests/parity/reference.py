@@ -25,32 +25,34 @@ class Records:
     """Prompts with completions. Each row is one record, truncated or padded at the end."""
 
     ids: torch.Tensor  # [num_records, max_length + 1]
-    trained: torch.Tensor  # whether a token belongs to a completion or ends its text
+    is_target: torch.Tensor  # whether a token belongs to a completion or ends its text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
         """Return the summed loss of the target tokens in `rows`. Each token is predicted from the
         tokens before it."""
-        ids, trained = self.ids[rows], self.trained[rows]
+        ids, is_target = self.ids[rows], self.is_target[rows]
         logits = model(ids[:, :-1]).logits
-        return F.cross_entropy(logits[trained[:, 1:]], ids[:, 1:][trained[:, 1:]], reduction="sum")
+        return F.cross_entropy(
+            logits[is_target[:, 1:]], ids[:, 1:][is_target[:, 1:]], reduction="sum"
+        )
 
     def count(self, rows: np.ndarray) -> int:
         """Return the number of target tokens in `rows`."""
-        return int(self.trained[rows, 1:].sum())
+        return int(self.is_target[rows, 1:].sum())
 
 
 def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Records:
     """Read records from JSON lines."""
-    rows, trained = [], []
+    rows, targets = [], []
     for line in file.read_text().splitlines():
         record = json.loads(line)
         prompt = tokenizer(record["prompt"])["input_ids"]
         answer = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
         padding = [tokenizer.eos_token_id] * (max_length + 1)
         rows.append((prompt + answer + padding)[: max_length + 1])
-        counts = [False] * len(prompt) + [True] * len(answer) + [False] * len(padding)
-        trained.append(counts[: max_length + 1])
-    return Records(torch.tensor(rows), torch.tensor(trained))
+        mask = [False] * len(prompt) + [True] * len(answer) + [False] * len(padding)
+        targets.append(mask[: max_length + 1])
+    return Records(torch.tensor(rows), torch.tensor(targets))
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
@@ -69,19 +71,19 @@ def learning_rate(step: int, settings: Settings) -> float:
     0."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
-    done = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
-    return settings.learning_rate * (1 + math.cos(math.pi * done)) / 2
+    progress = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
+    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
 
 
 def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
     """Return an AdamW optimizer that applies weight decay to matrices and embeddings, but not to
     biases and norms."""
-    decaying, free = [], []
+    with_decay, without_decay = [], []
     for name, parameter in model.named_parameters():
-        (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)
+        (without_decay if name.endswith("bias") or ".ln_" in name else with_decay).append(parameter)
     groups = [
-        {"params": decaying, "weight_decay": settings.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        {"params": with_decay, "weight_decay": settings.weight_decay},
+        {"params": without_decay, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
 
@@ -116,25 +118,27 @@ def train(
 ) -> dict[str, Any]:
     """Return the losses and gradient norms of all steps, and evaluations keyed by the number of
     completed steps. `exchange` combines the replicas' gradients, each for a share of the batch."""
-    found: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
+    results: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
     optimizer, parameters = new_adamw(model, settings), list(model.parameters())
     batches = draw_batches(len(records.ids), settings)
     for step, batch in zip(range(settings.max_steps), batches, strict=False):
         if step % settings.eval_every == 0:
-            found["evaluations"][step] = evaluate(model, records=validation)
+            results["evaluations"][step] = evaluate(model, records=validation)
         loss, num_targets = 0.0, records.count(batch)
-        parts = []
+        replica_gradients = []
         for rows in split(batch, num_replicas, settings):
-            own = records.sum_loss(model, rows) / num_targets
-            loss += own.item()
-            parts.append(torch.autograd.grad(own, parameters))
-        for parameter, own_parts in zip(parameters, zip(*parts, strict=True), strict=True):
-            parameter.grad = exchange(own_parts)
+            loss_share = records.sum_loss(model, rows) / num_targets
+            loss += loss_share.item()
+            replica_gradients.append(torch.autograd.grad(loss_share, parameters))
+        for parameter, gradients in zip(
+            parameters, zip(*replica_gradients, strict=True), strict=True
+        ):
+            parameter.grad = exchange(gradients)
         rate = learning_rate(step, settings)
-        found["grad_norms"].append(clip_and_step(optimizer, rate, settings.max_grad_norm))
-        found["losses"].append(loss)
-    found["evaluations"][settings.max_steps] = evaluate(model, validation)
-    return found
+        results["grad_norms"].append(clip_and_step(optimizer, rate, settings.max_grad_norm))
+        results["losses"].append(loss)
+    results["evaluations"][settings.max_steps] = evaluate(model, validation)
+    return results
 
 
 def train_apart(
@@ -150,41 +154,44 @@ def train_apart(
 ) -> dict[str, Any]:
     """Train with DiLoCo (2311.08105, algorithm 1). With outer_lr 1 and outer_momentum 0, this is
     local SGD (1805.09767). `model` holds the weights of the last synchronization."""
-    found: dict[str, Any] = {"losses": [], "evaluations": {}}
+    results: dict[str, Any] = {"losses": [], "evaluations": {}}
     replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
     optimizers = [new_adamw(replica, settings) for replica in replicas]
     momenta = [torch.zeros_like(parameter) for parameter in model.parameters()]
     batches = draw_batches(len(records.ids), settings)
     for step, batch in zip(range(settings.max_steps), batches, strict=False):
         loss, num_targets = 0.0, records.count(batch)
-        parts = split(batch, num_replicas, settings)
-        for replica, optimizer, rows in zip(replicas, optimizers, parts, strict=True):
-            own = records.sum_loss(replica, rows) / num_targets
-            loss += own.item()
+        replica_rows = split(batch, num_replicas, settings)
+        for replica, optimizer, rows in zip(replicas, optimizers, replica_rows, strict=True):
+            loss_share = records.sum_loss(replica, rows) / num_targets
+            loss += loss_share.item()
             optimizer.zero_grad()
             # With this factor, the mean over replicas is the gradient of the whole batch's mean
             # loss.
-            (own * num_replicas).backward()
+            (loss_share * num_replicas).backward()
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
-        found["losses"].append(loss)
+        results["losses"].append(loss)
         if (step + 1) % local_steps == 0:
             # Take one Nesterov step from the last synchronized weights toward the replicas' mean.
-            everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
+            replica_parameters = zip(*(replica.parameters() for replica in replicas), strict=True)
             with torch.no_grad():
-                for start, moving, theirs in zip(
-                    model.parameters(), momenta, everywhere, strict=True
+                for synchronized, momentum, values in zip(
+                    model.parameters(), momenta, replica_parameters, strict=True
                 ):
-                    outer_gradient = start - torch.stack(theirs).mean(dim=0)
-                    moving.mul_(outer_momentum).add_(outer_gradient)
-                    start -= outer_lr * (outer_gradient + outer_momentum * moving)
+                    outer_gradient = synchronized - torch.stack(values).mean(dim=0)
+                    momentum.mul_(outer_momentum).add_(outer_gradient)
+                    synchronized -= outer_lr * (outer_gradient + outer_momentum * momentum)
             for replica in replicas:
                 replica.load_state_dict(model.state_dict())
-            found["evaluations"][step + 1] = evaluate(model, validation)
-    return found
+            results["evaluations"][step + 1] = evaluate(model, validation)
+    return results
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
     """Split the batch into consecutive rows for each replica. At the end of an epoch, the last
     replica gets fewer rows."""
-    each = settings.global_batch_size // num_replicas
-    return [batch[place * each : (place + 1) * each] for place in range(num_replicas)]
+    rows_per_replica = settings.global_batch_size // num_replicas
+    return [
+        batch[replica * rows_per_replica : (replica + 1) * rows_per_replica]
+        for replica in range(num_replicas)
+    ]

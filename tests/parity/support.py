@@ -33,13 +33,13 @@ NUM_STEPS = 6
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # gradient norms use LOSS_TOLERANCE
 
 
-def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
+def micro_batches(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
     """Return CONFIG values for a global batch that each replica splits into `num_microbatches`
     micro-batches."""
     return {"global_batch": global_batch, "num_microbatches": num_microbatches}
 
 
-def split(**axes: int) -> dict[str, Any]:
+def mesh(**axes: int) -> dict[str, Any]:
     """Return CONFIG values for strategy "3d", which has all axes. Omitted axes have size 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
@@ -48,22 +48,22 @@ def run_cases(
     cases: dict[str, dict[str, Any]],
     num_processes: int,
     *,
-    what: str = "train",
+    function: str = "train",
     module: str = "tests.parity.cases",
     steps: int = NUM_STEPS,
     failing: bool = False,
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Call the function `what` from `module` in `pool`, by default the pool that all tests share.
-    Return the result for each case. A case may set `global_batch` instead of batch_size."""
+    """Call `function` from `module` in `pool`, by default the pool that all tests share. Return
+    the result for each case. A case may set `global_batch` instead of batch_size."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
-            values["batch_size"], rest = divmod(values.pop("global_batch"), num_processes)
-            assert rest == 0, "the global batch is the same on any number of processes"
+            values["batch_size"], remainder = divmod(values.pop("global_batch"), num_processes)
+            assert remainder == 0, "the global batch is the same on any number of processes"
     return (pool or _pool(**environment)).call(
-        f"{module}:{what}",
+        f"{module}:{function}",
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
     )
@@ -85,44 +85,44 @@ def small_infinity(**zero: int) -> dict[str, str]:
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
-    words = "-".join(map(str, (os.getuid(), *zero.values())))
-    file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{words}.json"
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-        json.dump(deepspeed, new)
-    os.replace(new.name, file)  # atomic, so that concurrent readers see the whole file
+    suffix = "-".join(map(str, (os.getuid(), *zero.values())))
+    file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{suffix}.json"
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+        json.dump(deepspeed, temporary)
+    os.replace(temporary.name, file)  # atomic, so that concurrent readers see the whole file
     return {"strategy": "infinity", "deepspeed_config": str(file)}
 
 
 def reference(
-    values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
+    values: dict[str, Any], *, steps: int = NUM_STEPS, function: str = "train"
 ) -> dict[str, Any]:
     """Return the result of a one-process run with the whole batch in one micro-batch, unless
     `values` splits the batch. The result is cached."""
-    return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
+    return _reference(json.dumps({"strategy": "dp", **micro_batches(1), **values}), steps, function)
 
 
 @functools.cache
-def _reference(values: str, steps: int, what: str) -> dict[str, Any]:
-    return run_cases({"one": json.loads(values)}, 1, steps=steps, what=what)["one"]
+def _reference(values: str, steps: int, function: str) -> dict[str, Any]:
+    return run_cases({"one": json.loads(values)}, 1, steps=steps, function=function)["one"]
 
 
 def assert_same_bits(
     found: dict[str, Any],
     expected: dict[str, Any],
-    answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
+    keys: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Check that the results named in `answers` and the final weights are bitwise equal in two
+    """Check that the results named in `keys` and the final weights are bitwise equal in two
     runs."""
-    for answer in answers:
-        assert found[answer] == expected[answer]
+    for key in keys:
+        assert found[key] == expected[key]
     for name, weight in expected["state"].items():
         assert torch.equal(found["state"][name], weight), name
 
 
-def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
+def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **options: Any) -> None:
     """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs.
     Check that steps with a learning rate of 0 do not change the weights."""
-    for found in run_cases(cases, count, what="resume", **words).values():
+    for found in run_cases(cases, count, function="resume", **options).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():
             torch.testing.assert_close(found["kept"][key], weight, rtol=1e-6, atol=1e-6)
@@ -139,6 +139,6 @@ def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         error = (actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9)
         assert error <= WEIGHT_TOLERANCE, f"{name} differs by {error:.1e}"
     assert actual["logits"].shape == expected["logits"].shape
-    for place, theirs in enumerate(expected["logits"][0]):
-        error = (actual["logits"][0, place] - theirs).norm() / theirs.norm()
-        assert error <= WEIGHT_TOLERANCE, f"logits after token {place} differ by {error:.1e}"
+    for position, logits in enumerate(expected["logits"][0]):
+        error = (actual["logits"][0, position] - logits).norm() / logits.norm()
+        assert error <= WEIGHT_TOLERANCE, f"logits after token {position} differ by {error:.1e}"

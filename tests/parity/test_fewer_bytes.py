@@ -3,11 +3,18 @@ plain data parallelism, and resumed runs must be bitwise equal to uninterrupted 
 
 import torch
 
-from tests.parity.support import BASE, DEEP, assert_resumes, assert_same_bits, cut, run_cases
+from tests.parity.support import (
+    BASE,
+    DEEP,
+    assert_resumes,
+    assert_same_bits,
+    micro_batches,
+    run_cases,
+)
 
-LOCAL = {**BASE, "strategy": "local_sgd", **cut(1)}
+LOCAL = {**BASE, "strategy": "local_sgd", **micro_batches(1)}
 DILOCO = {**LOCAL, "outer_lr": 0.7, "outer_momentum": 0.9}
-DP = {**BASE, "strategy": "dp", **cut(1)}
+DP = {**BASE, "strategy": "dp", **micro_batches(1)}
 SMALLER = {**DP, "strategy": "compressed"}
 COMPRESSED = {
     "bf16": {**DP, "gradient_compression": "bf16"},
@@ -47,10 +54,10 @@ def test_a_resumed_run_is_bitwise_equal():
 
 
 BLOCKS = 6
-FSDP = {**DEEP, "strategy": "fsdp", **cut(2)}
+FSDP = {**DEEP, "strategy": "fsdp", **micro_batches(2)}
 MOVED = {
-    "dp": {**DEEP, "strategy": "dp", **cut(1)},
-    "small buckets": {**DEEP, "strategy": "dp", **cut(1), "bucket_cap_mb": 0.05},
+    "dp": {**DEEP, "strategy": "dp", **micro_batches(1)},
+    "small buckets": {**DEEP, "strategy": "dp", **micro_batches(1), "bucket_cap_mb": 0.05},
     **{ahead: {**FSDP, "fsdp_prefetch": ahead} for ahead in (0, 1, 2)},
 }
 
@@ -70,7 +77,7 @@ def gathered_while(names):
 def test_buckets_and_prefetch_reschedule_exchanges_and_keep_results_bitwise():
     """Use two processes, because the sum of two values does not depend on their position in a
     bucket."""
-    found = run_cases(MOVED, 2, steps=3, what="train_and_trace")
+    found = run_cases(MOVED, 2, steps=3, function="train_and_trace")
     for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
         assert_same_bits(found[ours], found[theirs])
     gathered = {ahead: gathered_while(found[ahead]["names"]) for ahead in (0, 1, 2)}

@@ -15,11 +15,11 @@ from tests.parity.support import (
     GLOBAL_BATCH,
     assert_equal_runs,
     assert_resumes,
-    cut,
+    mesh,
+    micro_batches,
     reference,
     run_cases,
     small_infinity,
-    split,
 )
 
 # CONFIG values for the one-process reference runs. A case names its reference before the slash.
@@ -32,9 +32,9 @@ LORA = {**UNTIED, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 REFERENCES = {
     "packed": {"pack": True},
     "padded": {"pack": False},
-    "odd": cut(1, global_batch=ODD_BATCH),
-    "ten": cut(1, global_batch=10),
-    "twelve": cut(1, global_batch=12),
+    "odd": micro_batches(1, global_batch=ODD_BATCH),
+    "ten": micro_batches(1, global_batch=10),
+    "twelve": micro_batches(1, global_batch=12),
     "eight": {"model": "eight-layers"},
     "tied": TIED,
     "untied": UNTIED,
@@ -57,81 +57,85 @@ HYBRID = {"strategy": "hybrid"}
 WHOLE_LAYERS = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
 CASES = {
     2: {
-        **{f"packed/{name}": {"strategy": name, **cut(2)} for name in WHOLE_LAYERS},
-        "padded/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
-        "packed/tp2": {**split(tp=2), **cut(1)},
-        "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE, **CHUNKED},
-        "packed/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS, **FULL},
-        "padded/fsdp": {"strategy": "fsdp", **cut(2), **SELECTIVE, **CHUNKED},
-        "packed/pp2-gpipe-1": {**split(pp=2), **cut(1), "pipeline_schedule": "gpipe"},
-        "padded/pp2-1f1b-2": {**split(pp=2), **cut(2), "pipeline_cut": "5,1"},
-        "padded/pp2-interleaved-4": {**split(pp=2), **cut(4), **INTERLEAVED},
-        "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), **ZB_V},
+        **{f"packed/{name}": {"strategy": name, **micro_batches(2)} for name in WHOLE_LAYERS},
+        "padded/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
+        "packed/tp2": {**mesh(tp=2), **micro_batches(1)},
+        "padded/tp2": {**mesh(tp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
+        "packed/tp2-whole-norms": {**mesh(tp=2), **micro_batches(2), **WHOLE_NORMS, **FULL},
+        "padded/fsdp": {"strategy": "fsdp", **micro_batches(2), **SELECTIVE, **CHUNKED},
+        "packed/pp2-gpipe-1": {**mesh(pp=2), **micro_batches(1), "pipeline_schedule": "gpipe"},
+        "padded/pp2-1f1b-2": {**mesh(pp=2), **micro_batches(2), "pipeline_cut": "5,1"},
+        "padded/pp2-interleaved-4": {**mesh(pp=2), **micro_batches(4), **INTERLEAVED},
+        "packed/pp2-zb-v-8": {**mesh(pp=2), **micro_batches(8), **ZB_V},
         # These numbers of micro-batches are not multiples of the number of stages.
-        "odd/pp2-interleaved-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **INTERLEAVED},
-        "odd/pp2-zb-v-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **ZB_V},
-        "ten/pp2-zb-h1-5": {**split(pp=2), **cut(5, global_batch=10), **ZB_H1, **CHUNKED},
+        "odd/pp2-interleaved-3": {
+            **mesh(pp=2), **micro_batches(3, global_batch=ODD_BATCH), **INTERLEAVED,
+        },
+        "odd/pp2-zb-v-3": {**mesh(pp=2), **micro_batches(3, global_batch=ODD_BATCH), **ZB_V},
+        "ten/pp2-zb-h1-5": {**mesh(pp=2), **micro_batches(5, global_batch=10), **ZB_H1, **CHUNKED},
         "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
-        "packed/hybrid-8": {**HYBRID, **cut(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
-        "tied/zero2": {"strategy": "zero2", **cut(2)},
-        "tied/tp2": {**split(tp=2), **cut(2)},
-        "tied/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
-        "tied/hybrid": {**HYBRID, **cut(4)},
-        "untied/fsdp": {"strategy": "fsdp", **cut(1)},
-        "untied/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
-        "untied/hybrid": {**HYBRID, **cut(4)},
-        "lora/fsdp": {"strategy": "fsdp", **cut(2)},
-        "lora/tp2": {**split(tp=2), **cut(2)},
-        "lora/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
-        "lora/zero2": {"strategy": "zero2", **cut(2), "loss_chunk_tokens": 16},
-        "lora/zero3": {"strategy": "zero3", **cut(2)},
-        "lora/hybrid": {**HYBRID, **cut(4)},
-        "dropped/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
+        "packed/hybrid-8": {**HYBRID, **micro_batches(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
+        "tied/zero2": {"strategy": "zero2", **micro_batches(2)},
+        "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
+        "tied/tp2-whole-norms": {**mesh(tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
+        "tied/hybrid": {**HYBRID, **micro_batches(4)},
+        "untied/fsdp": {"strategy": "fsdp", **micro_batches(1)},
+        "untied/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
+        "untied/hybrid": {**HYBRID, **micro_batches(4)},
+        "lora/fsdp": {"strategy": "fsdp", **micro_batches(2)},
+        "lora/tp2": {**mesh(tp=2), **micro_batches(2)},
+        "lora/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
+        "lora/zero2": {"strategy": "zero2", **micro_batches(2), "loss_chunk_tokens": 16},
+        "lora/zero3": {"strategy": "zero3", **micro_batches(2)},
+        "lora/hybrid": {**HYBRID, **micro_batches(4)},
+        "dropped/tp2-whole-norms": {**mesh(tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
     },
     4: {
-        "padded/tp4-by-tokens": {**split(tp=4), **cut(4)},
-        "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
-        "packed/pp4-zb-h1": {**split(pp=4), **cut(8), **ZB_H1},
-        "eight/pp4-zb-v": {**split(pp=4), **cut(8), **ZB_V},
-        "eight/pp4-zb-auto": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-auto"},
-        "padded/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **WHOLE_NORMS},
-        "packed/shard2-pp2-interleaved": {**split(dp_shard=2, pp=2), **cut(4), **INTERLEAVED},
+        "padded/tp4-by-tokens": {**mesh(tp=4), **micro_batches(4)},
+        "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
+        "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
+        "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
+        "eight/pp4-zb-auto": {**mesh(pp=4), **micro_batches(8), "pipeline_schedule": "zb-auto"},
+        "padded/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V, **WHOLE_NORMS},
+        "packed/shard2-pp2-interleaved": {
+            **mesh(dp_shard=2, pp=2), **micro_batches(4), **INTERLEAVED,
+        },
         "padded/copies2-pp2-zb-h1": {
-            **split(dp_replicate=2, pp=2), **cut(4), **ZB_H1, "pipeline_cut": "2,4",
+            **mesh(dp_replicate=2, pp=2), **micro_batches(4), **ZB_H1, "pipeline_cut": "2,4",
         },
         # The first case has two stages of two processes each, the second has four stages.
-        "twelve/hybrid-3": {**HYBRID, **cut(3, global_batch=12)},
-        "padded/hybrid-8-pp4": {**HYBRID, **cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
-        "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
-        "lora/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
+        "twelve/hybrid-3": {**HYBRID, **micro_batches(3, global_batch=12)},
+        "padded/hybrid-8-pp4": {**HYBRID, **micro_batches(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
+        "untied/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(4)},
+        "lora/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(4)},
     },
     8: {
-        "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(2)},
+        "packed/shard2-tp2-pp2": {**mesh(dp_shard=2, tp=2, pp=2), **micro_batches(2)},
         "padded/copies2-tp2-pp2-zb-v": {
-            **split(dp_replicate=2, tp=2, pp=2), **cut(2), **ZB_V,
+            **mesh(dp_replicate=2, tp=2, pp=2), **micro_batches(2), **ZB_V,
         },
     },
 }  # fmt: skip
 if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
     for name in ("packed", "tied"):
-        CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
+        CASES[2][f"{name}/infinity"] = {**small_infinity(), **micro_batches(2)}
 if shutil.which("c++") is not None:  # these cases run Inductor's generated code, in fp32
-    CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **cut(2), **COMPILED}
-    CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED, **CHUNKED}
+    CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **micro_batches(2), **COMPILED}
+    CASES[2]["packed/tp2-compiled"] = {**mesh(tp=2), **micro_batches(4), **COMPILED, **CHUNKED}
 # These cases test how compiled functions are called, with each kind of parameters and hooks in a
 # graph.
 TRACED = {
-    1: {"packed/whole": {"strategy": "dp", **cut(1), "compile": "whole", **CHUNKED}},
+    1: {"packed/whole": {"strategy": "dp", **micro_batches(1), "compile": "whole", **CHUNKED}},
     2: {
-        "packed/fsdp-traced": {"strategy": "fsdp", **cut(2), **COMPILED},
-        "packed/pp2-recomputed": {**split(pp=2), **cut(4), **SELECTIVE, **COMPILED},
-        "packed/pp2-zb-h1": {**split(pp=2), **cut(4), **ZB_H1, **COMPILED},
-        "packed/zero3-traced": {"strategy": "zero3", **cut(1), **COMPILED},
-        "packed/hybrid": {**HYBRID, **cut(4), **COMPILED},
+        "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
+        "packed/pp2-recomputed": {**mesh(pp=2), **micro_batches(4), **SELECTIVE, **COMPILED},
+        "packed/pp2-zb-h1": {**mesh(pp=2), **micro_batches(4), **ZB_H1, **COMPILED},
+        "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
+        "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
         # Only in this family do the blocks receive the embeddings unchanged.
-        "tied/tp2-traced": {**split(tp=2), **cut(1), **COMPILED},
+        "tied/tp2-traced": {**mesh(tp=2), **micro_batches(1), **COMPILED},
     },
-    4: {"packed/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **COMPILED}},
+    4: {"packed/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V, **COMPILED}},
 }
 TABLES = {"train": CASES, "train_without_code": TRACED}
 NAMED = [
@@ -163,7 +167,7 @@ def results(request):
             for name, values in TABLES[what][count].items()
             if f"test_layout_equals_one_process[{name}]" in chosen
         }
-        return run_cases(cases, count, what=what)
+        return run_cases(cases, count, function=what)
 
     return run
 
@@ -177,9 +181,9 @@ def test_layout_equals_one_process(what, count, name, results):
 def test_lora_dropout_agrees_between_layouts_with_the_same_samples():
     dropped = {**DEEP, **LORA, "lora_dropout": 0.3}
     cases = {
-        "dp": {**dropped, "strategy": "dp", **cut(2)},
-        "fsdp": {**dropped, "strategy": "fsdp", **cut(2), **FULL},
-        "zero3": {**dropped, "strategy": "zero3", **cut(2)},
+        "dp": {**dropped, "strategy": "dp", **micro_batches(2)},
+        "fsdp": {**dropped, "strategy": "fsdp", **micro_batches(2), **FULL},
+        "zero3": {**dropped, "strategy": "zero3", **micro_batches(2)},
     }
     found = run_cases(cases, 2, steps=4)
     for name in ("fsdp", "zero3"):
@@ -189,15 +193,15 @@ def test_lora_dropout_agrees_between_layouts_with_the_same_samples():
 # The cases include zb-v, in which one process holds both copies of the tied embedding.
 TO_RESUME = {
     2: {
-        "zb-v": {**split(pp=2), **cut(2), **ZB_V},
-        "zb-auto": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-auto"},
-        "1f1b in bf16": {**split(pp=2), **cut(2), "precision": "bf16"},
+        "zb-v": {**mesh(pp=2), **micro_batches(2), **ZB_V},
+        "zb-auto": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-auto"},
+        "1f1b in bf16": {**mesh(pp=2), **micro_batches(2), "precision": "bf16"},
     },
     4: {
-        "tp2-pp2": {**split(tp=2, pp=2), **cut(2)},
-        "shard2-pp2-zb-v": {**split(dp_shard=2, pp=2), **cut(2), **ZB_V},
-        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(1)},
-        "hybrid2x2": {"strategy": "hybrid", **cut(2)},
+        "tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
+        "shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **micro_batches(2), **ZB_V},
+        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
+        "hybrid2x2": {"strategy": "hybrid", **micro_batches(2)},
     },
 }  # fmt: skip
 
@@ -210,8 +214,8 @@ def test_a_resumed_layout_is_bitwise_equal(count):
 def test_a_bf16_pipeline_follows_one_process():
     """A pipeline in bf16 gives the same losses and gradient norms as one process. Both runs round
     weights once per step and add the micro-batches' gradients in fp32."""
-    one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
-    stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
+    one = reference({**DEEP, "precision": "bf16", **micro_batches(4)}, steps=8)
+    stages = {**DEEP, "precision": "bf16", **mesh(pp=2), **micro_batches(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}
     for name, values in run_cases(cases, 2, steps=8).items():
         assert values["losses"] == pytest.approx(one["losses"], rel=1e-4), name
@@ -219,14 +223,14 @@ def test_a_bf16_pipeline_follows_one_process():
 
 
 def test_a_bf16_evaluation_does_not_change_the_exported_state():
-    """An evaluation must not change the exported state. `_ask` in cases.py compares the fp32 state
-    before and after the evaluation. The states would differ if FSDP exported its gathered bf16
-    weights."""
+    """An evaluation must not change the exported state. `_evaluate` in cases.py compares the fp32
+    state before and after the evaluation. The states would differ if FSDP exported its gathered
+    bf16 weights."""
     noted = {**DEEP, "precision": "bf16"}
     cases = {
-        "fsdp": {**noted, "strategy": "fsdp", **cut(1)},
-        "shard2-pp2": {**noted, **split(dp_shard=2, pp=2), **cut(2)},
-        "pp4": {**noted, **split(pp=4), **cut(4)},
+        "fsdp": {**noted, "strategy": "fsdp", **micro_batches(1)},
+        "shard2-pp2": {**noted, **mesh(dp_shard=2, pp=2), **micro_batches(2)},
+        "pp4": {**noted, **mesh(pp=4), **micro_batches(4)},
     }
     out = run_cases(cases, 4, steps=2)
     for name, values in out.items():
@@ -236,11 +240,11 @@ def test_a_bf16_evaluation_does_not_change_the_exported_state():
 def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
     noisy = {**DEEP, "dropout": 0.3, "lora_rank": 2, "lora_dropout": 0.3}
     cases = {
-        "split": {**noisy, **split(dp_shard=2, tp=2), **cut(1)},
-        "whole": {**noisy, **split(dp_shard=2, tp=2), **cut(1), **WHOLE_NORMS, **FULL},
-        "stages": {**noisy, **split(pp=2, tp=2), **cut(2), **WHOLE_NORMS},
+        "split": {**noisy, **mesh(dp_shard=2, tp=2), **micro_batches(1)},
+        "whole": {**noisy, **mesh(dp_shard=2, tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
+        "stages": {**noisy, **mesh(pp=2, tp=2), **micro_batches(2), **WHOLE_NORMS},
     }
-    out = run_cases(cases, 4, what="dropout_streams")
+    out = run_cases(cases, 4, function="dropout_streams")
     for name, alike in [("split", []), ("whole", [(0, 1), (2, 3)]), ("stages", [(0, 1), (2, 3)])]:
         streams = out[name]
         for kind in ("residual", "attention", "adapter"):

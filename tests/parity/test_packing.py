@@ -5,7 +5,15 @@ import functools
 
 import pytest
 
-from tests.parity.support import BASE, DEEP, assert_equal_runs, cut, reference, run_cases, split
+from tests.parity.support import (
+    BASE,
+    DEEP,
+    assert_equal_runs,
+    mesh,
+    micro_batches,
+    reference,
+    run_cases,
+)
 from tests.parity.test_layouts import (
     CHUNKED,
     COMPILED,
@@ -30,30 +38,30 @@ MODELS = {
     "lora": {**BASE, **LORA, **PACKED},
 }
 CASES = {
-    1: {"gpt2/whole": {"strategy": "dp", **cut(2), "compile": "whole"}},
+    1: {"gpt2/whole": {"strategy": "dp", **micro_batches(2), "compile": "whole"}},
     2: {
-        "gpt2/dp": {"strategy": "dp", **cut(2), **FULL},
-        "gpt2/fsdp": {"strategy": "fsdp", **cut(1), **SELECTIVE},
-        "gpt2/zero2": {"strategy": "zero2", **cut(2)},
-        "gpt2/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
+        "gpt2/dp": {"strategy": "dp", **micro_batches(2), **FULL},
+        "gpt2/fsdp": {"strategy": "fsdp", **micro_batches(1), **SELECTIVE},
+        "gpt2/zero2": {"strategy": "zero2", **micro_batches(2)},
+        "gpt2/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
         # Between the layers that tp shards, activations are sharded by tokens, by samples
         # (tied/tp2), or not at all.
-        "gpt2/tp2-by-tokens": {**split(tp=2), **cut(8)},
-        "gpt2/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS},
-        "deep/pp2-1f1b": {**split(pp=2), **cut(4), **FULL},
-        "deep/pp2-interleaved": {**split(pp=2), **cut(4), **INTERLEAVED},
-        "deep/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
-        "deep/hybrid": {**HYBRID, **cut(4), **SELECTIVE},
-        "tied/fsdp-traced": {"strategy": "fsdp", **cut(2), **COMPILED},
-        "tied/tp2": {**split(tp=2), **cut(2)},
-        "untied/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
-        "untied/hybrid": {**HYBRID, **cut(4)},
-        "lora/zero2": {"strategy": "zero2", **cut(2)},
-        "lora/fsdp": {"strategy": "fsdp", **cut(1)},
+        "gpt2/tp2-by-tokens": {**mesh(tp=2), **micro_batches(8)},
+        "gpt2/tp2-whole-norms": {**mesh(tp=2), **micro_batches(2), **WHOLE_NORMS},
+        "deep/pp2-1f1b": {**mesh(pp=2), **micro_batches(4), **FULL},
+        "deep/pp2-interleaved": {**mesh(pp=2), **micro_batches(4), **INTERLEAVED},
+        "deep/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
+        "deep/hybrid": {**HYBRID, **micro_batches(4), **SELECTIVE},
+        "tied/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
+        "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
+        "untied/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
+        "untied/hybrid": {**HYBRID, **micro_batches(4)},
+        "lora/zero2": {"strategy": "zero2", **micro_batches(2)},
+        "lora/fsdp": {"strategy": "fsdp", **micro_batches(1)},
     },
     4: {
-        "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(2)},
-        "deep/shard2-pp2": {**split(dp_shard=2, pp=2), **cut(2)},
+        "untied/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
+        "deep/shard2-pp2": {**mesh(dp_shard=2, pp=2), **micro_batches(2)},
     },
 }  # fmt: skip
 NUM_STEPS = 3
@@ -73,14 +81,14 @@ def results(request):
             for name, values in CASES[count].items()
             if any(f"[{count}-{name}]" in item for item in chosen)
         }
-        return run_cases(cases, count, what="train_without_code", steps=NUM_STEPS)
+        return run_cases(cases, count, function="train_without_code", steps=NUM_STEPS)
 
     return run
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)
 def test_packed_records_equal_separate_records(count, name, results):
-    alone = reference(MODELS[name.split("/")[0]], what="train_apart", steps=NUM_STEPS)
+    alone = reference(MODELS[name.split("/")[0]], function="train_apart", steps=NUM_STEPS)
     found = results(count)[name]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(found, alone)
@@ -88,9 +96,11 @@ def test_packed_records_equal_separate_records(count, name, results):
 
 def test_local_sgd_with_packed_records_equals_separate_records():
     """Local SGD gives different results from a single process, so both runs use two processes."""
-    case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
+    case = {
+        "local": {**MODELS["gpt2"], "strategy": "local_sgd", **micro_batches(1), "local_steps": 2}
+    }
     packed, alone = (
-        run_cases(case, 2, what=what, steps=4)["local"] for what in ("train", "train_apart")
+        run_cases(case, 2, function=what, steps=4)["local"] for what in ("train", "train_apart")
     )
     assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(packed, alone)

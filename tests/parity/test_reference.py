@@ -107,7 +107,7 @@ def test_settings_exercise_clipping_and_uneven_answers(folder):
     decay."""
     found, (start, records, _) = one_process(folder), load(folder)
     assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
-    trained = records.trained[:, 1:].sum(dim=1)
+    trained = records.is_target[:, 1:].sum(dim=1)
     assert trained.min() <= 2
     assert trained.max() >= 20
     for name, weight in start.state_dict().items():

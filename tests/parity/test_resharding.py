@@ -5,8 +5,8 @@ import pytest
 
 from distributed_training.planner.checks import has_libaio
 from tests.faults import resharding
-from tests.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
-from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
+from tests.faults.resharding import EIGHT_LAYERS, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.parity.support import DEEP, assert_resumes, micro_batches, small_infinity
 from tests.parity.test_packing import PACKED
 
 # These layouts shard state in different ways: by ranges of elements, rows, columns or layers.
@@ -17,7 +17,7 @@ PAIRS = [
     ("3d-tp-pp x 4", "offload x 2"),
     ("local_sgd x 2", "local_sgd x 4"),
 ]
-RECORDS = {**EIGHT, **PACKED}
+RECORDS = {**EIGHT_LAYERS, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
@@ -30,7 +30,7 @@ def assert_goes_on(pairs, folder, work):
 
 @pytest.mark.parametrize(
     ("pairs", "work"),
-    [(PAIRS, EIGHT), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS)],
+    [(PAIRS, EIGHT_LAYERS), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS)],
     ids=["all", "lora", "records"],
 )
 def test_a_run_resumed_under_another_layout_equals_one_process(pairs, work, tmp_path):
@@ -41,7 +41,11 @@ def test_a_run_resumed_under_another_layout_equals_one_process(pairs, work, tmp_
 def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
     """One of the model's three parameter groups is kept on disk. The others are too small."""
     files = tmp_path / "files"
-    infinity = {**small_infinity(sub_group_size=2**18), **cut(1), "offload_dir": str(files)}
+    infinity = {
+        **small_infinity(sub_group_size=2**18),
+        **micro_batches(1),
+        "offload_dir": str(files),
+    }
     wide = {**DEEP, "model": "four-wide-layers"}
     assert_resumes({"infinity": {**wide, **infinity}}, 2)
     assert any(files.rglob("rank0/exp_avg_sq-*.swp"))
