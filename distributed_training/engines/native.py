@@ -109,8 +109,8 @@ class NativeEngine(base.Engine):
         self._good_steps = torch.zeros((), device=topology.device)
 
     def _parallelize(self, stage: Decoder, mesh: DeviceMesh | None) -> nn.Module:
-        """Apply tp, LoRA, activation checkpointing, torch.compile and the data-parallel axes, in
-        this order."""
+        """Apply tp, LoRA, activation checkpointing, torch.compile and data parallelism, in this
+        order."""
         topology = self.topology
         config = self.config
         tp_partial_names: set[str] = set()

@@ -67,7 +67,7 @@ def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
 
 
 def check_ranks_agree(values_by_name: Mapping[str, Any], gather_values: Gather) -> None:
-    """Raise UserError on all ranks if any rank's `values_by_name` differ from rank 0's. All ranks
+    """Raise UserError on all ranks if any rank's `values_by_name` differs from rank 0's. All ranks
     must call this function."""
     reports = gather_values((socket.gethostname(), values_by_name))
     host_0, values_0 = reports[0]

@@ -109,9 +109,9 @@ def set_nccl_variables(*strategies: str) -> None:
 def process_group(
     device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
-    """Create the default process group for the `with` block, with gloo for CPU tensors and NCCL for
-    CUDA tensors. Groups created later have torch's default timeouts. The caller must delete the
-    engine and the model before the block ends."""
+    """Create the default process group for the `with` block, with gloo for CPU tensors, NCCL for
+    CUDA tensors and a timeout of `minutes`. Groups created later have torch's default timeouts. The
+    caller must delete the engine and the model before the block ends."""
     import torch
     import torch.distributed as dist
 

@@ -13,9 +13,9 @@ from distributed_training.predict.simulate import predict_spans
 
 
 class TwoGroupStage(PipelineStage):
-    """PipelineStage that alternates between two communicators from one pair of neighboring stages
-    to the next. With a single NCCL communicator, a pending receive from the previous stage would
-    block a send to the next stage."""
+    """PipelineStage with two communicators, which pairs of neighboring stages use alternately. With
+    a single NCCL communicator, a pending receive from the previous stage would block a send to the
+    next stage."""
 
     second_group: dist.ProcessGroup
 

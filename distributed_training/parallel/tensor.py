@@ -36,10 +36,10 @@ from distributed_training.parallel.private import all_gather_functional, all_red
 def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
-    Parameters become DTensors. Between sharded layers, tensors are local, and samples and tokens
-    are split into `tp_parts`. Returns the names of parameters that each process applies to its own
-    tokens. The gradients of these parameters must be summed over `mesh`
-    (gradients.all_reduce_sum)."""
+    Parameters become DTensors. Between sharded layers, tensors are local. Their samples are split
+    into `tp_parts[0]` parts, and their tokens are split into `tp_parts[1]` parts. Returns the names
+    of parameters that each process applies only to its own tokens or heads. The gradients of these
+    parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
     sequence_parallel = max(tp_parts) > 1
     placement: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
@@ -155,8 +155,9 @@ def _vocab_parallel_loss(
     vocab_size: int,
     chunked_loss: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """Return the loss of `decoder.summed_cross_entropy` if the rows of the output layer's `weight`
-    are sharded over the processes. Compute the loss in chunks if `chunked_loss` is set."""
+    """Return the same loss as `decoder.summed_cross_entropy`, but with the rows of the output
+    layer's `weight` sharded over the processes. Compute the loss in chunks if `chunked_loss` is
+    set."""
     rows = weight.to_local()  # (P / R, D)
     vocab_start = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -214,8 +215,8 @@ def call_with_rank_dropout(
     function: Any, rank: int, x: torch.Tensor, *arguments: Any
 ) -> torch.Tensor:
     """Call `function` with x and with dropout masks that differ by `rank`, because each rank has
-    different heads or columns. Recomputation restores the shared generator and therefore draws the
-    same seed again."""
+    different heads or columns. The seed of the masks is `rank` plus a number from torch's default
+    generator. Recomputation restores this generator and therefore draws the same masks."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

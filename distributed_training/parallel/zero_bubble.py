@@ -25,8 +25,7 @@ PendingMatmuls = list[
 
 
 class WeightGradients:
-    """Gradients of the matrices in one stage's blocks. Autograd no longer computes these
-    gradients."""
+    """Gradients that are computed outside autograd, for the matrices in one stage's blocks."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. Sequence parallelism splits the input of a block into
@@ -50,8 +49,8 @@ class WeightGradients:
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def build_dw_runner(self) -> Callable[[], None]:
-        """Return a function that runs the second part of the backward passes since the last
-        call."""
+        """Return a function that runs the second part of all backward passes since the last call of
+        this method."""
         matmuls = self.pending
         self.pending = []
         return functools.partial(_add_weight_gradients, matmuls)
@@ -84,8 +83,8 @@ class WeightGradients:
 
 
 def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the output of a Linear. If it has a tap, save the input and pass the gradient of the
-    output to the tap."""
+    """Return the output of a Linear. If the Linear has a tap, save the input and pass the gradient
+    of the output to the tap."""
     if linear.tap is None:
         return linear.product(x)
     assert linear.saved_input is None, "a block calls each of its Linears once"
@@ -114,8 +113,8 @@ class _AttachTap(torch.autograd.Function):
 
 
 class _CreateTaps(torch.autograd.Function):
-    """Create taps of `shapes`, which use no memory. In the backward pass, `save_gradients` receives
-    the gradients of the taps."""
+    """Create taps with the given `shapes`. The taps use no memory. In the backward pass,
+    `save_gradients` receives the gradients of the taps."""
 
     @staticmethod
     def forward(ctx, tap_source, shapes, save_gradients):  # type: ignore[no-untyped-def]

@@ -1,4 +1,5 @@
-"""Make Python save the bytecode that it compiles. This module imports no slow modules."""
+"""Make Python save the bytecode that it compiles. This module imports only modules that load
+quickly."""
 
 import importlib.util
 import os
@@ -14,8 +15,8 @@ MIN_CORES = 8
 
 
 def keep_bytecode() -> None:
-    """Make this process and its children save compiled bytecode if Python would otherwise compile
-    its modules at every start.
+    """Make this process and its children save compiled bytecode if Python would otherwise recompile
+    modules at every start.
 
     Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer
     than importing. Bytecode stays next to the sources if torch has bytecode there or Python can

@@ -48,7 +48,8 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Maximum delay until the end of a killed process is noticed. Its GPU memory is freed before that.
+# Maximum delay before this process notices that a rank was killed. The rank's GPU memory is freed
+# before that.
 NOTICE_DELAY_S = 5.0
 TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
 PLANNED_OPTION = "--planned"  # option of the processes that this command starts
@@ -56,9 +57,9 @@ CPU_PROCESSES = 2  # number of processes for "--num_gpus all" on CPUs, rounded u
 
 
 def launched_process(precision: str, num_gpus: str | None) -> Process | None:
-    """Return this process's rank as set by its launcher. Return None if no launcher started this
-    process. Print a note about launcher settings that have no effect. Raises UserError if
-    `num_gpus`, the value of --num_gpus, contradicts the launcher."""
+    """Return the ranks and world sizes that a launcher set for this process. Return None if no
+    launcher started this process. Print a note about launcher settings that have no effect. Raises
+    UserError if `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
     ignored_settings = describe_unread(os.environ, precision)
     if ignored_settings and (process is None or process.rank == 0):
@@ -70,7 +71,8 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
-    """Return a cluster of this machine with the number of processes that --num_gpus requests."""
+    """Return a cluster that consists of this machine and has the number of processes that
+    --num_gpus requests."""
     machine = detect_machine()
     mesh: Mapping[str, int] = {}  # every number of processes fits a layout of some strategy
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:

@@ -59,9 +59,9 @@ Ranks = Sequence[psutil.Process]
 
 
 def current_process() -> Process | None:
-    """Return this process's rank as set by its launcher, and set torchrun's variables. Return None
-    if no launcher started this process. Raises UserError if the launcher's variables are invalid or
-    incomplete."""
+    """Return the ranks and world sizes that a launcher set for this process, and store them in
+    torchrun's environment variables. Return None if no launcher started this process. Raises
+    UserError if the launcher's variables are invalid or incomplete."""
     source = find_source(os.environ)
     if source is None:
         _refuse_other_launchers()
@@ -154,7 +154,8 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksOutcome:
-    """Outcome of the ranks on one machine: their return codes, and the signal that stopped them."""
+    """Outcome of the ranks on one machine: their return codes, and the signal that stopped the
+    process that started the ranks."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves

@@ -179,8 +179,8 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
 
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
-    """Publish this rank's host and wait for all ranks. If ranks have not joined by `end`, raise
-    UserError with these ranks and the hosts that have joined."""
+    """Publish this rank's host and wait for all ranks. If ranks have not joined by `end`, raise a
+    UserError that names these ranks and the hosts that have joined."""
     keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
     report = {
         "host": socket.gethostname(),
@@ -324,10 +324,10 @@ def standalone_note(process: Process) -> list[str]:
 def agree_on_plan(
     config: Request, process: Process, gather_values: agree.Gather, agent: str | None = None
 ) -> Plan:
-    """Make the plan on rank 0 and return it on all ranks. If the ranks' torchrun agents already
-    began a run, that run is continued. `agent` identifies this process's agent. All ranks raise
-    rank 0's UserError. They also raise UserError if settings or code differ between ranks. All
-    ranks must call this function."""
+    """Make the plan on rank 0 and return it on all ranks. If the ranks' torchrun agents have
+    already begun a run, that run is continued. `agent` identifies this process's agent. All ranks
+    raise rank 0's UserError. They also raise UserError if settings or code differ between ranks.
+    All ranks must call this function."""
     settings = config.to_user_words()
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**settings, **versions(), **code()}, gather_values)
@@ -369,8 +369,8 @@ def continue_run(
 
 def check_disks(plan: Plan, process: Process) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with shared_disk=False,
-    each node has a folder of its own. Each node's own folder must contain that node's files for the
-    checkpoint to resume from. Raises UserError on every rank if a node lacks the folder or a file.
+    each node has a folder of its own. To resume, each node's own folder must contain that node's
+    files of the checkpoint. Raises UserError on every rank if a node lacks the folder or a file.
     All ranks must call this function."""
     is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"

@@ -27,8 +27,8 @@ def reserve_run_dir(
 ) -> Plan:
     """Choose the run to resume, or create a new folder. Write the plan into the folder, make
     <output_dir>/latest point to the folder, and return the plan with its final `run_dir`. Raises
-    UserError if another process holds the run, even if that process began after the plan was
-    made."""
+    UserError if another process holds the run, even if that process claimed the run after the plan
+    was made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.lock_output_dir(plan.output_dir):
@@ -96,8 +96,8 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the plan to the run's folder, and remove the file of failures that processes reported
-    in an earlier attempt."""
+    """Write the plan to the run's folder, and remove the file that contains failures from an
+    earlier attempt."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 

@@ -109,7 +109,7 @@ class Watch:
         threading.Thread(target=self._check_periodically, daemon=True).start()
 
     def begin(self, run_dir: Path, config: RunConfig, store: dist.Store) -> None:
-        """Start to watch the other processes. Call this method once the run directory and the store
+        """Start watching the other processes. Call this method once the run directory and the store
         exist."""
         claims.hold(run_dir)
         self.run_dir = run_dir

@@ -134,9 +134,9 @@ class Trainer:
         return stop_signum if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
-        """Run one step, and any evaluation, end of epoch or save that is due after the step. Return
-        the number of the signal that stops the run, or 0 if there is none. All ranks return the
-        same number. All ranks must call this method."""
+        """Run one step. After the step, evaluate, end the epoch and save a checkpoint, each only if
+        it is due. Return the number of the signal that stops the run, or 0 if there is none. All
+        ranks return the same number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.faults.skipped_step:
             self._flush()
@@ -201,8 +201,8 @@ class Trainer:
             self.saver.prepare(self.engine)
 
     def _agree(self) -> tuple[int, bool]:
-        """Agree with the other ranks after a step. Return the number of the signal that stops the
-        run (0 if there is none), and whether to flush.
+        """After a step, agree with the other ranks on two values and return both: the number of the
+        signal that stops the run (0 if there is none), and whether to flush.
 
         Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
         exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has ended
@@ -298,8 +298,8 @@ class Trainer:
                 export_future.result()
 
     def _save(self, *, reports_save: bool) -> None:
-        """Wait for the previous save, then begin to save a checkpoint. All ranks must call this
-        method."""
+        """Wait for the previous save, then begin to save a checkpoint. If `reports_save` is set,
+        print a line when the new save has ended. All ranks must call this method."""
         self._finish_saving()
         self._reports_save = reports_save
         self.set_activity(f"the save after step {self.step}")

@@ -87,7 +87,8 @@ class Faults:
         return what
 
     def build_error(self, step: int, what: str) -> NonFiniteError:
-        """Return the error for a non-finite step. All ranks must call this method."""
+        """Return a NonFiniteError for `step` whose message begins with `what`. All ranks must call
+        this method."""
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
