@@ -17,24 +17,26 @@ def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
     Keys that no longer exist are dropped. Keys that were added later get their defaults. Raises
     UserError if a value in the plan is no longer valid."""
     model = find_model(document["config"]["model"])
-    before = document["requested"]
-    options = before["engine_options"]
-    values = {name: before[name] for name in KEYS if name in before}
-    set_by = dict.fromkeys(KEYS.keys() & set(before["typed"]), "CONFIG")
-    requested = validate(Request, values | {"engine_options": options, "set_by": set_by}, KEYS)
-    decided = {name: document["config"][name] for name in values}
+    old_request = document["requested"]
+    option_values = old_request["engine_options"]
+    requested_values = {name: old_request[name] for name in KEYS if name in old_request}
+    set_by = dict.fromkeys(KEYS.keys() & set(old_request["typed"]), "CONFIG")
+    requested = validate(
+        Request, requested_values | {"engine_options": option_values, "set_by": set_by}, KEYS
+    )
+    config_values = {name: document["config"][name] for name in requested_values}
     strategy = load_strategy(requested)
-    engine = strategy.options(options)
+    engine_options = strategy.options(option_values)
     num_replicas = document["batch"]["num_replicas"]
     converted = {
         "requested": requested,
-        "config": validate(RunConfig, decided, KEYS),
+        "config": validate(RunConfig, config_values, KEYS),
         "strategy": strategy,
         "model": model,
-        "engine_options": options,
+        "engine_options": option_values,
         "from_defaults": [],
         "adapters_dir": None,
-        "steps_between_exchanges": engine.steps_between_exchanges(),
-        "engine_bytes_per_parameter": engine.bytes_per_parameter(num_replicas),
+        "steps_between_exchanges": engine_options.steps_between_exchanges(),
+        "engine_bytes_per_parameter": engine_options.bytes_per_parameter(num_replicas),
     }
     return {**document, **to_jsonable_python(converted)}

@@ -40,12 +40,12 @@ class Batch(BaseModel):
     def describe(self) -> str:
         """Format the batch as text such as "global 32 = 1 replica x 8 micro-batches x 4"."""
         replicas = plural(self.num_replicas, "replica")
-        cuts = plural(self.num_microbatches, "micro-batch")
-        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
+        splits = plural(self.num_microbatches, "micro-batch")
+        return f"global {self.global_batch_size} = {replicas} x {splits} x {self.micro_batch_size}"
 
 
-def show_axes(axes: Mapping[str, int]) -> str:
+def format_axes(axes: Mapping[str, int]) -> str:
     """Format a mesh as text such as "dp_shard 2 x tp 2". Axes of size 1 are left out unless all
     sizes are 1."""
-    shown = {axis: size for axis, size in axes.items() if size != 1}
-    return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())
+    displayed_axes = {axis: size for axis, size in axes.items() if size != 1}
+    return " x ".join(f"{axis} {size}" for axis, size in (displayed_axes or dict(axes)).items())

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import FoundOrders
-from distributed_training.plan.zb_v import build_words, mid_durations
+from distributed_training.plan.zb_v import build_zb_v_steps, median_durations
 
 Step = tuple[str, int]  # (kind, stage); the micro-batches of each such step run in sequence
 Operation = tuple[str, int, int]
@@ -24,7 +24,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
     orders that the schedule defines."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
-    assert not plan.schedule.searched, "lay_out searches"
+    assert not plan.schedule.is_searched, "lay_out searches"
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
@@ -35,61 +35,72 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     if p == 1:  # one micro-batch after the other
         schedule = "1f1b"
     if schedule == "zb-v":
-        return tuple(order_in_v(word, p, rank) for rank, word in enumerate(build_words(p, m)))
-    return tuple(_one_f_one_b(schedule, p, m, rank) for rank in range(p))
+        return tuple(
+            parse_v_order(steps, p, rank) for rank, steps in enumerate(build_zb_v_steps(p, m))
+        )
+    return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 
 
 def read_order(text: str) -> Order:
     """Parse an order such as "F0 F0 I7 W7" (kinds and stages)."""
-    return _numbered((word[0], int(word[1:])) for word in text.split())
+    return _number_micro_batches((word[0], int(word[1:])) for word in text.split())
 
 
-def _numbered(steps: Iterable[Step]) -> Order:
+def _number_micro_batches(steps: Iterable[Step]) -> Order:
     """Add micro-batch numbers to the steps. Numbers are counted separately for each kind and
     stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
-def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
+def _build_1f1b_order(schedule: str, p: int, m: int, rank: int) -> Order:
     """Return one rank's order: warm-up forward passes, then alternating forward and backward
     passes, then the remaining backward passes. With GPipe, the warm-up contains all forward
     passes."""
-    local = 2 if schedule == "interleaved" else 1
-    a_round = m // max(1, m // p)
-    count = m * local
-    ahead = min((local - 1) * a_round + local * (p - 1 - rank), count)
+    stages_per_rank = 2 if schedule == "interleaved" else 1
+    round_size = m // max(1, m // p)
+    num_forwards = m * stages_per_rank
+    num_warmup = min(
+        (stages_per_rank - 1) * round_size + stages_per_rank * (p - 1 - rank), num_forwards
+    )
     if schedule == "gpipe":
-        ahead = count
-    splits = schedule == "zb-h1"
+        num_warmup = num_forwards
+    splits_backward = schedule == "zb-h1"
     order: list[Step] = []  # (kind, local stage)
-    for step in range(count + ahead):
-        if step < count:
-            order.append(("F", step // a_round % local))
-        if step >= ahead:
-            order.append(("I" if splits else "B", local - 1 - (step - ahead) // a_round % local))
-            if splits and step - ahead >= rank:
+    for step in range(num_forwards + num_warmup):
+        if step < num_forwards:
+            order.append(("F", step // round_size % stages_per_rank))
+        if step >= num_warmup:
+            order.append(
+                (
+                    "I" if splits_backward else "B",
+                    stages_per_rank - 1 - (step - num_warmup) // round_size % stages_per_rank,
+                )
+            )
+            if splits_backward and step - num_warmup >= rank:
                 order.append(("W", 0))
-    if splits:
+    if splits_backward:
         order += [("W", 0)] * min(rank, m)
-    return _numbered((kind, local_stage * p + rank) for kind, local_stage in order)
+    return _number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
 
 
-def order_in_v(word: str, p: int, rank: int) -> Order:
+def parse_v_order(steps: str, p: int, rank: int) -> Order:
     """Convert a string of operation letters to an order. Lowercase letters denote operations on the
     rank's second stage."""
-    second = 2 * p - 1 - rank
-    return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
+    second_stage = 2 * p - 1 - rank
+    return _number_micro_batches(
+        (letter.upper(), rank if letter.isupper() else second_stage) for letter in steps
+    )
 
 
-def time_orders(
+def build_timed_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
 ) -> FoundOrders:
     """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains the durations of
     F, I and W for each stage."""
     p = len(seconds) // 2
-    words = build_words(p, m, *mid_durations(seconds), message_s)
-    orders = [order_in_v(word, p, rank) for rank, word in enumerate(words)]
+    steps_by_rank = build_zb_v_steps(p, m, *median_durations(seconds), message_s)
+    orders = [parse_v_order(steps, p, rank) for rank, steps in enumerate(steps_by_rank)]
     return FoundOrders(by_place=write_orders(orders), stage_s=seconds, message_s=message_s)
 
 

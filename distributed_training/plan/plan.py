@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec
 from distributed_training.plan.earlier import convert_plan
-from distributed_training.plan.layout import Batch, Layout, show_axes
+from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError
@@ -112,7 +112,7 @@ class Draft:
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
-            "mesh": show_axes(self.mesh),
+            "mesh": format_axes(self.mesh),
             "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
             "sequence_parallel": self.config.sequence_parallel and self.mesh["tp"] > 1,
             "device": "cuda" if self.machine.num_gpus else "cpu",

@@ -21,15 +21,15 @@ class Schedule:
     # as long as a forward pass; None if there is no formula
     bubble: Callable[[int, int], float | None]
     # (p, m) -> number of micro-batches whose activations the fullest rank keeps
-    kept: Callable[[int, int], float]
+    kept_micro_batches: Callable[[int, int], float]
     stages_per_rank: int = 1  # 1 or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     # True if input gradients and weight gradients are computed at different times
     splits_backward: bool = False
-    timed: bool = False  # whether its order depends on durations (orders.py)
-    searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s
+    is_timed: bool = False  # whether its order depends on durations (orders.py)
+    is_searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s
     # (p, m) -> whether p processes can run m micro-batches
-    takes: Callable[[int, int], bool] = lambda p, m: True
+    accepts: Callable[[int, int], bool] = lambda p, m: True
 
     def ranks(self, p: int) -> tuple[int, ...]:
         """Return the pipeline rank of each stage, in the model's order."""
@@ -37,10 +37,10 @@ class Schedule:
         second_ranks = forward_ranks[::-1] if self.v_shaped else forward_ranks
         return forward_ranks + second_ranks if self.stages_per_rank == 2 else forward_ranks
 
-    def counts(self, p: int, num_sequences: int) -> list[int]:
+    def accepted_counts(self, p: int, num_sequences: int) -> list[int]:
         """Return all numbers of micro-batches that divide `num_sequences` evenly and that the
         schedule accepts, in ascending order."""
-        return [m for m in divisors(num_sequences) if self.takes(p, m)]
+        return [m for m in divisors(num_sequences) if self.accepts(p, m)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,39 +52,43 @@ class FoundOrders:
     message_s: float  # time until a result has reached the next rank
 
 
-def _share(idle: int, busy: int) -> float:
+def _idle_share(idle: int, busy: int) -> float:
     return idle / (busy + idle)
 
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(
-        bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: min(p, m), takes=lambda p, m: m >= p
+        bubble=lambda p, m: _idle_share(p - 1, m),
+        kept_micro_batches=lambda p, m: min(p, m),
+        accepts=lambda p, m: m >= p,
     ),
-    "gpipe": Schedule(bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: m),
+    "gpipe": Schedule(bubble=lambda p, m: _idle_share(p - 1, m), kept_micro_batches=lambda p, m: m),
     "interleaved": Schedule(
-        bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
-        kept=lambda p, m: min((3 * p - 1) / 2, m),
+        bubble=lambda p, m: _idle_share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
+        kept_micro_batches=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
-        takes=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
+        accepts=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
     ),
     "zb-h1": Schedule(
-        bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
-        kept=lambda p, m: min(p, m),
+        bubble=lambda p, m: _idle_share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
+        kept_micro_batches=lambda p, m: min(p, m),
         splits_backward=True,
     ),
     "zb-v": Schedule(
-        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
-        kept=lambda p, m: min(p, m),
+        bubble=lambda p, m: _idle_share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
+        kept_micro_batches=lambda p, m: min(p, m),
         stages_per_rank=2,
         v_shaped=True,
         splits_backward=True,
-        timed=True,
+        is_timed=True,
     ),
 }
 # If all operations take equally long, no order is shorter than zb-v's.
-SCHEDULES["zb-auto"] = replace(SCHEDULES["zb-v"], kept=lambda p, m: min(p + 1, m), searched=True)
+SCHEDULES["zb-auto"] = replace(
+    SCHEDULES["zb-v"], kept_micro_batches=lambda p, m: min(p + 1, m), is_searched=True
+)
 # Without a pipeline, micro-batches run one after the other.
-NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
+NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept_micro_batches=lambda p, m: 1)
 
 
 def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 # Step -> offset of the process that sends the step its input. Lowercase letters are steps on a
 # process's second stage, on the way back up the V.
-GIVEN_BY = {"F": -1, "f": 1, "i": -1, "I": 1}
+INPUT_OFFSETS = {"F": -1, "f": 1, "i": -1, "I": 1}
 
 
 @dataclass(slots=True)
@@ -25,55 +25,59 @@ class _Process:
 
     clock: int = 0
     idle: int = 0  # idle time since its first forward pass
-    held: int = 0  # number of sets of activations, each for one stage
-    word: list[str] = field(default_factory=list)
-    late: deque[str] = field(default_factory=deque)  # weight gradients that are ready to run
-    ends: dict[str, list[int]] = field(default_factory=lambda: {step: [] for step in GIVEN_BY})
+    num_held: int = 0  # number of sets of activations, each for one stage
+    steps: list[str] = field(default_factory=list)
+    pending_weights: deque[str] = field(
+        default_factory=deque
+    )  # weight gradients that are ready to run
+    end_times: dict[str, list[int]] = field(
+        default_factory=lambda: {step: [] for step in INPUT_OFFSETS}
+    )
 
-    def done(self, step: str) -> int:
-        return len(self.ends[step])
+    def num_done(self, step: str) -> int:
+        return len(self.end_times[step])
 
 
-class _Filling:
+class _OrderBuilder:
     """Builder for the ZB-V order of p processes, which adds one step at a time."""
 
-    def __init__(self, p: int, lasts: dict[str, int], allowed: Sequence[int]) -> None:
-        """Start with no steps. `lasts` contains the durations of F, I, W and a message, for one
-        stage. `allowed` contains, for each process, the total time that it may idle before it runs
-        a weight gradient early. Every process may idle as long as the process that has idled most
-        so far."""
+    def __init__(self, p: int, durations: dict[str, int], allowed_idle: Sequence[int]) -> None:
+        """Start with no steps. `durations` contains the durations of F, I, W and a message, for one
+        stage. `allowed_idle` contains, for each process, the total time that it may idle before it
+        runs a weight gradient early. Every process may idle as long as the process that has idled
+        most so far."""
         self.processes = [_Process() for _ in range(p)]
-        self.lasts = lasts
-        self.allowed = allowed
+        self.durations = durations
+        self.allowed_idle = allowed_idle
         self.most_idle = 0
 
     def arrival(self, rank: int, step: str) -> int:
         """Return the time at which the input of the step's next micro-batch arrives from another
         process, or 0 if the step needs none."""
-        source = rank + GIVEN_BY[step]
+        source = rank + INPUT_OFFSETS[step]
         if not 0 <= source < len(self.processes):
             return 0
-        number = self.processes[rank].done(step)
-        return self.processes[source].ends[step][number] + self.lasts["message"]
+        number = self.processes[rank].num_done(step)
+        return self.processes[source].end_times[step][number] + self.durations["message"]
 
     def run(self, rank: int, step: str, arrival: int) -> None:
         process = self.processes[rank]
         start = max(process.clock, arrival)
-        if process.ends["F"]:
+        if process.end_times["F"]:
             process.idle += start - process.clock
             self.most_idle = max(self.most_idle, process.idle)
-        process.clock = start + self.lasts[step.upper()]
-        process.ends[step].append(process.clock)
-        process.word.append(step)
+        process.clock = start + self.durations[step.upper()]
+        process.end_times[step].append(process.clock)
+        process.steps.append(step)
         if step in "Ff":
-            process.held += 1
+            process.num_held += 1
         else:
-            process.late.append("w" if step == "i" else "W")
+            process.pending_weights.append("w" if step == "i" else "W")
 
     def run_weights(self, process: _Process) -> None:
-        process.held -= 1
-        process.clock += self.lasts["W"]
-        process.word.append(process.late.popleft())
+        process.num_held -= 1
+        process.clock += self.durations["W"]
+        process.steps.append(process.pending_weights.popleft())
 
     def run_after_weights(self, rank: int, step: str, *, one_more: bool) -> None:
         """Run the weight gradients that fit before the step's input arrives, then run the step.
@@ -81,10 +85,10 @@ class _Filling:
         than allowed."""
         process = self.processes[rank]
         arrival = self.arrival(rank, step)
-        while process.late and arrival >= process.clock + self.lasts["W"]:
+        while process.pending_weights and arrival >= process.clock + self.durations["W"]:
             self.run_weights(process)
-        spare = max(self.most_idle, self.allowed[rank]) - process.idle
-        if one_more and process.late and arrival - process.clock > spare:
+        spare = max(self.most_idle, self.allowed_idle[rank]) - process.idle
+        if one_more and process.pending_weights and arrival - process.clock > spare:
             self.run_weights(process)
         self.run(rank, step, arrival)
 
@@ -97,9 +101,9 @@ class _Filling:
             process = self.processes[rank]
             arrival = self.arrival(rank, "f")
             while (
-                process.held + 2 * (rank + 1) <= 2 * p
-                and process.clock + self.lasts["F"] <= arrival
-                and process.done("F") < m
+                process.num_held + 2 * (rank + 1) <= 2 * p
+                and process.clock + self.durations["F"] <= arrival
+                and process.num_done("F") < m
             ):
                 for earlier_rank in range(rank + 1):
                     self.run(earlier_rank, "F", self.arrival(earlier_rank, "F"))
@@ -108,59 +112,62 @@ class _Filling:
         for rank in range(1, p):
             previous, process = self.processes[rank - 1 : rank + 1]
             while (
-                process.done("F") + process.done("f") < previous.done("F") + previous.done("f")
-                or process.done("f") <= previous.done("f") < m
+                process.num_done("F") + process.num_done("f")
+                < previous.num_done("F") + previous.num_done("f")
+                or process.num_done("f") <= previous.num_done("f") < m
             ):
                 step = next(steps)
                 for later_rank in reversed(range(rank, p)):
-                    if self.processes[later_rank].done(step) < m:
+                    if self.processes[later_rank].num_done(step) < m:
                         self.run(later_rank, step, self.arrival(later_rank, step))
 
-    def alternate(self, m: int, more: dict[str, bool]) -> None:
-        """Alternate input gradients and forward passes. `more` contains, for each step, whether
-        `run_after_weights` is called with `one_more`."""
+    def alternate(self, m: int, runs_one_more: dict[str, bool]) -> None:
+        """Alternate input gradients and forward passes. `runs_one_more` contains, for each step,
+        whether `run_after_weights` is called with `one_more`."""
         p = len(self.processes)
         for _ in range(2 * m):
-            down = [self._goes_down(rank, m) for rank in range(p)]
+            goes_down = [self._goes_down(rank, m) for rank in range(p)]
             for rank in reversed(range(p)):
-                if down[rank]:
+                if goes_down[rank]:
                     self.run_after_weights(rank, "I", one_more=True)
             for rank in range(p):
-                if not down[rank]:
-                    self.run_after_weights(rank, "i", one_more=more["i"])
+                if not goes_down[rank]:
+                    self.run_after_weights(rank, "i", one_more=runs_one_more["i"])
             for rank, process in enumerate(self.processes):
                 step = self._next_forward(rank, m)
                 if not step:
                     continue
                 # 1F1B's first process holds at most this number of activations
-                while process.held == 2 * p:
+                while process.num_held == 2 * p:
                     self.run_weights(process)
-                self.run_after_weights(rank, step, one_more=more["F"])
+                self.run_after_weights(rank, step, one_more=runs_one_more["F"])
         for process in self.processes:
-            while process.late:
+            while process.pending_weights:
                 self.run_weights(process)
 
     def _goes_down(self, rank: int, m: int) -> bool:
         """Return whether the process's next gradient belongs to its first stage."""
         process = self.processes[rank]
-        if process.done("I") == process.done("i"):
+        if process.num_done("I") == process.num_done("i"):
             return False
-        if rank == len(self.processes) - 1 or process.done("i") == m:
+        if rank == len(self.processes) - 1 or process.num_done("i") == m:
             return True
-        return process.done("I") < self.processes[rank + 1].done("I")
+        return process.num_done("I") < self.processes[rank + 1].num_done("I")
 
     def _next_forward(self, rank: int, m: int) -> str:
         process = self.processes[rank]
-        first, second = process.done("F"), process.done("f")
-        last = rank == len(self.processes) - 1
-        if second < first and (last or second < self.processes[rank + 1].done("f")):
+        num_first, num_second = process.num_done("F"), process.num_done("f")
+        is_last_rank = rank == len(self.processes) - 1
+        if num_second < num_first and (
+            is_last_rank or num_second < self.processes[rank + 1].num_done("f")
+        ):
             return "f"
-        has_input = rank == 0 or first < self.processes[rank - 1].done("F")
-        return "F" if first < m and (second == first or has_input) else ""
+        has_input = rank == 0 or num_first < self.processes[rank - 1].num_done("F")
+        return "F" if num_first < m and (num_second == num_first or has_input) else ""
 
 
 @functools.lru_cache(maxsize=256)
-def build_words(
+def build_zb_v_steps(
     p: int, m: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0
 ) -> tuple[str, ...]:
     """Return the steps of each of `p` processes as a string of letters.
@@ -169,28 +176,28 @@ def build_words(
     After each attempt, processes that idled less than this maximum may idle longer in the next
     attempt. `f`, `i` and `w` are the durations in seconds of one stage's steps, and `message` is
     the time to send a message. Durations are rounded to nanoseconds."""
-    kinds = {"F": f, "I": i, "W": w, "message": message}
-    lasts = {kind: round(1e9 * seconds) for kind, seconds in kinds.items()}
+    seconds_by_kind = {"F": f, "I": i, "W": w, "message": message}
+    durations = {kind: round(1e9 * seconds) for kind, seconds in seconds_by_kind.items()}
     best: list[list[str]] = []
-    least = math.inf
-    for for_i, for_f in itertools.product((True, False), repeat=2):
-        allowed = [0] * p
+    least_idle = math.inf
+    for one_more_i, one_more_f in itertools.product((True, False), repeat=2):
+        allowed_idle = [0] * p
         last_idle = math.inf
-        while least:
-            filling = _Filling(p, lasts, allowed)
-            filling.fill_pipeline(m)
-            filling.alternate(m, {"i": for_i, "F": for_f})
-            if filling.most_idle < least:
-                best = [process.word for process in filling.processes]
-                least = filling.most_idle
-            if filling.most_idle >= last_idle:
+        while least_idle:
+            builder = _OrderBuilder(p, durations, allowed_idle)
+            builder.fill_pipeline(m)
+            builder.alternate(m, {"i": one_more_i, "F": one_more_f})
+            if builder.most_idle < least_idle:
+                best = [process.steps for process in builder.processes]
+                least_idle = builder.most_idle
+            if builder.most_idle >= last_idle:
                 break
-            last_idle = filling.most_idle
-            allowed = [last_idle - process.idle for process in filling.processes]
+            last_idle = builder.most_idle
+            allowed_idle = [last_idle - process.idle for process in builder.processes]
     return tuple(map("".join, best))
 
 
-def mid_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def median_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the durations of F, I and W that the authors use for uneven stages. First, the
     durations of each process's two stages are averaged. Then, the median over all processes is
     taken."""

@@ -17,7 +17,7 @@ import psutil
 
 from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.rank import what_fits
+from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
@@ -32,13 +32,13 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
     """Raise UserError if the run is known to fail. With `--cluster`, this machine's packages, limit
     on open files, disks and compiler are not checked."""
     plan = prediction.plan
-    if cluster.is_here:
+    if cluster.is_local:
         check_packages(plan)
         check_open_files(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_memory(prediction, lambda plan: what_fits(plan, cluster))
-    if cluster.is_here:
+    check_memory(prediction, lambda plan: suggest_settings(plan, cluster))
+    if cluster.is_local:
         check_disk(plan)
         check_extensions(plan)
     if plan.config.push is not None:
@@ -53,16 +53,16 @@ def check_packages(plan: Draft) -> None:
     """Raise UserError if a package that the strategy or CONFIG needs is not installed."""
     tracker = plan.config.log_to
     strategy = f"strategy={plan.strategy.name!r}"
-    needed = {
+    requirements = {
         "torch": ("every strategy", "-r requirements.txt"),
         plan.strategy.traits.package: (strategy, "-r requirements.txt"),
         tracker: (f"log_to={tracker!r}", tracker),
     }
     if plan.config.optimizer == "adamw-8bit":
-        needed["torchao"] = ("optimizer='adamw-8bit'", "torchao")
+        requirements["torchao"] = ("optimizer='adamw-8bit'", "torchao")
     if plan.config.base_dtype == "nf4":
-        needed["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
-    for package, (reason, source) in needed.items():
+        requirements["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
+    for package, (reason, source) in requirements.items():
         if package is not None and importlib.util.find_spec(package) is None:
             what = f"{reason} needs the package {package}, which is not installed"
             raise UserError(what, fix=f"run: pip install {source}")
@@ -81,12 +81,12 @@ def check_open_files(plan: Draft) -> None:
 
 def check_gpus(plan: Draft) -> None:
     """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
-    gpus = plan.machine.num_gpus
-    here = plan.processes_here
-    if gpus and here > gpus:
-        what = f"{here} processes were requested, but this machine has {gpus} GPU"
-        what += "s" if gpus > 1 else ""
-        raise UserError(what, "every process needs its own GPU", f"use --num_gpus {gpus}")
+    num_gpus = plan.machine.num_gpus
+    processes_here = plan.processes_here
+    if num_gpus and processes_here > num_gpus:
+        what = f"{processes_here} processes were requested, but this machine has {num_gpus} GPU"
+        what += "s" if num_gpus > 1 else ""
+        raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
 
 
 def check_swapping(plan: Draft) -> None:
@@ -114,13 +114,13 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         needs = f"{needed / GIB:.1f} GiB per GPU"
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        others = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, "; or ".join([*others, "add --force to try anyway"]))
+        suggestions = suggest(plan) or ["use more GPUs, or a smaller model"]
+        raise UserError(what, why, "; or ".join([*suggestions, "add --force to try anyway"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
-        count = plan.processes_here
-        verb, fewer = ("needs", "") if count == 1 else ("need", " or fewer processes")
-        what = f"{plural(count, 'process')} {verb} about {needed / GIB:.1f} GiB of RAM"
+        num_processes = plan.processes_here
+        verb, fewer = ("needs", "") if num_processes == 1 else ("need", " or fewer processes")
+        what = f"{plural(num_processes, 'process')} {verb} about {needed / GIB:.1f} GiB of RAM"
         why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
         raise UserError(what, why, f"use a smaller model{fewer}")
 
@@ -129,15 +129,15 @@ def check_disk(plan: Draft) -> None:
     """Raise UserError if a disk has too little free space for checkpoints, exports and offloaded
     state, or if a folder for them is not writable."""
     config = plan.config
-    count = plan.size.num_learning(config.lora_rank, config.lora_targets)
+    num_trained = plan.size.num_learning(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
     num_exported = [config.export, config.keep_best].count(True)
-    output = (12 * num_saved + 4 * num_exported) * count
-    written = {"output_dir": (plan.output_dir.absolute(), output)}
+    output_bytes = (12 * num_saved + 4 * num_exported) * num_trained
+    planned_writes = {"output_dir": (plan.output_dir.absolute(), output_bytes)}
     if plan.offload_dir is not None:
-        written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
+        planned_writes["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
     by_disk: dict[int, Counter[Path]] = defaultdict(Counter)
-    for key, (path, size) in written.items():
+    for key, (path, size) in planned_writes.items():
         require_writable(path, f"set {key} to another folder")
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
         by_disk[folder.stat().st_dev][folder] += size
@@ -155,7 +155,7 @@ def check_disk(plan: Draft) -> None:
 def check_extensions(plan: Draft) -> None:
     """Raise UserError if a DeepSpeed extension cannot be built because the compiler or libaio is
     missing, or because a killed build left its lock file behind."""
-    extensions = built_extensions(plan.strategy)
+    extensions = required_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
@@ -169,7 +169,7 @@ def check_extensions(plan: Draft) -> None:
         refuse_stale_lock(name)
 
 
-def built_extensions(strategy: Strategy) -> list[str]:
+def required_extensions(strategy: Strategy) -> list[str]:
     """Return the names of the DeepSpeed extensions that a run needs. Each name is also the name of
     the extension's folder in torch's cache."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
@@ -180,7 +180,7 @@ def built_extensions(strategy: Strategy) -> list[str]:
 
 def unbuilt_extensions(strategy: Strategy) -> list[str]:
     """Return the names of the DeepSpeed extensions that a run would have to compile."""
-    names = built_extensions(strategy)
+    names = required_extensions(strategy)
     return [
         name
         for name in names

@@ -13,7 +13,7 @@ from typing import Any
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.plan.orders import time_orders
+from distributed_training.plan.orders import build_timed_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.planner.conflicts import check_settings
@@ -45,7 +45,7 @@ SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 # Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
-SIZES = {
+AUTO_SIZES = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
     "stage3_param_persistence_threshold": lambda d: 10 * d,
@@ -68,10 +68,10 @@ def choose_model(
     UserError for an unknown model."""
     folder = Path(config.weights)
     names_folder = config.weights not in (AUTO, "pretrained", "random") and folder.is_dir()
-    continues = names_folder and is_adapter(folder)
-    decided: Settings = {}
+    continues_adapters = names_folder and is_adapter(folder)
+    settings: Settings = {}
     name = config.model
-    if name == AUTO and continues:
+    if name == AUTO and continues_adapters:
         name = base_name(folder)
     elif name == AUTO and names_folder and (folder / CONFIG_FILE).is_file():
         name = str(folder.resolve())
@@ -83,17 +83,17 @@ def choose_model(
         name = "gpt2"
         notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
     else:
-        name, decided = _choose_for_cpu(config, num_processes, strategy, notes)
+        name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
     model = find_model(name)
-    if config.lora_rank and not continues:
+    if config.lora_rank and not continues_adapters:
         model.size.adapted(config.lora_targets)
-    if continues:
+    if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
-        keys, note = keys_to_continue(config, model, folder)
-        decided |= keys
+        adapter_keys, note = keys_to_continue(config, model, folder)
+        settings |= adapter_keys
         notes.append(note)
-    return with_values(config, model=name, **decided), model
+    return with_values(config, model=name, **settings), model
 
 
 def _choose_for_cpu(
@@ -105,14 +105,16 @@ def _choose_for_cpu(
     if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
     notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
-    closed = PRESET_KEEPS.union(config.set_by)
+    excluded_keys = PRESET_KEEPS.union(config.set_by)
     settings: Settings = {}
     if config.preset is None and Path(config.dataset).exists():
-        settings = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
+        settings = {
+            key: v for key, v in load_preset(WORDS_PRESET).items() if key not in excluded_keys
+        }
         values = ", ".join(f"{key} {value}" for key, value in settings.items())
         source = f"--preset {WORDS_PRESET}, which is for small datasets"
         notes.append(f"settings that you did not set come from {source}: {values}")
-    elif config.preset is None and "eval_samples" not in closed:
+    elif config.preset is None and "eval_samples" not in excluded_keys:
         settings = {"eval_samples": CPU_EVAL_SAMPLES}
     return model, settings
 
@@ -136,28 +138,28 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     notes = [] if notes is None else notes
     machine = cluster.machine
     num_processes = cluster.num_processes
-    processes_here = cluster.processes_a_node
-    given = candidate.config
+    processes_here = cluster.processes_per_node
+    request = candidate.config
     model = candidate.model
-    options = candidate.strategy.options(given.engine_options)
+    options = candidate.strategy.options(request.engine_options)
     document = _fill_sizes(candidate.strategy.document, model.size.hidden_size)
     strategy = replace(candidate.strategy, document=document)
-    resolved: Settings = {"precision": _choose_precision(given.precision, machine)}
+    resolved: Settings = {"precision": _choose_precision(request.precision, machine)}
     mesh, layout, batch = divide(candidate, num_processes)
-    if given.pipeline_schedule == AUTO:
+    if request.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
-    if given.base_dtype == AUTO:
+    if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
-    config = given.model_copy(update=resolved)
+    config = request.model_copy(update=resolved)
     candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
-    check_settings(given, candidate, options, notes)
-    decided = {name: getattr(config, name) for name in KEYS}
-    decided |= _choose_switches(candidate, machine, notes)
-    decided |= batch.model_dump(include=set(OPEN_BATCH))
-    if given.loss_chunk_tokens == AUTO:
+    check_settings(request, candidate, options, notes)
+    config_values = {name: getattr(config, name) for name in KEYS}
+    config_values |= _choose_switches(candidate, machine, notes)
+    config_values |= batch.model_dump(include=set(OPEN_BATCH))
+    if request.loss_chunk_tokens == AUTO:
         chunk = _choose_loss_chunk(candidate, machine, batch.micro_batch_size)
-        decided["loss_chunk_tokens"] = chunk
-    decided_config = validate(RunConfig, decided, KEYS)
+        config_values["loss_chunk_tokens"] = chunk
+    resolved_config = validate(RunConfig, config_values, KEYS)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
@@ -165,19 +167,19 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
             f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
             "factor"
         )
-    output_dir = Path(decided_config.output_dir)
-    began = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = output_dir / f"{began}-{strategy.name}-{model.label}-x{num_processes}"
+    output_dir = Path(resolved_config.output_dir)
+    timestamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"
     offload_dir = None
     if strategy.swaps_to_disk:
-        parent = Path(decided_config.offload_dir or output_dir / ".offload").absolute()
+        parent = Path(resolved_config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
-    averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
+    averages_gradients = not strategy.traits.rounds_weights and batch.num_replicas > 1
     draft = Draft(
-        requested=given,
-        config=decided_config,
+        requested=request,
+        config=resolved_config,
         strategy=strategy,
         model=model,
         machine=machine,
@@ -187,31 +189,35 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         batch=batch,
         layout=layout,
         only_copies=only_copies,
-        uses_ddp=averages and only_copies,
-        uses_fsdp=averages and not only_copies,
+        uses_ddp=averages_gradients and only_copies,
+        uses_fsdp=averages_gradients and not only_copies,
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload_dir,
-        from_defaults=tuple(key for key, who in given.set_by.items() if who == "strategy"),
-        engine_options=given.engine_options,
+        from_defaults=tuple(key for key, setter in request.set_by.items() if setter == "strategy"),
+        engine_options=request.engine_options,
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    length = decided_config.max_length
+    length = resolved_config.max_length
     if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
         what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
         why = "sequence_parallel gives every rank the same number of samples or tokens"
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
         raise UserError(what, why, fix)
-    return replace(draft, orders=_time_orders(draft, cluster)) if draft.schedule.timed else draft
+    return (
+        replace(draft, orders=_find_timed_orders(draft, cluster))
+        if draft.schedule.is_timed
+        else draft
+    )
 
 
 def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Return the JSON after replacing each "auto" ZeRO size with the value that the Hugging Face
     Trainer uses."""
     zero = document.get("zero_optimization", {})
-    sizes = {name: size(hidden_size) for name, size in SIZES.items() if zero.get(name) == AUTO}
+    sizes = {name: size(hidden_size) for name, size in AUTO_SIZES.items() if zero.get(name) == AUTO}
     return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
 
 
@@ -239,14 +245,18 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
     6 P FLOPs per token at 680 TFLOP/s."""
     config = candidate.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
-    waits = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
-    if machine.num_gpus == 0 or config.precision == "fp16" or waits:
+    keeps_all_gradients = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
+    if machine.num_gpus == 0 or config.precision == "fp16" or keeps_all_gradients:
         return 0
     size = candidate.model.size
-    rows = size.padded_vocab_size * size.hidden_size
-    share = 0.0 if config.lora_rank else rows / (rows + size.num_layers * size.block_parameters)
+    head_parameters = size.padded_vocab_size * size.hidden_size
+    head_share = (
+        0.0
+        if config.lora_rank
+        else head_parameters / (head_parameters + size.num_layers * size.block_parameters)
+    )
     chunk = MIN_LOSS_CHUNK
-    while chunk < share * 150 / LOSS_CHUNK_COST:
+    while chunk < head_share * 150 / LOSS_CHUNK_COST:
         chunk *= 2
     return chunk if micro_batch_size * config.max_length >= 2 * chunk else 0
 
@@ -273,19 +283,19 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
     return {"compile": compiled, "async_tp": async_tp, "cuda_graphs": graphs}
 
 
-def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> Any:
-    """Return the value of `key`. "auto" becomes True if `able` is true and `obstacle` is empty.
-    Raises UserError if CONFIG enables the key although `obstacle` is not empty."""
+def _decide_switch(config: RunConfig, key: str, is_supported: bool, obstacle: str) -> Any:
+    """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
+    empty. Raises UserError if CONFIG enables the key although `obstacle` is not empty."""
     value = getattr(config, key)
     if value == AUTO:
-        return able and not obstacle
+        return is_supported and not obstacle
     if value and obstacle:
         what = f"{key}={value!r} cannot be used with {obstacle}"
         raise UserError(what, fix=f"set {key} to auto or False")
     return value
 
 
-def _drops(config: RunConfig) -> bool:
+def _uses_dropout(config: RunConfig) -> bool:
     return max(config.dropout, config.lora_dropout) > 0
 
 
@@ -294,11 +304,11 @@ def _compile_obstacle(candidate: Candidate) -> str:
     none."""
     config = candidate.config
     strategy = candidate.strategy
-    named = f"strategy={config.strategy!r}"
+    strategy_setting = f"strategy={config.strategy!r}"
     num_processes = math.prod(candidate.mesh.values())
     if strategy.fetches_parameters:
-        return f"{named}, which fetches parameters while a block runs"
-    if candidate.mesh["tp"] > 1 and _drops(config) and not config.sequence_parallel:
+        return f"{strategy_setting}, which fetches parameters while a block runs"
+    if candidate.mesh["tp"] > 1 and _uses_dropout(config) and not config.sequence_parallel:
         return (
             "dropout under tp with sequence_parallel=False, which changes the state of random "
             "generators inside a block"
@@ -308,7 +318,7 @@ def _compile_obstacle(candidate: Candidate) -> str:
     if num_processes > 1:
         return f"{num_processes} processes, which communicate before each block"
     if strategy.traits.hooks_between_blocks:
-        return f"{named}, which runs hooks between blocks"
+        return f"{strategy_setting}, which runs hooks between blocks"
     if config.activation_checkpointing != "none":
         return f"activation_checkpointing={config.activation_checkpointing!r}"
     return ""
@@ -334,19 +344,19 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     none. A CUDA graph cannot wait for the host."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
-    skips = config.on_nonfinite == "skip" or config.precision == "fp16"
+    may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"
     if not candidate.strategy.traits.replays_steps:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
-    if config.optimizer == "adamw-8bit" and skips:
+    if config.optimizer == "adamw-8bit" and may_skip_update:
         return "optimizer='adamw-8bit', which needs the host to skip an update"
     if config.gradient_compression != "none":
         return "gradient_compression, which runs hooks on the host"
-    if _drops(config) and (candidate.mesh["tp"] > 1 or recomputes):
+    if _uses_dropout(config) and (candidate.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
     return "a CPU" if machine.num_gpus == 0 else ""
 
 
-def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
+def _find_timed_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
     """Find orders of a pipeline's operations that suit the predicted durations. The durations are
     for the cluster's rates or, if these rates are unknown, for an H200. The plan stores the orders,
     because ranks with different orders would deadlock."""
@@ -355,6 +365,6 @@ def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     m = plan.batch.num_microbatches
-    if plan.schedule.searched:
+    if plan.schedule.is_searched:
         return search_orders(seconds, blocks, m, message_s(step))
-    return time_orders(seconds, m, message_s(step))
+    return build_timed_orders(seconds, m, message_s(step))

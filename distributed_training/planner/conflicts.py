@@ -23,13 +23,13 @@ class Need:
     """Condition without which some keys have no effect."""
 
     keys: tuple[str, ...]
-    holds: Callable[[Candidate], bool]
+    is_met: Callable[[Candidate], bool]
     why: str
     fix: str  # setting that meets the condition
-    other: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
-    off: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
+    conflict: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
+    off_values: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
     # Values, besides the default, that the keys have in a plan that does not meet the condition
-    resolved: tuple[Any, ...] = ()
+    resolved_values: tuple[Any, ...] = ()
     is_strict: bool = False  # True if the keys are also rejected in CONFIG or a preset
 
 
@@ -39,45 +39,45 @@ def _used_axes(candidate: Candidate) -> set[str]:
     return {axis for axis, n in candidate.mesh.items() if (named_mesh[axis], n) != (1, 1)}
 
 
-def _in_ddp(candidate: Candidate) -> bool:
-    with_torch = candidate.strategy.traits.averages_with_torch
-    return with_torch and _used_axes(candidate) <= {"dp_replicate"}
+def _uses_ddp(candidate: Candidate) -> bool:
+    averages_with_torch = candidate.strategy.traits.averages_with_torch
+    return averages_with_torch and _used_axes(candidate) <= {"dp_replicate"}
 
 
-def _in_fsdp(candidate: Candidate) -> bool:
+def _uses_fsdp(candidate: Candidate) -> bool:
     axes = _used_axes(candidate)
     return candidate.strategy.traits.averages_with_torch and "dp_shard" in axes and "pp" not in axes
 
 
 NEEDS = (
     Need(
-        keys=("fsdp_prefetch",), holds=_in_fsdp, is_strict=True,
+        keys=("fsdp_prefetch",), is_met=_uses_fsdp, is_strict=True,
         why="only FSDP gathers parameters by block", fix="strategy to fsdp",
     ),
     Need(
-        keys=("bucket_cap_mb",), holds=_in_ddp, is_strict=True,
+        keys=("bucket_cap_mb",), is_met=_uses_ddp, is_strict=True,
         why="only PyTorch's DDP has buckets", fix="strategy to dp",
     ),
     Need(
-        keys=("gradient_compression",), holds=_in_ddp, off=("none",), is_strict=True,
+        keys=("gradient_compression",), is_met=_uses_ddp, off_values=("none",), is_strict=True,
         why="only PyTorch's DDP compresses gradients", fix="strategy to dp",
     ),
     Need(
-        keys=("pipeline_schedule",), holds=lambda candidate: candidate.mesh["pp"] > 1,
-        resolved=("1f1b",), why="there is no pipeline with pp=1", fix="strategy to pp",
+        keys=("pipeline_schedule",), is_met=lambda candidate: candidate.mesh["pp"] > 1,
+        resolved_values=("1f1b",), why="there is no pipeline with pp=1", fix="strategy to pp",
     ),
     Need(
-        keys=("sequence_parallel",), holds=lambda candidate: candidate.mesh["tp"] > 1,
-        off=(False,), why="no layers are split with tp=1", fix="strategy to tp",
+        keys=("sequence_parallel",), is_met=lambda candidate: candidate.mesh["tp"] > 1,
+        off_values=(False,), why="no layers are split with tp=1", fix="strategy to tp",
     ),
     Need(
-        keys=("offload_dir",), holds=lambda candidate: candidate.strategy.swaps_to_disk,
+        keys=("offload_dir",), is_met=lambda candidate: candidate.strategy.swaps_to_disk,
         why="the strategy keeps no state on disk", fix="strategy to infinity",
     ),
     Need(
-        keys=("lora_alpha", "lora_dropout", "lora_targets"), off=(None, 0.0),
-        holds=lambda candidate: candidate.config.lora_rank > 0,
-        other="lora_rank=0", why="without LoRA, there are no adapters", fix="lora_rank to 16",
+        keys=("lora_alpha", "lora_dropout", "lora_targets"), off_values=(None, 0.0),
+        is_met=lambda candidate: candidate.config.lora_rank > 0,
+        conflict="lora_rank=0", why="without LoRA, there are no adapters", fix="lora_rank to 16",
     ),
 )  # fmt: skip
 
@@ -87,8 +87,8 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
     condition that the layout does not meet."""
     for need in NEEDS:
         for key in need.keys:
-            is_off = getattr(request, key) in need.off
-            if request.is_set(key) and not is_off and not need.holds(candidate):
+            is_off = getattr(request, key) in need.off_values
+            if request.is_set(key) and not is_off and not need.is_met(candidate):
                 yield key, need
 
 
@@ -110,10 +110,10 @@ def check_settings(
 def _check_idle(request: Request, candidate: Candidate, options: Options, notes: list[str]) -> None:
     for key, need in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
-        is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved)
+        is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved_values)
         is_refused = need.is_strict or request.set_by[key] == "command line"
         if is_refused and not is_resolved:
-            other = need.other.format(strategy=request.strategy)
+            other = need.conflict.format(strategy=request.strategy)
             fix = f"leave out {key}, or set {need.fix}"
             raise UserError(f"{value} cannot be used with {other}", need.why, fix)
         notes.append(f"{value} has no effect, because {need.why}")
@@ -133,7 +133,7 @@ def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> N
 def _check_model(candidate: Candidate) -> None:
     config = candidate.config
     size = candidate.model.size
-    named = f"model={config.model!r}"
+    model_setting = f"model={config.model!r}"
     if config.max_length > size.num_positions:
         why = f"the model has {size.num_positions} positions"
         fix = f"set max_length to {size.num_positions} or less"
@@ -142,24 +142,26 @@ def _check_model(candidate: Candidate) -> None:
         with contextlib.suppress(UserError):
             if config.max_length <= find_model(hub_name).size.num_positions:
                 fix += f", or model to {hub_name!r}"
-        _refuse(candidate, "max_length", named, why, fix)
+        _refuse(candidate, "max_length", model_setting, why, fix)
 
 
 def _check_strategy(candidate: Candidate) -> None:
     config = candidate.config
     strategy = candidate.strategy
-    here = f"strategy={config.strategy!r}"
+    strategy_setting = f"strategy={config.strategy!r}"
     if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
-        other = f"{here} and precision='fp32'"
+        other = f"{strategy_setting} and precision='fp32'"
         why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
     if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
         fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
         why = "the strategy's engine keeps the optimizer state in fp32"
-        _refuse(candidate, "optimizer", here, why, fix)
+        _refuse(candidate, "optimizer", strategy_setting, why, fix)
     if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
         why = "the strategy's engine updates the weights before it reports the gradient norm"
-        _refuse(candidate, "on_nonfinite", here, why, "set on_nonfinite to rollback or stop")
+        _refuse(
+            candidate, "on_nonfinite", strategy_setting, why, "set on_nonfinite to rollback or stop"
+        )
 
 
 def _check_base(candidate: Candidate) -> None:
@@ -177,14 +179,14 @@ def _check_base(candidate: Candidate) -> None:
             why = f"frozen weights then have the dtype {config.precision}"
             _refuse(candidate, key, other, why, "set base_dtype to None")
         return
-    split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
-    if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
-        here = f"strategy={config.strategy!r}"
+    split_axes = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
+    if not candidate.strategy.traits.builds_on_device or set(split_axes.values()) != {1}:
+        strategy_setting = f"strategy={config.strategy!r}"
         why = "quantized layers must stay whole or be sharded by FSDP"
-        _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
+        _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
     matrices = candidate.model.size.block_matrices
-    if odd := [columns for _, columns in matrices if columns % 64]:
-        why = f"each group of 64 values shares a scale, but a matrix has {odd[0]} columns, "
+    if odd_columns := [columns for _, columns in matrices if columns % 64]:
+        why = f"each group of 64 values shares a scale, but a matrix has {odd_columns[0]} columns, "
         why += "which is not a multiple of 64"
         _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
 

@@ -29,7 +29,7 @@ from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
-QUICKLY_CUT = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
+MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows beyond the tokenizer's tokens
 
 
@@ -37,7 +37,7 @@ MAX_SPARE_ROWS = 128  # maximum number of embedding rows beyond the tokenizer's 
 class Sources:
     """Files that a run reads, and values of CONFIG keys that depend on these files."""
 
-    decided: dict[str, Any]  # key -> value
+    config_values: dict[str, Any]  # key -> value
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
@@ -48,7 +48,7 @@ class Sources:
 class Fit:
     """Values of CONFIG keys and counts that depend on the samples."""
 
-    decided: dict[str, Any] = field(default_factory=dict)  # key -> value
+    config_values: dict[str, Any] = field(default_factory=dict)  # key -> value
     packing: Packing | None = None
     num_steps: int | None = None
 
@@ -64,61 +64,66 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if weights_dir is not None:
         spec.check_weights(weights_dir)
     tokenizer, tokenizer_dir = choose_tokenizer(config, request, spec, source, notes)
-    opened = Tokenizer(tokenizer_dir)
+    loaded_tokenizer = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
-        _check_embedded(opened, weights_dir, spec)
-    if opened.is_gpt2:  # other tokenizers are slower and are checked during tokenization
-        opened.facts.check_rows(spec.size.vocab_size, config.model)
+        _check_embedded(loaded_tokenizer, weights_dir, spec)
+    if loaded_tokenizer.is_gpt2:  # other tokenizers are slower and are checked during tokenization
+        loaded_tokenizer.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
         notes.append(f"{note}weights")
     dataset = choose_dataset(config.dataset, notes, strict=request.strict)
-    rate = config.learning_rate
-    if rate == AUTO:
-        rate = 3e-4
+    learning_rate = config.learning_rate
+    if learning_rate == AUTO:
+        learning_rate = 3e-4
         if config.lora_rank:
-            rate = 2e-4
+            learning_rate = 2e-4
         elif weights_dir is not None:
-            rate = 5e-5
+            learning_rate = 5e-5
         elif config.model.startswith("gpt2-tiny"):
-            rate = 3e-3
-    decided: dict[str, Any] = {
-        "learning_rate": rate, "tokenizer": tokenizer, "weights": source, "dataset": dataset
-    }  # fmt: skip
+            learning_rate = 3e-3
+    config_values: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "tokenizer": tokenizer,
+        "weights": source,
+        "dataset": dataset,
+    }
     if config.export_dtype == AUTO:
-        stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
-        decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
+        stored_dtype = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
+        config_values["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(
+            stored_dtype, "fp32"
+        )
     if spec.weights_dir is not None:  # runs/latest will point to another run
-        decided["model"] = spec.path
-    sources = dict[str, str]()
+        config_values["model"] = spec.path
+    identities = dict[str, str]()
     if weights_dir is not None:
-        sources["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
+        identities["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
     if spec.weights_dir is not None:
-        sources["model"] = sample_file(spec.weights_dir / "config.json")
+        identities["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
-        sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
+        identities["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
     return Sources(
-        decided=decided,
+        config_values=config_values,
         tokenizer_dir=tokenizer_dir,
         weights_dir=weights_dir,
         adapters_dir=adapters_dir,
-        identities=sources,
+        identities=identities,
     )
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:
     """Return a run's samples without writing to the token cache. Return None if a dataset is on the
-    Hub or if the text is larger than QUICKLY_CUT."""
+    Hub or if the text is larger than MAX_DRY_RUN_BYTES."""
     config = draft.config
-    dataset = sources.decided["dataset"]
-    named = {"dataset": dataset, "validation_dataset": config.validation_dataset}
-    on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
+    dataset = sources.config_values["dataset"]
+    datasets = {"dataset": dataset, "validation_dataset": config.validation_dataset}
+    on_hub = {key: name for key, name in datasets.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
         hub.ask_for_dataset(key, name, download=False)
     if on_hub:
         return None
     corpus = read_corpus(dataset, config.validation_dataset, config.columns)
-    if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
+    if sum(source.num_bytes for source in corpus.values()) > MAX_DRY_RUN_BYTES:
         return None
     with TemporaryDirectory() as cache_dir:
         return _tokenize(draft, dataset, sources.tokenizer_dir, Path(cache_dir), corpus)
@@ -126,7 +131,7 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
 
 def read_data(draft: Draft, sources: Sources) -> Data:
     """Return a run's samples. Tokenize the text if its tokens are not in the token cache."""
-    return _tokenize(draft, sources.decided["dataset"], sources.tokenizer_dir, token_cache())
+    return _tokenize(draft, sources.config_values["dataset"], sources.tokenizer_dir, token_cache())
 
 
 def cut_data(plan: Plan) -> Data:
@@ -162,14 +167,18 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     Raises UserError if the run has too few steps for `profile`."""
     config = draft.config
     train = data.train
-    num_parts = len(train.starts)
-    if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
+    num_samples = len(train.starts)
+    if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
         notes.append(
-            f"the dataset has only {num_parts} training samples, and the run uses all of them"
+            f"the dataset has only {num_samples} training samples, and the run uses all of them"
         )
     if not data.packs and config.pack == AUTO:
-        whose = f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
-        notes.append(f"records are padded, because {whose} cannot keep packed records apart")
+        limiting_part = (
+            f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
+        )
+        notes.append(
+            f"records are padded, because {limiting_part} cannot keep packed records apart"
+        )
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
     batch_size = draft.batch.global_batch_size
@@ -200,9 +209,9 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
             f"the warm-up lasts {plural(warmup_steps, 'step')} instead of {config.warmup_steps}, "
             f"because the run has only {plural(num_steps, 'step')}"
         )
-    decided = {"warmup_steps": warmup_steps, "pack": data.packs}
+    config_values = {"warmup_steps": warmup_steps, "pack": data.packs}
     if config.num_samples == AUTO:
-        decided["num_samples"] = num_parts
+        config_values["num_samples"] = num_samples
     packing = None
     if train.firsts is not None:
         batch = draft.batch.model_dump()
@@ -212,7 +221,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
             max_documents=sampler.most_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
-    return Fit(decided=decided, packing=packing, num_steps=num_steps)
+    return Fit(config_values=config_values, packing=packing, num_steps=num_steps)
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
@@ -247,30 +256,30 @@ def _choose_weights(
         return "random", None
     if weights_key not in (AUTO, "pretrained"):
         folder = base_folder(Path(weights_key).resolve())
-        its_folder = spec.weights_dir
+        model_folder = spec.weights_dir
         if (
             is_adapter(Path(weights_key))
-            and its_folder is not None
-            and its_folder.resolve() != folder
+            and model_folder is not None
+            and model_folder.resolve() != folder
         ):
             what = f"weights={weights_key!r} is a folder of adapters for the model in {folder}"
-            raise UserError(what, f"model is set to {its_folder}", "set model to auto")
+            raise UserError(what, f"model is set to {model_folder}", "set model to auto")
         return weights_key, folder
     if spec.weights_dir is not None:
         weights.require_weights(spec.weights_dir)
         return str(spec.weights_dir), spec.weights_dir
-    from_scratch = "set weights to random to train from scratch"
+    scratch_advice = "set weights to random to train from scratch"
     if hub_id is None:
         if weights_key == "pretrained":
             what = f"weights='pretrained' cannot be used with {model=}, which is not published"
-            raise UserError(what, fix=from_scratch)
+            raise UserError(what, fix=scratch_advice)
         notes.append(f"{model} has no published weights, so training starts from random weights")
         return "random", None
-    must_be_there = weights_key == "pretrained" or request.is_set("model") or request.strict
+    is_required = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
         why = f"the published weights of {model} need their own tokenizer"
-        if must_be_there:
-            fix = f"set tokenizer to auto, or {from_scratch}"
+        if is_required:
+            fix = f"set tokenizer to auto, or {scratch_advice}"
             raise UserError(
                 f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}", why, fix
             )
@@ -279,16 +288,16 @@ def _choose_weights(
     try:
         return "pretrained", weights.fetch_weights(hub_id)
     except OSError as error:
-        if must_be_there:
+        if is_required:
             missing = f"the published weights of {model} are"
             command = f"hf download {hub_id}"
-            raise hub.cannot_fetch(missing, error, command, from_scratch) from None
+            raise hub.cannot_fetch(missing, error, command, scratch_advice) from None
         note = f"pretrained weights are not available ({error}), so training starts from random "
         notes.append(f"{note}weights")
         return "random", None
 
 
-def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
+def _tokenizer_folders(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
     """Return the local folders of the weights and whether the model comes from the Hub. An adapter
     folder comes before the folder of the base model."""
     if source in (AUTO, "pretrained", "random"):
@@ -305,24 +314,24 @@ def choose_tokenizer(
     """Return the value of the key `tokenizer` and the tokenizer's folder. If the key is "auto",
     prefer the tokenizer that comes with the weights `source`. Raises UserError if a required
     tokenizer is not available."""
-    named = config.tokenizer
-    local, published = _folders_beside(source, spec)
-    if named == AUTO:
-        for folder in local:
+    tokenizer = config.tokenizer
+    local_folders, is_on_hub = _tokenizer_folders(source, spec)
+    if tokenizer == AUTO:
+        for folder in local_folders:
             if hub.has_tokenizer(folder):
                 return str(folder), folder
-        loads = source != "random" and not published
-        if local and loads and weights.weight_files(local[-1]):
-            what = f"the folder {local[-1]} has weights but no tokenizer"
+        loads_local_weights = source != "random" and not is_on_hub
+        if local_folders and loads_local_weights and weights.weight_files(local_folders[-1]):
+            what = f"the folder {local_folders[-1]} has weights but no tokenizer"
             fix = "copy the tokenizer files there, or set tokenizer to another folder or to a "
             why = "with another tokenizer, the weights produce nonsense"
             raise UserError(what, why, f"{fix}name on the Hub")
-    if named == EMBEDDED or (named == AUTO and config.model.startswith("gpt2-tiny")):
+    if tokenizer == EMBEDDED or (tokenizer == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
-    folder = Path(named)
-    if named not in (AUTO, "gpt2") and folder.is_dir():
+    folder = Path(tokenizer)
+    if tokenizer not in (AUTO, "gpt2") and folder.is_dir():
         return str(folder), folder.resolve()
-    repo_id = spec.hub_id if named == AUTO else named
+    repo_id = spec.hub_id if tokenizer == AUTO else tokenizer
     if repo_id in (None, "gpt2") or repo_id in HUB_IDS.values():
         repo_id = "gpt2"
         fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
@@ -335,15 +344,15 @@ def choose_tokenizer(
             'use "auto", "gpt2", "embedded", the name of a model on the Hub, or a folder that has '
         )
         fix += "tokenizer.json or both vocab.json and merges.txt"
-        raise UserError(f"tokenizer={named!r} is not a folder", fix=fix)
+        raise UserError(f"tokenizer={tokenizer!r} is not a folder", fix=fix)
     try:
         return repo_id, fetch()
     except OSError as error:
         is_needed = source != "random" and (source != AUTO or request.is_set("model"))
-        if named != AUTO or is_needed or request.strict:
+        if tokenizer != AUTO or is_needed or request.strict:
             raise hub.cannot_fetch(f"tokenizer={repo_id!r} is", error, command) from None
-        whose = "GPT-2" if repo_id == "gpt2" else repo_id
-        note = f"{whose}'s tokenizer is not available ({error}), so the run uses the embedded "
+        owner = "GPT-2" if repo_id == "gpt2" else repo_id
+        note = f"{owner}'s tokenizer is not available ({error}), so the run uses the embedded "
         notes.append(
             f"{note}tokenizer. Compare its perplexity only with runs that use this tokenizer"
         )
@@ -353,10 +362,10 @@ def choose_tokenizer(
 def _check_embedded(embedded: Tokenizer, weights_dir: Path, spec: ModelSpec) -> None:
     """Raise UserError if the weights were not trained with the embedded tokenizer."""
     if hub.has_tokenizer(weights_dir):
-        same = Tokenizer(weights_dir).fingerprint == embedded.fingerprint
+        is_same_tokenizer = Tokenizer(weights_dir).fingerprint == embedded.fingerprint
     else:
-        same = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
-    if not same:
+        is_same_tokenizer = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
+    if not is_same_tokenizer:
         what = f"tokenizer={EMBEDDED!r} cannot be used with the weights in {weights_dir}"
         why = "the weights were trained with another tokenizer"
         fix = "set tokenizer to auto, or set weights to random to train from scratch"

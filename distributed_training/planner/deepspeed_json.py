@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.deepspeed_sections import ask_deepspeed, check_sections
+from distributed_training.planner.deepspeed_sections import check_with_deepspeed, check_sections
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -33,8 +33,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))
     source = plan.strategy.source
-    unusual = check_sections(document, str(source))
-    decided = {
+    unusual_paths = check_sections(document, str(source))
+    config_values = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
         "gradient_clipping": ("max_grad_norm", config.max_grad_norm or 0.0),
@@ -43,20 +43,20 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         "optimizer.params.lr": ("learning_rate", config.learning_rate),
         "optimizer.params.weight_decay": ("weight_decay", config.weight_decay),
     }
-    for path, (key, value) in decided.items():
-        *sections, last = path.split(".")
+    for path, (key, value) in config_values.items():
+        *sections, name_in_section = path.split(".")
         section = document
         for name in sections:
             section = section.setdefault(name, {})
-        if not _same(section.get(last, AUTO), value):
-            what = f"{source}: {path}={shown(section[last])}, but CONFIG gives {key}="
+        if not _agrees(section.get(name_in_section, AUTO), value):
+            what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
             what += repr(getattr(batch, key, getattr(config, key)))
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
-        section[last] = value
+        section[name_in_section] = value
     # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
-    written = document.pop("train_batch_size", AUTO)
-    if not _same(written, batch.global_batch_size):
-        what = f"{source}: train_batch_size={shown(written)} differs from the run's batch size, "
+    json_batch_size = document.pop("train_batch_size", AUTO)
+    if not _agrees(json_batch_size, batch.global_batch_size):
+        what = f"{source}: train_batch_size={shown(json_batch_size)} differs from the run's batch size, "
         what += batch.describe()
         raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.
@@ -67,8 +67,10 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
             "strategies use"
         )
-        usual = OPTIMIZER.get(name)
-        raise UserError(what, fix=f"write {usual[0]!r}" if usual else "remove it")
+        accepted_values = OPTIMIZER.get(name)
+        raise UserError(
+            what, fix=f"write {accepted_values[0]!r}" if accepted_values else "remove it"
+        )
     scheduler = document.pop("scheduler", None)
     unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
     if unwanted:
@@ -77,16 +79,18 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     if scheduler:
         # Reject a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
         # logarithmic and ours is linear.
-        kind = scheduler.get("type") if isinstance(scheduler, dict) else None
-        same = SCHEDULES.get(str(kind), "linear, cosine or constant")
+        scheduler_type = scheduler.get("type") if isinstance(scheduler, dict) else None
+        lr_schedule = SCHEDULES.get(str(scheduler_type), "linear, cosine or constant")
         why = "CONFIG sets the schedule of every strategy with lr_schedule and warmup_steps"
-        fix = f"remove it and set lr_schedule to {same}"
+        fix = f"remove it and set lr_schedule to {lr_schedule}"
         raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
     if config.precision == "fp16":
-        scale = document["fp16"] = {**FP16, **document["fp16"]}
-        changed = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
-        if scale.get("loss_scale"):
-            changed.append(f"fp16.loss_scale={scale['loss_scale']}")
+        fp16_section = document["fp16"] = {**FP16, **document["fp16"]}
+        changed = [
+            f"fp16.{name}={fp16_section[name]}" for name in FP16 if fp16_section[name] != FP16[name]
+        ]
+        if fp16_section.get("loss_scale"):
+            changed.append(f"fp16.loss_scale={fp16_section['loss_scale']}")
         if changed:
             what = f"{', '.join(changed)} in {source.name}"
             notes.append(
@@ -99,20 +103,22 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         section = zero.get(part)
         if isinstance(section, dict) and section.get("nvme_path") == AUTO:
             section["nvme_path"] = str(plan.offload_dir)
-    left = ", ".join(_auto_paths(document))
-    if left:
-        raise UserError(f'{source}: "auto" is not supported for {left}', fix="write a value")
-    if unusual:
-        ask_deepspeed(document, str(source))
-        names = ", ".join(unusual)
+    unresolved_paths = ", ".join(_auto_paths(document))
+    if unresolved_paths:
+        raise UserError(
+            f'{source}: "auto" is not supported for {unresolved_paths}', fix="write a value"
+        )
+    if unusual_paths:
+        check_with_deepspeed(document, str(source))
+        names = ", ".join(unusual_paths)
         notes.append(f"{source.name} sets {names}, which the predictions do not consider")
     return document
 
 
-def _same(written: object, value: object) -> bool:
-    """Return whether `written` is "auto" or equals `value`. True does not equal 1."""
-    alike = isinstance(written, bool) == isinstance(value, bool)
-    return written == AUTO or (alike and written == value)
+def _agrees(json_value: object, value: object) -> bool:
+    """Return whether `json_value` is "auto" or equals `value`. True does not equal 1."""
+    is_same_type = isinstance(json_value, bool) == isinstance(value, bool)
+    return json_value == AUTO or (is_same_type and json_value == value)
 
 
 def _auto_paths(node: Any, path: str = "") -> list[str]:

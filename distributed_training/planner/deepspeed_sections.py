@@ -53,16 +53,22 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "vocabulary_size": (None,),
 }
 # Settings for DeepSpeed's messages, timers and disk access
-PASSED_ON = {
+PASSED_SECTIONS = {
     "aio", "comms_logger", "disable_python_gc", "dump_state", "log_level", "memory_breakdown",
     "steps_per_print", "timers", "wall_clock_breakdown", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
-FILLED = {
+FILLED_SECTIONS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "pipeline", "zero_optimization",
 }  # fmt: skip
-KNOWN_SECTIONS = {*REPLACEMENTS, *REJECTED_SECTIONS, *NEUTRAL_VALUES, *PASSED_ON, *FILLED}
+KNOWN_SECTIONS = {
+    *REPLACEMENTS,
+    *REJECTED_SECTIONS,
+    *NEUTRAL_VALUES,
+    *PASSED_SECTIONS,
+    *FILLED_SECTIONS,
+}
 # Keys whose usual values are whole numbers (NUMBERS) or booleans (SWITCHES)
 NUMBERS = {
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
@@ -81,13 +87,13 @@ SWITCHES = {
     "pipeline_read", "pipeline_write", "log_trace_cache_warnings", "consecutive_hysteresis",
     "enable_sanity_checks", "override_module_apply", "synchronized", "single_submit",
     "overlap_events", "use_gds",
-    *PASSED_ON.difference({"aio", "comms_logger", "log_level", "timers"}),
+    *PASSED_SECTIONS.difference({"aio", "comms_logger", "log_level", "timers"}),
 }  # fmt: skip
 _MAY_BE_ZERO = {"stage", "loss_scale"}
-_ALLOCATED = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
-_MOST_ALLOCATED = 2**32
-_WORDS = {"device", "nvme_path"}
-_JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
+_BUFFER_SIZE_KEYS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
+_MAX_BUFFER_SIZE = 2**32
+_TEXT_KEYS = {"device", "nvme_path"}
+_CHECKED_SECTIONS = {"zero_optimization", "bf16", "fp16", *PASSED_SECTIONS}
 # Any other value would make computation, memory use or communication differ from the plan.
 DEFAULTS: dict[str, Any] = {
     "cpu_offload": False,
@@ -112,7 +118,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16_optimizer_states": False,
     "leaf_module": {},
 }
-_ASK = """
+_CHECK_SCRIPT = """
 import json, os, sys
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 answer = os.fdopen(os.dup(1), "w")
@@ -124,7 +130,7 @@ except Exception as error:
     first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
     print(json.dumps([".".join(map(str, first["loc"])), first["msg"]]), file=answer)
 """
-ASK_LIMIT_S = 120
+CHECK_TIMEOUT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
@@ -132,12 +138,12 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
     that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
     run as written."""
     for name, section in list(document.items()):
-        in_braces = isinstance(section, dict)
-        off = in_braces and (section.get("enabled") is False or not any(section.values()))
-        if name not in FILLED and (off or section in NEUTRAL_VALUES.get(name, ())):
+        is_object = isinstance(section, dict)
+        is_off = is_object and (section.get("enabled") is False or not any(section.values()))
+        if name not in FILLED_SECTIONS and (is_off or section in NEUTRAL_VALUES.get(name, ())):
             del document[name]
             continue
-        shown_name = name if in_braces else f"{name}={shown(section)}"
+        shown_name = name if is_object else f"{name}={shown(section)}"
         if name in ("offload_optimizer", "offload_param"):
             what = f"{source}: {name} has no effect outside zero_optimization"
             raise UserError(what, fix="move it into zero_optimization")
@@ -152,7 +158,7 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             raise UserError(
                 what, "all strategies must compute the same training steps", "remove it"
             )
-    unusual = []
+    unusual_paths = []
     for path, value in _leaves(document):
         section, _, name = path.rpartition(".")
         if name in DEFAULTS and value != DEFAULTS[name]:
@@ -161,25 +167,33 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             )
             fix = "remove it" + ", and set strategy to offload" * ("offload" in name)
             raise UserError(what, "neither the plan nor the record would show this change", fix)
-        if name in _ALLOCATED and isinstance(value, int | float) and value > _MOST_ALLOCATED:
+        if (
+            name in _BUFFER_SIZE_KEYS
+            and isinstance(value, int | float)
+            and value > _MAX_BUFFER_SIZE
+        ):
             what = f"{source}: {path}={shown(value)} is not accepted"
             why = "DeepSpeed allocates a buffer with this many elements"
-            raise UserError(what, why, f"write at most {_MOST_ALLOCATED:,}")
-        if not section and name in PASSED_ON and (expected := _expected(name, value)):
+            raise UserError(what, why, f"write at most {_MAX_BUFFER_SIZE:,}")
+        if (
+            not section
+            and name in PASSED_SECTIONS
+            and (accepted_values := _accepted_values(name, value))
+        ):
             what = f"{source}: {name}={shown(value)} is not accepted"
-            raise UserError(what, f"it must be {expected}")
-        whole = isinstance(value, int | float) and not isinstance(value, bool)
-        whole = whole and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
-        usual = name in DEFAULTS or (name in _WORDS and isinstance(value, str))
-        usual |= name in NUMBERS and whole and float(value).is_integer()
-        usual |= name in SWITCHES and isinstance(value, bool)
-        usual |= value in (None, "auto") and name in {*NUMBERS, *SWITCHES, *_WORDS}
-        if not usual and path.partition(".")[0] in _JUDGED:
-            unusual.append(path)
-    return unusual
+            raise UserError(what, f"it must be {accepted_values}")
+        is_count = isinstance(value, int | float) and not isinstance(value, bool)
+        is_count = is_count and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+        is_usual = name in DEFAULTS or (name in _TEXT_KEYS and isinstance(value, str))
+        is_usual |= name in NUMBERS and is_count and float(value).is_integer()
+        is_usual |= name in SWITCHES and isinstance(value, bool)
+        is_usual |= value in (None, "auto") and name in {*NUMBERS, *SWITCHES, *_TEXT_KEYS}
+        if not is_usual and path.partition(".")[0] in _CHECKED_SECTIONS:
+            unusual_paths.append(path)
+    return unusual_paths
 
 
-def _expected(name: str, value: Any) -> str:
+def _accepted_values(name: str, value: Any) -> str:
     """If `value` is not valid for the top-level key `name`, describe the accepted values.
     Otherwise, return "". DeepSpeed does not check the values of top-level keys."""
     if value is None:
@@ -201,21 +215,21 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
+def check_with_deepspeed(document: Mapping[str, Any], source: str) -> None:
     """Raise UserError if DeepSpeed's own classes reject a filled-in JSON. The check takes seconds.
-    The JSON is accepted if DeepSpeed is not installed or if the check takes longer than ASK_LIMIT_S
-    seconds."""
-    ask = [sys.executable, "-c", _ASK]
+    The JSON is accepted if DeepSpeed is not installed or if the check takes longer than
+    CHECK_TIMEOUT_S seconds."""
+    command = [sys.executable, "-c", _CHECK_SCRIPT]
     text = json.dumps(document)
     try:
-        answer = subprocess.run(
-            ask, input=text, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False,
-            cwd=ROOT,  # `python -c` would import modules from the current folder first
+        output = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S,
+            check=False, cwd=ROOT,  # `python -c` would import modules from the current folder first
         ).stdout  # fmt: skip
     except subprocess.TimeoutExpired:
         return
-    if answer.strip():
-        name, message = json.loads(answer.splitlines()[-1])
+    if output.strip():
+        name, message = json.loads(output.splitlines()[-1])
         what = (
             f"{source}: DeepSpeed does not accept {name}"
             if name

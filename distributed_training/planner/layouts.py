@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed_training.models import ModelSize, ModelSpec
-from distributed_training.plan.layout import Batch, Layout, show_axes
+from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
@@ -36,7 +36,9 @@ RELAXED_SETTINGS: Settings = {
     **OPEN_BATCH,
 }
 # With these settings, fsdp works with any number of processes.
-OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
+OPEN_SETTINGS: Settings = (
+    dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,25 +79,25 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     UserError if the mesh does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
-    fixed, open_axis = _split_mesh(strategy)
+    fixed_size, open_axis = _split_mesh(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
-        what = f"mesh {show_axes(axes)} is not accepted"
+        what = f"mesh {format_axes(axes)} is not accepted"
         fix = "use whole numbers of 1 or more; at most one axis may be -1"
         raise UserError(what, fix=fix)
-    if open_axis and world_size % fixed == 0:
-        axes[open_axis] = world_size // fixed
+    if open_axis and world_size % fixed_size == 0:
+        axes[open_axis] = world_size // fixed_size
     try:
         if math.prod(axes.values()) != world_size:
-            number = f"a multiple of {fixed}" if open_axis else fixed
-            what = f"mesh {show_axes(axes)} of strategy {strategy.name} needs {number} processes"
+            number = f"a multiple of {fixed_size}" if open_axis else fixed_size
+            what = f"mesh {format_axes(axes)} of strategy {strategy.name} needs {number} processes"
             raise UserError(f"{what}, but the run has {world_size}")
         _check_divisible(replace(candidate, mesh=axes))
     except UserError as error:
         alternatives = nearest_layouts(candidate, world_size)[:3]
-        fix = "set " + ", or ".join(map(show_settings, alternatives))
+        fix = "set " + ", or ".join(map(format_settings, alternatives))
         if not alternatives:
-            given = show_settings(_changes(candidate.config, OPEN))
-            fix = f"use fsdp with {given}" if given else "use fsdp"
+            needed_settings = format_settings(_changed_settings(candidate.config, OPEN_SETTINGS))
+            fix = f"use fsdp with {needed_settings}" if needed_settings else "use fsdp"
         raise UserError(str(error), fix=fix) from None
     return axes
 
@@ -106,9 +108,9 @@ def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
     from the strategy's mesh. The distance is the sum of the absolute logarithms of the ratios of
     axis sizes."""
     target = dict(candidate.strategy.mesh)
-    fixed, open_axis = _split_mesh(candidate.strategy)
+    fixed_size, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
-        target[open_axis] = max(1, world_size // fixed)
+        target[open_axis] = max(1, world_size // fixed_size)
     # A data-parallel axis of size -1 gets the remaining processes without a setting.
     set_axes = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
     ranked = []
@@ -124,7 +126,7 @@ def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
     return [settings for _, settings in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def show_settings(settings: Mapping[str, Any]) -> str:
+def format_settings(settings: Mapping[str, Any]) -> str:
     """Format settings for `--set`, for example "tp=1 dp_shard=4"."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
@@ -132,19 +134,21 @@ def show_settings(settings: Mapping[str, Any]) -> str:
 def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     """Yield all meshes of `world_size` processes over the strategy's axes and the data-parallel
     axes."""
-    can = strategy.traits.axes
-    free: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
+    supported_axes = strategy.traits.axes
+    free_axes: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
     # If a strategy has only one of the axes pp and tp, this axis must be larger than 1. Otherwise
     # the layout would belong to another strategy.
-    alone = free if len(free) == 1 and world_size > 1 else ()
-    kept = [axis for axis in alone if strategy.mesh[axis] != 1]
-    free |= {"dp_replicate"}.intersection(can)
-    sizes = (divisors(world_size) if axis in free else [1] for axis in ("pp", "dp_replicate", "tp"))
-    for pp, copies, tp in itertools.product(*sizes):
-        shard, odd = divmod(world_size, pp * copies * tp)
-        axes = {"pp": pp, "dp_replicate": copies, "dp_shard": shard, "tp": tp}
-        possible = not odd and (shard == 1 or "dp_shard" in can)
-        if possible and all(axes[axis] > 1 for axis in kept):
+    sole_axis = free_axes if len(free_axes) == 1 and world_size > 1 else ()
+    required_axes = [axis for axis in sole_axis if strategy.mesh[axis] != 1]
+    free_axes |= {"dp_replicate"}.intersection(supported_axes)
+    sizes = (
+        divisors(world_size) if axis in free_axes else [1] for axis in ("pp", "dp_replicate", "tp")
+    )
+    for pp, replicas, tp in itertools.product(*sizes):
+        shards, remainder = divmod(world_size, pp * replicas * tp)
+        axes = {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "tp": tp}
+        is_possible = not remainder and (shards == 1 or "dp_shard" in supported_axes)
+        if is_possible and all(axes[axis] > 1 for axis in required_axes):
             yield axes
 
 
@@ -155,21 +159,21 @@ def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
 
-def _changes(config: RunConfig, wanted: Settings) -> Settings:
-    """Return the settings in `wanted` that differ from CONFIG."""
-    return {key: value for key, value in wanted.items() if getattr(config, key) != value}
+def _changed_settings(config: RunConfig, settings: Settings) -> Settings:
+    """Return the settings in `settings` that differ from CONFIG."""
+    return {key: value for key, value in settings.items() if getattr(config, key) != value}
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
     """Return the settings from RELAXED_SETTINGS that this layout needs. First try no settings, then
     each setting alone, then all settings. Return None if the layout is rejected even with all
     settings."""
-    changes = _changes(candidate.config, RELAXED_SETTINGS)
+    changes = _changed_settings(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
-        tried = replace(candidate, config=candidate.config.model_copy(update=settings))
+        relaxed = replace(candidate, config=candidate.config.model_copy(update=settings))
         with contextlib.suppress(UserError):
-            build_layout(tried)
-            cut_batch(tried)
+            build_layout(relaxed)
+            cut_batch(relaxed)
             return settings
     return None
 
@@ -186,11 +190,11 @@ def build_layout(candidate: Candidate) -> Layout:
         what = "pipeline_cut is set, but there is no pipeline with pp=1"
         raise UserError(what, fix="set pipeline_cut to None")
     name = config.pipeline_schedule
-    known = candidate.strategy.traits.schedules
-    if pp > 1 and name not in (*known, AUTO):
+    supported = candidate.strategy.traits.schedules
+    if pp > 1 and name not in (*supported, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
-        fix = f"set pipeline_schedule to {known[0]}, or strategy to pp or 3d"
-        raise UserError(what, f"the strategy's engine supports only {', '.join(known)}", fix)
+        fix = f"set pipeline_schedule to {supported[0]}, or strategy to pp or 3d"
+        raise UserError(what, f"the strategy's engine supports only {', '.join(supported)}", fix)
     mode = config.activation_checkpointing
     if candidate.schedule.splits_backward and mode != "none":
         what = f"activation_checkpointing={mode!r} cannot be used with pipeline_schedule={name!r}"
@@ -215,19 +219,23 @@ def _check_divisible(candidate: Candidate) -> None:
     label = candidate.model.label
     pp = candidate.mesh["pp"]
     tp = candidate.mesh["tp"]
-    for parts, named, why in (
+    for count, description, why in (
         (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
         (size.num_kv_heads, f"the {size.num_kv_heads} key/value heads of {label}",
          "attention is split by these heads"),
         (size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
     ):  # fmt: skip
-        if (parts or tp) % tp:
-            raise UserError(f"tp={tp} does not divide {named}", why)
+        if (count or tp) % tp:
+            raise UserError(f"tp={tp} does not divide {description}", why)
     _check_splits(candidate)
-    per_rank = candidate.schedule.stages_per_rank
-    if pp * per_rank > size.num_layers:
-        what = f"pp={pp} needs {pp * per_rank} stages, but {label} has {size.num_layers} blocks"
-        raise UserError(what, f"the pipeline schedule has {plural(per_rank, 'stage')} per process")
+    stages_per_rank = candidate.schedule.stages_per_rank
+    if pp * stages_per_rank > size.num_layers:
+        what = (
+            f"pp={pp} needs {pp * stages_per_rank} stages, but {label} has {size.num_layers} blocks"
+        )
+        raise UserError(
+            what, f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
+        )
 
 
 def _check_splits(candidate: Candidate) -> None:
@@ -253,27 +261,29 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     schedule, its earlier stage gets the extra block. These splits take less time in the simulator
     of pipedream_tutorial."""
     # Multiplications per token in a block and in the output layer
-    block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
-    head = size.padded_vocab_size * size.hidden_size
+    block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
+    head_cost = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
-    per_rank = len(ranks) // pp
-    last = ranks[-1]
-    totals = [per_rank] * pp
-    costs = [per_rank * block] * pp
-    costs[last] += head
+    stages_per_rank = len(ranks) // pp
+    last_rank = ranks[-1]
+    totals = [stages_per_rank] * pp
+    costs = [stages_per_rank * block_cost] * pp
+    costs[last_rank] += head_cost
     for _ in range(size.num_layers - len(ranks)):
         # On a tie, the rank with the output layer gets the block.
-        rank = min(range(pp), key=lambda rank: (costs[rank], rank != last))
+        rank = min(range(pp), key=lambda rank: (costs[rank], rank != last_rank))
         totals[rank] += 1
-        costs[rank] += block
-    if per_rank == 1:
+        costs[rank] += block_cost
+    if stages_per_rank == 1:
         return totals
     v_shaped = ranks[pp] == pp - 1
-    first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
+    first_stages = [-(-total // 2) if v_shaped else total // 2 for total in totals]
     # The stage with the output layer should cost as much as the other stage of the same rank.
-    first[last] = totals[last] - max(1, (totals[last] * block - head) // (2 * block))
-    second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
-    return first + (second[::-1] if v_shaped else second)
+    first_stages[last_rank] = totals[last_rank] - max(
+        1, (totals[last_rank] * block_cost - head_cost) // (2 * block_cost)
+    )
+    second_stages = [total - blocks for total, blocks in zip(totals, first_stages, strict=True)]
+    return first_stages + (second_stages[::-1] if v_shaped else second_stages)
 
 
 def cut_batch(candidate: Candidate) -> Batch:
@@ -290,51 +300,55 @@ def cut_batch(candidate: Candidate) -> Batch:
     per_process = int(config.batch_size) * config.grad_accum_steps
     global_batch_size = per_process * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # exact, because num_replicas divides the batch
-    possible = candidate.schedule.counts(pp, sequences)
+    possible_counts = candidate.schedule.accepted_counts(pp, sequences)
     counts = [
         count
-        for count in possible
+        for count in possible_counts
         if config.micro_batch_size in (AUTO, sequences // count)
         and config.num_microbatches in (AUTO, count)
     ]
     if not counts:
-        raise _refusal(candidate, possible, sequences)
+        raise _micro_batch_error(candidate, possible_counts, sequences)
     # A block keeps 16 values per hidden unit (predict/costs/block.py). Of these values, 4 are
     # between the layers that tp splits, where only sequence parallelism shards activations.
     tp = candidate.mesh["tp"]
-    share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
+    activation_share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
-        kept = size * candidate.schedule.kept(pp, count) / pp * share
+        kept_sequences = (
+            size * candidate.schedule.kept_micro_batches(pp, count) / pp * activation_share
+        )
         # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
-        return max(kept, size / tp) <= int(config.batch_size)
+        return max(kept_sequences, size / tp) <= int(config.batch_size)
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
-    chosen = next((count for count in counts if pp == 1 or count >= 2 * pp), counts[-1])
+    num_microbatches = next((count for count in counts if pp == 1 or count >= 2 * pp), counts[-1])
     return Batch(
         global_batch_size=global_batch_size,
-        micro_batch_size=sequences // chosen,
-        num_microbatches=chosen,
+        micro_batch_size=sequences // num_microbatches,
+        num_microbatches=num_microbatches,
         num_replicas=num_replicas,
     )
 
 
-def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
+def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
     """Return the error for an impossible number or size of micro-batches. The error suggests the
     nearest possible numbers. Micro-batches of one sequence are always possible."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")
-    given = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
-    wanted = given.get("num_microbatches") or sequences / given["micro_batch_size"]
-    nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
-    cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
-    what = f"{' with '.join(f'{key}={value}' for key, value in given.items())} does not fit: a "
+    requested = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
+    requested_count = requested.get("num_microbatches") or sequences / requested["micro_batch_size"]
+    nearest_counts = sorted(counts, key=lambda count: abs(math.log(count / requested_count)))[:3]
+    alternatives = [
+        f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest_counts)
+    ]
+    what = f"{' with '.join(f'{key}={value}' for key, value in requested.items())} does not fit: a "
     what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
     what += f"grad_accum_steps {config.grad_accum_steps} x the number of processes per replica)"
     why = f"micro_batch_size x num_microbatches must be {sequences}"
     if pp > 1:
         why += f", and {candidate.schedule_name} over pp={pp} must support num_microbatches"
-    cuts.append("set micro_batch_size and num_microbatches to auto")
-    return UserError(what, why, f"set {', or '.join(cuts)}")
+    alternatives.append("set micro_batch_size and num_microbatches to auto")
+    return UserError(what, why, f"set {', or '.join(alternatives)}")

@@ -30,23 +30,23 @@ def make_plan(
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
     does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []
-    request = take_over(request, cluster.num_processes, notes)
+    request = inherit_settings(request, cluster.num_processes, notes)
     draft = draft_plan(request, cluster, notes)
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)
-    known = {path.name for path in token_cache().glob("*")}
+    cached_names = {path.name for path in token_cache().glob("*")}
     data = read(draft, sources)
     fit = Fit() if data is None else fit_to_data(draft, data, notes)
-    config = draft.config.model_copy(update=sources.decided | fit.decided)
+    config = draft.config.model_copy(update=sources.config_values | fit.config_values)
     draft = replace(draft, config=config, packing=fit.packing)
-    tokenized = data is not None and data.cache in known
+    tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
     if draft.strategy.traits.takes_json:
         deepspeed_json = fill_deepspeed_json(draft, notes)
     if prediction.memory_fit in ("tight", "unlikely"):
-        most = prediction.memory.likely_bytes[1] / GIB
-        notes.append(f"memory is tight: similar runs have needed up to {most:.1f} GiB per GPU")
+        most_gib = prediction.memory.likely_bytes[1] / GIB
+        notes.append(f"memory is tight: similar runs have needed up to {most_gib:.1f} GiB per GPU")
     return Plan(
         **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
         deepspeed_json=deepspeed_json,
@@ -80,7 +80,7 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     return replace(lay_out(candidate, cluster, notes), requested=request)
 
 
-def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
+def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with values copied from the run that `resume` names. The values are the
     strategy, the batch, the checkpoint interval and all keys on which comparable runs must agree.
     Keys that the user set are kept. If `resume` is None or "auto", return CONFIG unchanged. Raises
@@ -88,50 +88,54 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     if config.resume in (None, AUTO):
         return config
     checkpoint = named_checkpoint(str(config.resume))
-    before = load_plan(checkpoint.parents[1])
-    decided = before.settings
-    open_keys = ["strategy", *before.work, "checkpoint_every"]
+    earlier = load_plan(checkpoint.parents[1])
+    earlier_settings = earlier.settings
+    open_keys = ["strategy", *earlier.work, "checkpoint_every"]
     open_keys = [name for name in open_keys if not config.is_set(name)]
-    words = config.to_user_words()
-    asked_before = before.requested.to_user_words()
-    changed = [name for name in open_keys if words.get(name) != asked_before.get(name)]
+    requested = config.to_user_words()
+    earlier_requested = earlier.requested.to_user_words()
+    changed = [name for name in open_keys if requested.get(name) != earlier_requested.get(name)]
     if changed:
-        values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
+        values = ", ".join(f"{name}={earlier_settings[name]!r}" for name in changed)
         notes.append(f"settings of the resumed run: {values}")
-    taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
+    inherited: dict[str, Any] = {name: earlier_settings[name] for name in open_keys if name in KEYS}
     # The decided values depend on the earlier dataset, so use the requested values instead. A
     # decided num_samples of -1 (all samples) is kept.
     if config.is_set("dataset"):
-        of_data = {"pack"} if decided["num_samples"] == -1 else {"num_samples", "pack"}
-        taken |= {name: asked_before[name] for name in of_data.intersection(taken)}
-    if "strategy" in taken:
-        taken |= defaults_for(config, before.strategy.name)
-    if taken.get("strategy", config.strategy) == before.strategy.name:
-        kept = {name: decided[name] for name in before.strategy.work_options if name in open_keys}
-        taken["engine_options"] = config.engine_options | kept
-    batch = ("batch_size", "grad_accum_steps")
-    has_batch = config.is_set(*batch)
-    if not has_batch:
-        taken |= {name: decided[name] for name in batch}
-    config = with_values(config, **taken)
-    return config if has_batch else share_batch(config, before, num_processes, notes)
+        data_keys = {"pack"} if earlier_settings["num_samples"] == -1 else {"num_samples", "pack"}
+        inherited |= {name: earlier_requested[name] for name in data_keys.intersection(inherited)}
+    if "strategy" in inherited:
+        inherited |= defaults_for(config, earlier.strategy.name)
+    if inherited.get("strategy", config.strategy) == earlier.strategy.name:
+        engine_options = {
+            name: earlier_settings[name]
+            for name in earlier.strategy.work_options
+            if name in open_keys
+        }
+        inherited["engine_options"] = config.engine_options | engine_options
+    batch_keys = ("batch_size", "grad_accum_steps")
+    is_batch_set = config.is_set(*batch_keys)
+    if not is_batch_set:
+        inherited |= {name: earlier_settings[name] for name in batch_keys}
+    config = with_values(config, **inherited)
+    return config if is_batch_set else share_batch(config, earlier, num_processes, notes)
 
 
-def share_batch(config: Request, before: Plan, num_processes: int, notes: list[str]) -> Request:
+def share_batch(config: Request, earlier: Plan, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
     processes. Raises UserError if the processes cannot share the batch evenly."""
-    size = before.batch.global_batch_size
+    size = earlier.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = f"the run in {before.run_dir} trained with it on {before.num_processes} processes"
+        why = f"the run in {earlier.run_dir} trained with it on {earlier.num_processes} processes"
         raise UserError(what, why, f"use a number of processes that divides {size}")
-    wanted = before.config.batch_size if config.batch_size == AUTO else config.batch_size
-    if int(wanted) * config.grad_accum_steps == per_process:
+    max_batch_size = earlier.config.batch_size if config.batch_size == AUTO else config.batch_size
+    if int(max_batch_size) * config.grad_accum_steps == per_process:
         return config
-    most = max(n for n in range(1, int(wanted) + 1) if per_process % n == 0)
-    batch = {"batch_size": most, "grad_accum_steps": per_process // most}
+    batch_size = max(n for n in range(1, int(max_batch_size) + 1) if per_process % n == 0)
+    batch = {"batch_size": batch_size, "grad_accum_steps": per_process // batch_size}
     config = config.model_copy(update={**batch, **OPEN_BATCH})
-    cut = " x ".join(f"{key} {value}" for key, value in batch.items())
-    notes.append(f"the global batch stays {size}: {cut} x {num_processes} processes")
+    factors = " x ".join(f"{key} {value}" for key, value in batch.items())
+    notes.append(f"the global batch stays {size}: {factors} x {num_processes} processes")
     return config

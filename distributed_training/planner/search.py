@@ -8,9 +8,9 @@ import random
 from distributed_training.plan.orders import (
     Order,
     Step,
-    order_in_v,
+    build_timed_orders,
+    parse_v_order,
     read_order,
-    time_orders,
     write_orders,
 )
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
@@ -23,10 +23,10 @@ from distributed_training.predict.simulate import (
 
 # Parameters of the search, tuned with durations of gpt2-medium on 4 H200 GPUs (commit 3f6f234) for
 # 2 to 8 ranks and 1 to 32 micro-batches.
-CHANGES = 150  # changes tested per operation
-SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
-FARTHEST = 6  # maximum number of positions by which an operation is moved
-ALONE = 0.3  # fraction of changes that move one operation rather than one per period
+CHANGES_PER_OPERATION = 150  # changes tested per operation
+MAX_SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
+MAX_OFFSET = 6  # maximum number of positions by which an operation is moved
+SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation rather than one per period
 HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
@@ -34,13 +34,13 @@ def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
     """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before November
     25, 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less than 2
     p - 1, torch adds micro-batches. The operations of these micro-batches are omitted here."""
-    number = max(2 * p - 1, m)
+    num_padded = max(2 * p - 1, m)
     orders = []
     for rank in range(p):
-        word = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
-        word += "FIWfiw" * (number - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
-        word += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
-        orders.append(tuple(step for step in order_in_v(word, p, rank) if step[2] < m))
+        steps = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        steps += "FIWfiw" * (num_padded - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
+        steps += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
+        orders.append(tuple(step for step in parse_v_order(steps, p, rank) if step[2] < m))
     return tuple(orders)
 
 
@@ -64,76 +64,79 @@ def search_orders(
     Simulated annealing with random thresholds then improves the order for the estimated durations.
     Equal arguments give equal orders on any machine, because the search uses only basic operations
     on floats and `random()`. The sequence of `random()` does not depend on the Python version."""
-    last = len(blocks) - 1
+    last_stage = len(blocks) - 1
     p = len(blocks) // 2
-    took = durations_by_step(seconds)
+    durations = durations_by_step(seconds)
     # The last stage runs I right after F, before the logits of another micro-batch exist.
-    at_once = ("I", last)
-    took["F", last] += took[at_once]
-    gives = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
-    gives["F", last] = gives.pop(at_once)
-    timed = tuple(map(read_order, time_orders(seconds, m, message_s).by_place))
+    fused_step = ("I", last_stage)
+    durations["F", last_stage] += durations[fused_step]
+    consumers = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
+    consumers["F", last_stage] = consumers.pop(fused_step)
+    timed_orders = tuple(map(read_order, build_timed_orders(seconds, m, message_s).by_place))
     best: list[list[Step]] = min(
         (
-            [[step[:2] for step in order if step[:2] != at_once] for order in starts]
-            for starts in (fixed_zb_v(p, m), timed)
+            [[step[:2] for step in order if step[:2] != fused_step] for order in starts]
+            for starts in (fixed_zb_v(p, m), timed_orders)
         ),
-        key=lambda words: total_duration(simulate(words, took, gives)),
+        key=lambda steps: total_duration(simulate(steps, durations, consumers)),
     )
 
-    def held_by(words: list[Step]) -> int | None:
+    def max_held_blocks(steps: list[Step]) -> int | None:
         """Return the largest number of blocks whose activations a rank holds at once. Return None
         if an operation comes before its input."""
-        ahead = dict.fromkeys(words, 0)  # number of times that each step has run
-        held = most = 0
-        for step in words:
+        num_runs = dict.fromkeys(steps, 0)  # number of times that each step has run
+        held_blocks = max_held = 0
+        for step in steps:
             kind, stage = step
-            ahead[step] += 1
+            num_runs[step] += 1
             if kind == "F":
-                held += blocks[stage]
-                most = max(most, held)
+                held_blocks += blocks[stage]
+                max_held = max(max_held, held_blocks)
                 continue
             if kind == "W":
-                held -= blocks[stage]
-            source = "I" if kind == "W" and stage != last else "F"
-            if ahead[step] > ahead[source, stage]:
+                held_blocks -= blocks[stage]
+            source = "I" if kind == "W" and stage != last_stage else "F"
+            if num_runs[step] > num_runs[source, stage]:
                 return None
-        return most
+        return max_held
 
-    kept = SCHEDULES["zb-auto"].kept(p, m)
-    room = [
-        max(held_by(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
-        for rank, words in enumerate(best)
+    kept_micro_batches = SCHEDULES["zb-auto"].kept_micro_batches(p, m)
+    max_blocks = [
+        max(max_held_blocks(steps) or 0, kept_micro_batches * (blocks[rank] + blocks[-1 - rank]))
+        for rank, steps in enumerate(best)
     ]
     draw = random.Random(0).random
     orders = list(best)
-    now = shortest = total_duration(simulate(orders, took, gives))
-    heat = HEAT * sum(took.values()) / len(took)
+    current_length = shortest = total_duration(simulate(orders, durations, consumers))
+    heat = HEAT * sum(durations.values()) / len(durations)
     count = sum(map(len, orders))
-    changes = min(CHANGES * count, SIMULATED // count)
-    for change in range(changes):
+    num_iterations = min(CHANGES_PER_OPERATION * count, MAX_SIMULATED // count)
+    for iteration in range(num_iterations):
         rank = int(draw() * p)
         old = orders[rank]
         period = len(old) // m
-        at = int(draw() * len(old))
-        by = int((2 * draw() - 1) * (FARTHEST + 1))
-        periods = 1 if draw() < ALONE else 1 + int(draw() * m)
+        position = int(draw() * len(old))
+        offset = int((2 * draw() - 1) * (MAX_OFFSET + 1))
+        num_moves = 1 if draw() < SINGLE_MOVE_SHARE else 1 + int(draw() * m)
         new = old.copy()
-        for index in range(at, len(old), period)[:periods]:
-            if 0 <= index + by < len(new):
-                new.insert(index + by, new.pop(index))
-        held = None if new == old else held_by(new)
-        if held is None or held > room[rank]:
+        for index in range(position, len(old), period)[:num_moves]:
+            if 0 <= index + offset < len(new):
+                new.insert(index + offset, new.pop(index))
+        held_blocks = None if new == old else max_held_blocks(new)
+        if held_blocks is None or held_blocks > max_blocks[rank]:
             continue
         orders[rank] = new
-        most = now + heat * (1 - change / changes) * draw()
-        length = total_duration(simulate(orders, took, gives))
-        if length > most:
+        longest_accepted = current_length + heat * (1 - iteration / num_iterations) * draw()
+        length = total_duration(simulate(orders, durations, consumers))
+        if length > longest_accepted:
             orders[rank] = old
             continue
-        now = length
-        if now < shortest:
-            shortest = now
+        current_length = length
+        if current_length < shortest:
+            shortest = current_length
             best = list(orders)
-    by_place = tuple(text.replace(f"F{last}", f"F{last} I{last}") for text in write_orders(best))
+    by_place = tuple(
+        text.replace(f"F{last_stage}", f"F{last_stage} I{last_stage}")
+        for text in write_orders(best)
+    )
     return FoundOrders(by_place=by_place, stage_s=seconds, message_s=message_s)

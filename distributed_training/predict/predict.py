@@ -29,11 +29,11 @@ class Cluster:
     """Identical nodes on which the processes of a plan run."""
 
     num_processes: int
-    processes_a_node: int
+    processes_per_node: int
     machine: Machine  # hardware of one node
     rates: Rates | None  # None for an unknown GPU
     name: str
-    is_here: bool  # whether this machine is one of the nodes
+    is_local: bool  # whether this machine is one of the nodes
     # Layouts that "auto" chooses must need less GPU memory than this number of bytes
     below_bytes: float = math.inf
 
@@ -67,11 +67,11 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     name = f"{gpus_per_node} x {gpu_spec.name}"
     return Cluster(
         num_processes=nodes * gpus_per_node,
-        processes_a_node=gpus_per_node,
+        processes_per_node=gpus_per_node,
         machine=machine,
         rates=rates_of(gpu_spec),
         name=f"{nodes} x {name}" if nodes > 1 else name,
-        is_here=False,
+        is_local=False,
     )
 
 
@@ -93,11 +93,11 @@ def this_machine(
             rates = measured_rates(str(machine.gpu_name), rates_of(limited))
     return Cluster(
         num_processes=num_processes,
-        processes_a_node=processes_here,
+        processes_per_node=processes_here,
         machine=machine,
         rates=rates,
         name=name,
-        is_here=True,
+        is_local=True,
     )
 
 

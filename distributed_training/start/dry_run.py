@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import choose_checkpoint
-from distributed_training.plan.layout import show_axes
+from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
@@ -103,7 +103,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {printable(typed_command)}",
-        f"mesh (from {source}): {show_axes(plan.mesh)}",
+        f"mesh (from {source}): {format_axes(plan.mesh)}",
     ]
     if plan.mesh["pp"] > 1:
         blocks = ", ".join(map(str, plan.layout.blocks_per_stage))

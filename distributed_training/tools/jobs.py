@@ -13,7 +13,7 @@ from distributed_training.data.samples import AUTO_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources, fit_to_data, peek_data
-from distributed_training.planner.rank import settings_of
+from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request
 from distributed_training.settings.errors import UserError
@@ -27,7 +27,7 @@ SPARE = 1.25  # factor by which predicted RAM and time are multiplied
 # Values that are not paths
 _NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
 _MADE_LATER = {"output_dir", "offload_dir"}
-# `settings_of` returns these keys, so they are not compared with the typed keys.
+# `layout_settings` returns these keys, so they are not compared with the typed keys.
 _OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
 
 
@@ -52,7 +52,7 @@ def options_of(
         if requested[name] != value and name not in _OF_LAYOUT
     }
     values = (
-        typed_values(arguments.overrides) | {"strategy": strategy} | decided | settings_of(plan)
+        typed_values(arguments.overrides) | {"strategy": strategy} | decided | layout_settings(plan)
     )
     preset = arguments.preset
     if elsewhere:

@@ -25,7 +25,7 @@ from torch.utils.benchmark import Timer
 
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
-from distributed_training.plan.layout import show_axes
+from distributed_training.plan.layout import format_axes
 from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
 from distributed_training.records.display import duration, short_path
 from distributed_training.records.record import provenance, write_json
@@ -241,7 +241,7 @@ def main(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "links.json", record)
     draw(groups, folder / "links.png")
-    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
+    print(f"{format_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
     print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns")
     print("are the algorithm bandwidth and the bus bandwidth for the largest tensor, in GB/s.\n")
     for axis, axis_group in groups.items():
@@ -269,7 +269,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
-        what = f"mesh {show_axes(axes)} does not fit {plural(world_size, 'process')}"
+        what = f"mesh {format_axes(axes)} does not fit {plural(world_size, 'process')}"
         fix = "set --num_gpus to a multiple of the product of these sizes, at least 2"
         raise UserError(what, fix=fix)
     return {**axes, "dp_replicate": world_size // fixed}

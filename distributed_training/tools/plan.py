@@ -138,7 +138,7 @@ def run(
         too_large = f", and {num_too_large} do not fit" if num_too_large else ""
         print(f"{num_hidden} more layouts fit{too_large}. --all lists them.")
     gbit = None
-    if cluster.num_processes > cluster.processes_a_node and cluster.rates is not None:
+    if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
     first = picks[0][1]
     lines = [legend(listed, cluster, gbit, every=arguments.all), why_first(first, fitting)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.planner.rank import SAFE, layout_name
+from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import bottleneck
@@ -74,8 +74,8 @@ def legend(
         "first: the simplest layout that is as fast as the fastest, within the error of predictions"
     ]
     lines.append(
-        f"safest: the layout that needs the least memory and is at most {100 * SAFE:.0f}% slower "
-        "than the fastest"
+        f"safest: the layout that needs the least memory and is at most "
+        f"{100 * MAX_SLOWDOWN:.0f}% slower than the fastest"
     )
     if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
         lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")

@@ -14,7 +14,7 @@ from distributed_training.models.decoder import Box, Decoder, Fingerprint, fill_
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.checks import built_extensions
+from distributed_training.planner.checks import required_extensions
 from distributed_training.records.display import Display
 from distributed_training.supervise.process import Process
 
@@ -45,7 +45,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     Print how long each extension takes. All ranks must call this function."""
     # Import the engine on all ranks at the same time instead of one after another.
     plan.strategy.load_engine()
-    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
+    names = required_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

@@ -167,7 +167,7 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     renderer = Renderer(["{{ messages[0].content }}"] * 2, {}, [])
     assert renderer.ask([{"role": "user", "content": "a"}]) == "a"
     renderer.close()
-    monkeypatch.setattr(deepspeed_sections, "ASK_LIMIT_S", 0.5)
-    deepspeed_sections.ask_deepspeed({}, "")
+    monkeypatch.setattr(deepspeed_sections, "CHECK_TIMEOUT_S", 0.5)
+    deepspeed_sections.check_with_deepspeed({}, "")
     assert doctor.answer(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"
     assert sorted(tmp_path.glob("*-ran")) == []

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from distributed_training.plan.orders import build_orders, read_order, time_orders
+from distributed_training.plan.orders import build_orders, build_timed_orders, read_order
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.plan.zb_v import mid_durations
+from distributed_training.plan.zb_v import median_durations
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 from distributed_training.settings.files import ROOT
 
-FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
+FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.is_searched]
 
 
 def test_each_schedule_accepts_certain_numbers_of_micro_batches():
@@ -21,10 +21,10 @@ def test_each_schedule_accepts_certain_numbers_of_micro_batches():
     expected["1f1b"] = list(range(4, 13))
     expected["interleaved"] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
     for name, schedule in SCHEDULES.items():
-        assert [m for m in range(1, 13) if schedule.takes(4, m)] == expected[name]
+        assert [m for m in range(1, 13) if schedule.accepts(4, m)] == expected[name]
         for number in range(1, 61):
-            taken = [m for m in range(1, number + 1) if number % m == 0 and schedule.takes(4, m)]
-            assert schedule.counts(4, number) == taken
+            taken = [m for m in range(1, number + 1) if number % m == 0 and schedule.accepts(4, m)]
+            assert schedule.accepted_counts(4, number) == taken
 
 
 def test_messages_take_time_only_between_processes():
@@ -47,7 +47,7 @@ def test_orders_are_complete_and_match_the_closed_forms(name):
     lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
     compared = 0
     for p, m in itertools.product(range(2, 9), range(1, 33)):
-        if not schedule.takes(p, m):
+        if not schedule.accepts(p, m):
             continue
         orders, ranks = build_orders(name, p, m), schedule.ranks(p)
         done = [operation for order in orders for operation in order]
@@ -61,7 +61,7 @@ def test_orders_are_complete_and_match_the_closed_forms(name):
             compared += 1
         if name != "interleaved" or m % p == 0:
             held = max(most_held(order) for order in orders)
-            assert held / parts == schedule.kept(p, m), (p, m)
+            assert held / parts == schedule.kept_micro_batches(p, m), (p, m)
     assert compared > 80
 
 
@@ -71,7 +71,7 @@ def test_zb_v_matches_its_authors_order_for_all_durations():
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
         if p == 1:  # no pipeline
             continue
-        orders = time_orders(((f, i, w),) * 2 * p, m, message).by_place
+        orders = build_timed_orders(((f, i, w),) * 2 * p, m, message).by_place
         cells = [[f"{s}{kind}{n}" for kind, s, n in read_order(order)] for order in orders]
         text = ";".join(map(",".join, cells))
         assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest, (p, m, f, i, w, message)
@@ -82,7 +82,7 @@ def test_uneven_stages_count_as_the_median_process():
     stages of each process."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
     up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
-    assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)
+    assert median_durations((*down, *up)) == (6.0, 3.0, 2.0)
 
 
 def most_held(order):

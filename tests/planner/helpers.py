@@ -51,8 +51,8 @@ class LaidOut(NamedTuple):
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
     """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
     `words`. Raises UserError if there is no valid layout."""
-    asked = candidate(*words, **config)
-    return LaidOut(*divide(asked, world_size))
+    requested = candidate(*words, **config)
+    return LaidOut(*divide(requested, world_size))
 
 
 def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:

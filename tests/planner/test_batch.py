@@ -12,8 +12,8 @@ from tests.planner.helpers import candidate, lay_out
 
 def cut(mesh, name, **config):
     """Return the batch, and the schedule for which it was split."""
-    asked = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
-    return cut_batch(asked), asked.schedule
+    requested = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
+    return cut_batch(requested), requested.schedule
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_impossible_micro_batches_are_refused_with_possible_ones(name, pp):
         else:
             assert size in ("auto", batch.micro_batch_size)
             assert count in ("auto", batch.num_microbatches)
-            assert schedule.takes(pp, batch.num_microbatches)
+            assert schedule.accepts(pp, batch.num_microbatches)
             assert batch.micro_batch_size * batch.num_microbatches * 2 == batch.global_batch_size
     assert refusals

@@ -16,7 +16,7 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner import checks
-from distributed_training.planner.rank import what_fits
+from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import predict, this_machine
 from tests.planner.helpers import plan_for
@@ -37,7 +37,9 @@ def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **co
 
 
 def suggest(plan):
-    return what_fits(plan, this_machine(plan.machine, plan.num_processes, plan.processes_here))
+    return suggest_settings(
+        plan, this_machine(plan.machine, plan.num_processes, plan.processes_here)
+    )
 
 
 def check_fit(plan):
@@ -213,7 +215,7 @@ def test_each_strategy_names_the_extensions_it_builds():
         "infinity": [CPUAdamBuilder, AsyncIOBuilder, PinMemoryBuilder],
     }.items():
         names = [builder().name for builder in builders]
-        assert checks.built_extensions(named_strategy(name)) == names
+        assert checks.required_extensions(named_strategy(name)) == names
 
 
 def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):

@@ -176,7 +176,7 @@ def test_clusters_are_parsed():
         "4xA100": (4, 4, "A100-80GB"),
     }.items():
         cluster = parse_cluster(text)
-        found = (cluster.num_processes, cluster.processes_a_node, cluster.machine.gpu_name)
+        found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)
         assert found == expected
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.layouts import fill_mesh, nearest_layouts, show_settings
+from distributed_training.planner.layouts import fill_mesh, format_settings, nearest_layouts
 from distributed_training.settings import strategies as strategy_module
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
@@ -79,7 +79,7 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
     asked = [f"model={model}", "strategy=3d", "max_length=500"]
     all_found = nearest_layouts(candidate(*asked, *given), world_size)
     found = [
-        tuple(lay_out(world_size, *asked, *given, *show_settings(settings).split()).mesh.values())
+        tuple(lay_out(world_size, *asked, *given, *format_settings(settings).split()).mesh.values())
         for settings in all_found
     ]
     existing = []

@@ -69,9 +69,11 @@ def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_pat
 
 def check_identities(plan, num_processes):
     batch = plan.batch
-    cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
-    asked = plan.config.batch_size * plan.config.grad_accum_steps * num_processes
-    assert batch.global_batch_size == plan.work["global_batch_size"] == cut == asked
+    divided_size = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+    requested_size = plan.config.batch_size * plan.config.grad_accum_steps * num_processes
+    assert (
+        batch.global_batch_size == plan.work["global_batch_size"] == divided_size == requested_size
+    )
     assert math.prod(plan.mesh.values()) == num_processes
     assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
 

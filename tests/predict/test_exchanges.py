@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import as_chosen, best_layout, rank_layouts
+from distributed_training.planner.rank import best_layout, rank_layouts, with_strategy
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict, this_machine
@@ -125,7 +125,7 @@ def test_another_algorithm_is_ranked_only_when_asked_for():
     own = [choice.plan for choice in ranked if choice.plan.strategy.name == "local_sgd"]
     assert {plan.mesh["dp_replicate"] for plan in own} == {8}
     assert best_layout(build, H200).plan.strategy.name != "local_sgd"
-    assert as_chosen(build("local_sgd"), "dp").engine_options == {}
+    assert with_strategy(build("local_sgd"), "dp").engine_options == {}
     compressed = rank_layouts(lambda name: build(name, gradient_compression="bf16"), H200)
     assert {choice.plan.mesh["dp_replicate"] for choice in compressed} == {8}
     skips = rank_layouts(lambda name: build(name, on_nonfinite="skip"), H200)

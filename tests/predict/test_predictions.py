@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.rank import enumerate_plans, rank_layouts, settings_of
+from distributed_training.planner.rank import enumerate_plans, layout_settings, rank_layouts
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict, this_machine
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, rates_of
@@ -105,7 +105,7 @@ def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
     assert plans
     for plan in plans:
-        words = {**settings_of(plan), "batch_size": 4, "model": "gpt2-medium", "strategy": name}
+        words = {**layout_settings(plan), "batch_size": 4, "model": "gpt2-medium", "strategy": name}
         planned = plan_for(tmp_path, cluster.machine, 4, checked=False, **words)
         for what in ("mesh", "batch", "layout", "schedule"):
             assert getattr(planned, what) == getattr(plan, what)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.planner.make_plan import make_plan, take_over
+from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
@@ -108,7 +108,7 @@ def saved_plan(tmp_path):
 def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
     notes = []
-    config = take_over(merged(shipped, f"resume={saved_plan.run_dir}"), count, notes)
+    config = inherit_settings(merged(shipped, f"resume={saved_plan.run_dir}"), count, notes)
     plan = build_plan(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
@@ -131,14 +131,14 @@ def test_typed_values_override_those_of_the_saved_run(typed, saved_plan):
     more = [f"{name}={value}" for name, value in typed.items()]
     for config in (merged(own | typed, *arguments), merged(own, *arguments, *more)):
         notes = []
-        config = take_over(config, 4, notes)
+        config = inherit_settings(config, 4, notes)
         plan = build_plan(config.model_copy(update={"resume": None}), 4)
         assert plan.work == saved_plan.work | typed
         assert not any(name in " ".join(notes) for name in typed)
 
 
 def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved_plan):
-    config = take_over(merged({}, f"resume={saved_plan.run_dir}", "strategy=fsdp"), 4, [])
+    config = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "strategy=fsdp"), 4, [])
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
     with refused("3 processes", "global batch of 8 evenly"):
-        take_over(merged({}, f"resume={saved_plan.run_dir}"), 3, [])
+        inherit_settings(merged({}, f"resume={saved_plan.run_dir}"), 3, [])

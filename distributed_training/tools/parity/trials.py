@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.layouts import OPEN
+from distributed_training.planner.layouts import OPEN_SETTINGS
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import named_strategy
@@ -21,8 +21,8 @@ ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2*
 # Defaults that the user can override. In 16 steps, a GPU also replays a CUDA graph.
 DEFAULTS: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
 PLAIN: compare.Values = {
-    **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
-    "gradient_compression": "none",
+    **OPEN_SETTINGS, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False,
+    "cuda_graphs": False, "gradient_compression": "none",
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Row:
         old records do not contain the order. Old runs that computed the loss in chunks are
         excluded, because their chunks took more memory."""
         is_old = self.record.started_at < ADDED_UP_IN_PLACE
-        if self.plan.schedule.searched or (is_old and self.plan.config.loss_chunk_tokens):
+        if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
@@ -101,7 +101,7 @@ def plan_of(record: Record) -> Draft:
     request = build_config(config)
     count = record.world_size
     plan = draft_plan(request, this_machine(Machine(**machine), count, count))
-    if plan.orders is None or plan.schedule.searched or record.started_at > ZB_V_BY_DURATIONS:
+    if plan.orders is None or plan.schedule.is_searched or record.started_at > ZB_V_BY_DURATIONS:
         return plan
     fixed_orders = write_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
     return replace(plan, orders=replace(plan.orders, by_place=fixed_orders))
