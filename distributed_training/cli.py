@@ -23,13 +23,13 @@ from distributed_training.settings.keys import (
     Key,
     Parser,
     at_least,
-    foreign_key,
+    foreign_key_advice,
     nearest_key,
     read_keys,
 )
 from distributed_training.settings.machine import detect_machine
-from distributed_training.settings.own_code import name_families, refuse_unnamed_family
-from distributed_training.settings.request import build_config, typed_values
+from distributed_training.settings.own_code import allow_families, require_allowed_family
+from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.settings.system import require_system
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
@@ -142,13 +142,13 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         fix = "see --help"
         if overrides is not None and unknown[0].startswith("--"):
             hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
-            fix = foreign_key(word) or (f"did you mean --{hint}?" if hint else fix)
+            fix = foreign_key_advice(word) or (f"did you mean --{hint}?" if hint else fix)
         if not unknown[0].startswith("-"):
             what = f"{shown(unknown[0])} does not follow an option"
             raise UserError(what, fix="write options as --key value, and quote values with spaces")
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
-    model = typed_values(overrides or ()).get("model")
-    name_families([model, getattr(arguments, "model", None)])
+    model = parse_overrides(overrides or ()).get("model")
+    allow_families([model, getattr(arguments, "model", None)])
     if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
         what = "--num_gpus and --cluster both set the number of GPUs"
         raise UserError(what, fix="leave out --num_gpus")
@@ -162,7 +162,7 @@ def configure(arguments: argparse.Namespace, program: Program, overrides: Sequen
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,
     )  # fmt: skip
-    refuse_unnamed_family(config.model)
+    require_allowed_family(config.model)
     return config
 
 
@@ -402,7 +402,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     output_dir = file.parent / str(config.get(folder, "runs"))
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]
-    name_families(config.get(name) for name in MODEL_NAMES)
+    allow_families(config.get(name) for name in MODEL_NAMES)
     open_closed_streams()
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that

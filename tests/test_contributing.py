@@ -14,7 +14,7 @@ from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.keys import read_keys
-from distributed_training.settings.own_code import name_families
+from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
 from tests.conftest import assert_ok, run_command
 from tests.support import CPU_MACHINE, read_model, refused
@@ -60,7 +60,7 @@ def test_example_of_a_strategy(folder):
 
 
 def test_example_of_a_model(folder):
-    name_families([str(folder / "my_models/narrow")])
+    allow_families([str(folder / "my_models/narrow")])
     spec = models.find_model(str(folder / "my_models/narrow"))
     assert models.find_model(f"{folder}/my_models/narrow:narrow").size == spec.size
     model = spec.build(dropout=0.0, seed=1)

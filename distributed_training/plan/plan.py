@@ -81,7 +81,7 @@ class Draft:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the resolved values of CONFIG's keys, followed by the engine's own options."""
-        return self.config.to_user_words() | self.engine_options
+        return self.config.to_key_values() | self.engine_options
 
     @property
     def schedule(self) -> Schedule:

@@ -92,8 +92,8 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     earlier_settings = earlier.settings
     open_keys = ["strategy", *earlier.work, "checkpoint_every"]
     open_keys = [name for name in open_keys if not config.is_set(name)]
-    requested = config.to_user_words()
-    earlier_requested = earlier.requested.to_user_words()
+    requested = config.to_key_values()
+    earlier_requested = earlier.requested.to_key_values()
     changed = [name for name in open_keys if requested.get(name) != earlier_requested.get(name)]
     if changed:
         values = ", ".join(f"{name}={earlier_settings[name]!r}" for name in changed)

@@ -185,7 +185,7 @@ def suggest_settings(plan: Draft, cluster: Cluster) -> list[str]:
 
     def fits(**settings: object) -> bool:
         # Request `cuda_graphs` again, because the settings may decide whether graphs are possible.
-        decided = config.to_user_words() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
+        decided = config.to_key_values() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
         request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
             draft = lay_out(replace(candidate, config=request), cluster)

@@ -13,7 +13,13 @@ from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, shown
-from distributed_training.settings.machine import GIB, Machine, find_gpu, known_gpu, limited_to
+from distributed_training.settings.machine import (
+    GIB,
+    Machine,
+    find_gpu,
+    known_gpu,
+    with_power_limit,
+)
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MAX_PROCESSES = 2**16
@@ -89,7 +95,7 @@ def this_machine(
         name = f"{num_processes} x {machine.gpu_name}"
         gpu_spec = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
         if gpu_spec is not None:
-            limited = limited_to(gpu_spec, machine.power_w)
+            limited = with_power_limit(gpu_spec, machine.power_w)
             rates = measured_rates(str(machine.gpu_name), rates_of(limited))
     return Cluster(
         num_processes=num_processes,

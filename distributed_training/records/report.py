@@ -20,7 +20,7 @@ from distributed_training.records.display import WIDTH, fill, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
 from distributed_training.settings.errors import UserError, print_error, printable
-from distributed_training.settings.files import given_path, plural, require_writable
+from distributed_training.settings.files import plural, require_writable, resolve_user_path
 
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
@@ -227,7 +227,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     record file. Each record's `run_dir` is set to its actual location. Print a note about folders
     without records. Raises UserError for a file that is not a record."""
     records: dict[Path, Record] = {}
-    for path in map(given_path, paths):
+    for path in map(resolve_user_path, paths):
         files = [path]
         if not path.exists():
             fix = "name a run, a folder of runs, or a record"

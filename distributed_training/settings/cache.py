@@ -39,11 +39,11 @@ def use_private_caches() -> None:
 
     # Without a home folder, libraries would create a folder named ~ in the current folder
     if not os.path.isabs(os.path.expanduser("~")):
-        home, why = private_folder("home", _temporary_folder())
+        home, why = create_private_folder("home", _temporary_folder())
         if why:
             raise UserError(f"{home} cannot be this user's home folder", why, "set HOME")
         os.environ["HOME"] = str(home)
-    root, _ = private_folder("")
+    root, _ = create_private_folder("")
     if root.is_relative_to(_temporary_folder()) and not os.environ.get(CACHE):
         os.environ[CACHE] = str(root)  # so that child processes do not repeat the note
         if is_first(os.environ):
@@ -58,9 +58,9 @@ def use_private_caches() -> None:
     }.items():
         if value := os.environ.get(variable):
             folder = Path(value).resolve()  # a link could be redirected before it is used
-            why = _unsafe(folder) or _obstacle_to_creating(folder)
+            why = _unsafe_reason(folder) or _creation_obstacle(folder)
         elif name:
-            folder, why = private_folder(name)
+            folder, why = create_private_folder(name)
         else:
             continue
         if why:
@@ -69,7 +69,7 @@ def use_private_caches() -> None:
         os.environ[variable] = str(folder)
 
 
-def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
+def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     """Create the folder `name`, with mode 0700, in the first of `roots` in which this is possible.
     The default roots are this user's cache folder and, unless CACHE names a cache folder, the
     temporary folder. Return the folder and the reason why it must not be used, or "" if it may be
@@ -80,11 +80,11 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
         folder = root
         try:
             root.mkdir(PRIVATE, parents=True, exist_ok=True)
-            why = _unsafe(root)
+            why = _unsafe_reason(root)
             for part in Path(name).parts if not why else ():
                 folder /= part
                 folder.mkdir(PRIVATE, exist_ok=True)
-                why = why or _unsafe(folder) or _unsafe(folder.resolve())
+                why = why or _unsafe_reason(folder) or _unsafe_reason(folder.resolve())
                 # A link may point to a folder that other users need, so the folder's mode is kept.
                 if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
                     folder.chmod(PRIVATE)
@@ -99,7 +99,7 @@ def _named_folder() -> str:
     return "" if folder == os.devnull else folder
 
 
-def _unsafe(folder: Path) -> str:
+def _unsafe_reason(folder: Path) -> str:
     """Return the reason why `folder` is unsafe: it belongs to neither this user nor root, or every
     user may write to it. Return "" if the folder is safe or does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -111,7 +111,7 @@ def _unsafe(folder: Path) -> str:
     return ""
 
 
-def _obstacle_to_creating(folder: Path) -> str:
+def _creation_obstacle(folder: Path) -> str:
     """Return the reason why `folder` cannot be created. Return "" if it exists or can be created.
     The test leaves no folder behind, because the folder may never be needed."""
     if os.path.lexists(folder) and not folder.is_dir():

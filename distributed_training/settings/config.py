@@ -227,7 +227,7 @@ class RunConfig(Options):
     """Seconds to wait for all processes to start."""
     # fmt: on
 
-    def to_user_words(self) -> dict[str, Any]:
+    def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, in the order of the fields."""
         return {name: getattr(self, name) for name in KEYS}
 
@@ -252,9 +252,9 @@ class Request(RunConfig):
         count."""
         return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
 
-    def to_user_words(self) -> dict[str, Any]:
+    def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, followed by the engine's own options."""
-        return super().to_user_words() | self.engine_options
+        return super().to_key_values() | self.engine_options
 
 
 KEYS: dict[str, Key] = read_keys(RunConfig)

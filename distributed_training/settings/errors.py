@@ -41,7 +41,7 @@ class UserError(ValueError):
         super().__init__(" ".join(filter(None, (_sentence(what), reason, remedy))))
 
     @property
-    def printed(self) -> str:
+    def terminal_text(self) -> str:
         """Return the message for a terminal, with the command on a separate line."""
         message = f"error: {self}"
         if not self.command:
@@ -52,11 +52,13 @@ class UserError(ValueError):
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
     """Return the element of `names` that begins with `word` or is most similar to `word`. Return
     None if no element is similar."""
-    lower = {name.lower(): name for name in names}
-    if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
-        return lower[min(begun, key=len)]
-    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
-    return lower[close[0]] if close else None
+    original_by_lower = {name.lower(): name for name in names}
+    if completions := [
+        name for name in original_by_lower if len(word) > 3 and name.startswith(word.lower())
+    ]:
+        return original_by_lower[min(completions, key=len)]
+    closest = difflib.get_close_matches(word.lower(), original_by_lower, n=1, cutoff=cutoff)
+    return original_by_lower[closest[0]] if closest else None
 
 
 def _sentence(text: str) -> str:
@@ -115,7 +117,7 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         return 128 + signal.SIGPIPE
     except UserError as error:
         if is_first(os.environ):  # every rank detects the same mistake, and one rank prints it
-            print_error(error.printed)
+            print_error(error.terminal_text)
         return error.exit_code
     except KeyboardInterrupt:
         # Once training has begun, Ctrl-C saves a checkpoint instead.
@@ -126,32 +128,32 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
             prefix = f"{printable(str(error.filename))}: " if error.filename else ""
             print_error(f"error: {prefix}{error.strerror}")
             return UserError.exit_code
-        explained = explain(error)
-        if explained is None:
+        user_error = explain(error)
+        if user_error is None:
             raise
-        if is_first(os.environ) or isinstance(explained, RunError):
-            print_error(explained.printed)
-        return explained.exit_code
+        if is_first(os.environ) or isinstance(user_error, RunError):
+            print_error(user_error.terminal_text)
+        return user_error.exit_code
 
 
 def explain(error: Exception) -> UserError | None:
     """If the system or the environment caused a library to fail with `error`, return an error that
     names the cause. Otherwise, return None."""
-    if gone := current_folder_is_gone():
-        return gone
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+    if folder_error := removed_folder_error():
+        return folder_error
+    if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _OUT_OF_MEMORY):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         fix = "use a smaller model or fewer processes"
         if limit >= 0:  # a negative value means no limit
             fix = f"raise the limit of {limit / 1e9:.2f} GB of address space (ulimit -v)"
         return RunError("Not enough memory", describe(error), fix)
-    if any(sign in str(error) for sign in _OUT_OF_THREADS):
+    if any(phrase in str(error) for phrase in _OUT_OF_THREADS):
         fix = "use fewer processes, or raise the limits on processes and memory (ulimit -u, -v)"
         return RunError("The system denied a new process or thread", describe(error), fix)
-    return refused_variable(error)
+    return rejected_variable_error(error)
 
 
-def current_folder_is_gone() -> UserError | None:
+def removed_folder_error() -> UserError | None:
     """Return an error if the current folder has been removed, otherwise None."""
     try:
         os.getcwd()
@@ -161,7 +163,7 @@ def current_folder_is_gone() -> UserError | None:
     return None
 
 
-def refused_variable(error: Exception) -> UserError | None:
+def rejected_variable_error(error: Exception) -> UserError | None:
     """Return an error that names the torch or Hugging Face environment variable that a library
     rejected. Return None if no variable was rejected.
 
@@ -169,9 +171,9 @@ def refused_variable(error: Exception) -> UserError | None:
     colon. A value elsewhere in the message, such as 9.0 or True, has another cause."""
     message = str(error)
     for name, value in os.environ.items():
-        quoted = rf"(: |['\"]){re.escape(value)}(?!\w)"
+        quoted_value = rf"(: |['\"]){re.escape(value)}(?!\w)"
         if name.startswith(("TORCH", "PYTORCH_JIT", "HF_")) and (
-            re.search(rf"\b{name}\b", message) or (value and re.search(quoted, message))
+            re.search(rf"\b{name}\b", message) or (value and re.search(quoted_value, message))
         ):
             what = f"{name} has a value that is not accepted"
             return UserError(what, describe(error), f"unset {name}")

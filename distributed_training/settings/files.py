@@ -18,19 +18,19 @@ from pydantic import BaseModel, ValidationError
 from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
-_WRONG = {
+_ERROR_TEXTS = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
     "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
-_WHOLE_BYTES = 10**9
-_NUM_PARTS = 1024
-_PART_BYTES = 4096
-_SMALL_BYTES = (
+_FULL_CRC_BYTES = 10**9
+_NUM_CRC_BLOCKS = 1024
+_CRC_BLOCK_BYTES = 4096
+_MAX_JSON_BYTES = (
     64_000_000  # size limit for JSON files; a file of this size takes one to two seconds to parse
 )
 # Beginning of a message from Python's JSON parser -> our message for the same mistake
-_JSON_FAULTS = {
+_JSON_ERROR_TEXTS = {
     "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
     "Expecting value": "a value is missing, or is not JSON",
     "Expecting property name": "a key must be in double quotes",
@@ -68,7 +68,7 @@ def relative_path(path: str | Path) -> str:
         return str(path)
 
 
-def given_path(text: str | Path) -> Path:
+def resolve_user_path(text: str | Path) -> Path:
     """Return the path to a file or folder that the user names. A relative path refers to the
     current folder, or to the checkout if the path exists only there."""
     path = Path(text).expanduser()
@@ -80,19 +80,19 @@ def obstacle_to_writing(folder: Path, *files: str) -> str:
     """Return the reason why `folder` or its `files` cannot be written. Return "" if there is none.
     The test creates and removes a file in `folder`, or in the nearest existing parent, and opens
     each existing file in `files`."""
-    tested = folder = folder.absolute()
+    tested_path = folder = folder.absolute()
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(folder)
-        tested = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=tested) as probe:
+        tested_path = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=tested_path) as probe:
             probe.write(bytes(4096))  # even on a full disk, an empty file can be created
-        for tested in (folder / name for name in files):
-            if os.path.lexists(tested):
+        for tested_path in (folder / name for name in files):
+            if os.path.lexists(tested_path):
                 # Without O_NONBLOCK, opening a pipe that has no reader would block.
-                os.close(os.open(tested, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+                os.close(os.open(tested_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
-        return f"{tested} cannot be written: {error.strerror or error}"
+        return f"{tested_path} cannot be written: {error.strerror or error}"
     return ""
 
 
@@ -103,14 +103,14 @@ def require_writable(folder: Path, fix: str, *files: str) -> None:
         raise UserError(obstacle, fix=fix)
 
 
-def publish(made: Path, final: Path) -> None:
-    """Sync the file or folder `made` to disk and rename it to `final`. An existing `final` is
-    replaced."""
-    for path in (*made.rglob("*"), made):
+def publish(unpublished: Path, final: Path) -> None:
+    """Sync the file or folder `unpublished` to disk and rename it to `final`. An existing `final`
+    is replaced."""
+    for path in (*unpublished.rglob("*"), unpublished):
         _sync(path)
     if final.is_dir():
         remove_folder(final)
-    os.replace(made, final)
+    os.replace(unpublished, final)
     _sync(final.parent)
 
 
@@ -140,7 +140,7 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_small(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
+def read_small(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> bytes:
     """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError for any
     other file that is not a regular file, and for data larger than `most_bytes`."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
@@ -154,7 +154,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     """Parse JSON. Raises ValueError for invalid syntax, excessively deep nesting or an unpaired
     surrogate. If `unique` is True, a duplicate key is also an error."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, object_pairs_hook=_reject_duplicate_keys if unique else None)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -166,17 +166,17 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"the key {shown(twice)} appears twice")
+        duplicate = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(duplicate)} appears twice")
     return values
 
 
 def load_json(
-    path: Path, what: str, *, unique: bool = False, most_bytes: int = _SMALL_BYTES
+    path: Path, what: str, *, unique: bool = False, most_bytes: int = _MAX_JSON_BYTES
 ) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read, if it is larger than
     `most_bytes` or if the JSON is invalid. A syntax error is reported with its line. `what`
@@ -191,13 +191,13 @@ def load_json(
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         if isinstance(error, json.JSONDecodeError):
-            why = _json_fault(error)
+            why = _describe_json_error(error)
         elif isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}, which is not UTF-8"
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
 
 
-def _json_fault(error: json.JSONDecodeError) -> str:
+def _describe_json_error(error: json.JSONDecodeError) -> str:
     """Describe a syntax error and its position. Comments and trailing commas, which other formats
     allow, are reported with their own messages."""
     remaining = error.doc[error.pos :].lstrip()
@@ -214,7 +214,7 @@ def _json_fault(error: json.JSONDecodeError) -> str:
 def json_mistake(error: json.JSONDecodeError) -> str:
     """Return our description of an error from Python's JSON parser. If there is no description,
     return the parser's message."""
-    mistakes = (text for start, text in _JSON_FAULTS.items() if error.msg.startswith(start))
+    mistakes = (text for start, text in _JSON_ERROR_TEXTS.items() if error.msg.startswith(start))
     return next(mistakes, error.msg)
 
 
@@ -235,12 +235,12 @@ def sample_file(file: Path) -> str:
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size <= _WHOLE_BYTES:
+            if size <= _FULL_CRC_BYTES:
                 return f"{size}-{crc32(file):08x}"
             checksum = 0
-            for part in range(_NUM_PARTS):
-                stream.seek((size - _PART_BYTES) * part // (_NUM_PARTS - 1))
-                checksum = zlib.crc32(stream.read(_PART_BYTES), checksum)
+            for block in range(_NUM_CRC_BLOCKS):
+                stream.seek((size - _CRC_BLOCK_BYTES) * block // (_NUM_CRC_BLOCKS - 1))
+                checksum = zlib.crc32(stream.read(_CRC_BLOCK_BYTES), checksum)
     except OSError:  # the code that reads the contents reports the error
         return ""
     return f"{size}-{checksum:08x}"
@@ -262,8 +262,8 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{source}: a value has the wrong type", str(error), fix) from None
     name = ".".join(map(str, first["loc"])) or "it"
-    if first["type"] in _WRONG:
-        raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)
+    if first["type"] in _ERROR_TEXTS:
+        raise UserError(f"{source}: {name} {_ERROR_TEXTS[first['type']]}", fix=fix)
     rule = first["msg"].replace("Input", "it", 1)
     raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
 

@@ -20,7 +20,7 @@ _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
     "boolean": _BOOLEANS,
     "null": {"none": None, "null": None},
 }
-_KINDS = {
+_TYPE_TEXTS = {
     "integer": "a whole number", "number": "a number", "string": "text", "null": "None",
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ class Key(BaseModel):
             if form["type"] == "boolean":
                 descriptions += ["True", "False"]
                 continue
-            text = _KINDS[form["type"]]
+            text = _TYPE_TEXTS[form["type"]]
             if "pattern" in form:
                 text = "text that is not blank"
             if "minimum" in form:
@@ -123,13 +123,13 @@ class Key(BaseModel):
         """Convert `text` from the command line to a choice, a Boolean, None or a number if the key
         accepts such a value. Otherwise, return `text` itself."""
         word = text.strip().lower()
-        kinds = {form.get("type", "") for form in self.forms}
+        types = {form.get("type", "") for form in self.forms}
         values: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
-        for type_name in kinds.intersection(_VALUES_BY_WORD):
+        for type_name in types.intersection(_VALUES_BY_WORD):
             values |= _VALUES_BY_WORD[type_name]
         if word in values:
             return values[word]
-        if kinds & {"integer", "number"}:
+        if types & {"integer", "number"}:
             for convert in (int, float):
                 with contextlib.suppress(ValueError):
                     return convert(word)
@@ -146,19 +146,19 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     return keys
 
 
-def by_key(
+def map_by_key(
     pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
 ) -> dict[str, Any]:
     """Map the main name of each key in the (name, value) `pairs` to its value. Raises UserError for
     an unknown name, or for two names of the same key."""
-    key_names = _all_names(keys.values())
+    key_names = _key_names_by_alias(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
         if name not in key_names:
             hint = nearest_key(str(name), keys.values())
             near = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
-            fix = foreign_key(str(name)) or near
+            fix = foreign_key_advice(str(name)) or near
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
         key_name = key_names[name]
         if names.setdefault(key_name, name) != name:
@@ -169,7 +169,7 @@ def by_key(
     return values
 
 
-def foreign_key(name: str) -> str | None:
+def foreign_key_advice(name: str) -> str | None:
     """Return advice on an option of transformers' Trainer, accelerate or a launcher, such as the
     corresponding option in this suite. Return None for an unknown option."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
@@ -180,12 +180,12 @@ def foreign_key(name: str) -> str | None:
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
     """Return the name of the key, or the element of `others`, that is most similar to `word`.
     Return None if no name is similar."""
-    names = _all_names(keys) | {name: name for name in others}
+    names = _key_names_by_alias(keys) | {name: name for name in others}
     close = nearest(word, names, cutoff=0.7)  # a name that differs more would mislead the user
     return names[close] if close else None
 
 
-def _all_names(keys: Iterable[Key]) -> dict[str, str]:
+def _key_names_by_alias(keys: Iterable[Key]) -> dict[str, str]:
     return {name: key.name for key in keys for name in (key.name, *key.aliases)}
 
 
@@ -201,15 +201,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message, fix="see --help")
 
 
-def at_least(least: Number) -> Callable[[str], Number]:
-    """Return an argparse `type` function. The function accepts numbers of at least `least` and
-    returns them with the type of `least`."""
+def at_least(minimum: Number) -> Callable[[str], Number]:
+    """Return an argparse `type` function. The function accepts numbers of at least `minimum` and
+    returns them with the type of `minimum`."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):
-            value = type(least)(text)
-            if value >= least:
+            value = type(minimum)(text)
+            if value >= minimum:
                 return value
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number >= {least}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number >= {minimum}")
 
     return number

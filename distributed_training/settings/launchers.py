@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Launcher:
     """Environment variables of one launcher. If the launcher does not set the local rank and local
     world size, `rendezvous.locate` derives them from the hosts of all ranks."""
 
-    launcher: str
+    name: str
     rank: str
     world_size: str
     local_rank: str = ""
@@ -32,33 +32,33 @@ class Source:
 
 # The first row that applies is used. Inside a SLURM job, mpirun starts its daemons with srun, so
 # srun's variables are also set. `srun --mpi=pmi2` sets PMI's variables, but no local ranks.
-SOURCES = (
+LAUNCHERS = (
     # Also for accelerate and for Kubeflow's TrainJob if its command is torchrun
-    Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Source("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
-    Source("by hand", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    Source("PyTorchJob", "RANK", "WORLD_SIZE"),
-    Source(  # Open MPI
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    Launcher("by hand", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    Launcher("PyTorchJob", "RANK", "WORLD_SIZE"),
+    Launcher(  # Open MPI
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     # For a container or wrapper that passes only these two variables
-    Source("mpirun without local ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Source(  # MVAPICH
+    Launcher("mpirun without local ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Launcher(  # MVAPICH
         "mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     # MPICH, Intel MPI
-    Source("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Source("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
     # Flux's brokers may run as tasks of one srun, so this row precedes srun's.
-    Source("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    Source(  # LSF
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher(  # LSF
         "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
     ),
     # sbatch also sets SLURM_PROCID, but no step variable. SLURM_PTY_PORT is set in a shell
     # that srun --pty starts.
-    Source(
+    Launcher(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", unless="SLURM_PTY_PORT",
     ),
 )  # fmt: skip
@@ -78,7 +78,7 @@ _ACCELERATE = {
 ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
-def describe_unread(environment: Mapping[str, str], precision: str) -> str:
+def describe_ignored_settings(environment: Mapping[str, str], precision: str) -> str:
     """Return a note about settings of `accelerate launch` that have no effect because CONFIG
     decides them. Return "" if there are none. `run_dir.refuse_other_json` compares accelerate's
     DeepSpeed JSON with the plan's."""
@@ -92,22 +92,24 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
     mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed_precision not in ("no", precision):
         settings.append(f"mixed_precision={mixed_precision}")
-    unread = " and ".join(settings)
-    return unread and f"accelerate launch's {unread} will be ignored. CONFIG takes precedence"
+    ignored = " and ".join(settings)
+    return ignored and f"accelerate launch's {ignored} will be ignored. CONFIG takes precedence"
 
 
-def find_source(environment: Mapping[str, str]) -> Source | None:
+def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """Return the environment variables of the launcher that started this process. Return None if
-    the launcher is not in SOURCES."""
-    return next((source for source in SOURCES if source.applies(environment)), None)
+    the launcher is not in LAUNCHERS."""
+    return next((launcher for launcher in LAUNCHERS if launcher.applies(environment)), None)
 
 
-def find_uncounted(environment: Mapping[str, str]) -> str:
+def find_uncounted_rank(environment: Mapping[str, str]) -> str:
     """Return the name of the variable that contains this process's rank if there may be other
-    processes. Otherwise, return "". Call this function only if `find_source` returns None."""
+    processes. Otherwise, return "". Call this function only if `find_launcher` returns None."""
     # sbatch sets SLURM_PROCID without starting processes.
-    ranks = dict.fromkeys(source.rank for source in SOURCES if source.rank != "SLURM_PROCID")
-    is_counted = any(source.world_size in environment for source in SOURCES)
+    ranks = dict.fromkeys(
+        launcher.rank for launcher in LAUNCHERS if launcher.rank != "SLURM_PROCID"
+    )
+    is_counted = any(launcher.world_size in environment for launcher in LAUNCHERS)
     for name in (*ranks, *_UNCOUNTED):
         # A launcher that starts one process may also set the rank in other launchers' variables.
         if name in environment and not (is_counted and environment[name] == "0"):
@@ -115,7 +117,7 @@ def find_uncounted(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
+def find_num_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
     """Find the environment variable that contains the number of nodes that start this command.
     Return the variable's name and the number, or ("", 1) if no variable gives more than one
     node."""
@@ -124,8 +126,8 @@ def find_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
         if value.startswith("["):
             nodes = value.count(",") + 1
         else:
-            most = value.rpartition(":")[2]  # torchrun accepts a range, MIN:MAX
-            nodes = int(most) if most.isascii() and most.isdecimal() else 1
+            max_nodes = value.rpartition(":")[2]  # torchrun accepts a range, MIN:MAX
+            nodes = int(max_nodes) if max_nodes.isascii() and max_nodes.isdecimal() else 1
         if nodes > 1:
             return name, nodes
     return "", 1
@@ -137,11 +139,11 @@ def is_first(environment: Mapping[str, str]) -> bool:
     - a process with an invalid rank, because no other process would report the rank
     - a process whose launcher did not set the number of processes, because there may be no rank 0
     """
-    source = find_source(environment)
-    if source is None and find_uncounted(environment):
+    launcher = find_launcher(environment)
+    if launcher is None and find_uncounted_rank(environment):
         return True
-    rank = environment.get(source.rank if source else "RANK", "0")
-    world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")
+    rank = environment.get(launcher.rank if launcher else "RANK", "0")
+    world_size = environment.get(launcher.world_size if launcher else "WORLD_SIZE", "1")
     if not (rank + world_size).isascii() or not (rank.isdecimal() and world_size.isdecimal()):
         return True
     return rank == "0" or int(rank) >= int(world_size)

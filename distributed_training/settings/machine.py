@@ -88,14 +88,14 @@ def threads_per_process(processes_here: int) -> int:
     return max(1, available_cpus() // processes_here)
 
 
-class _Visible(NamedTuple):
+class _VisibleGpu(NamedTuple):
     name: str
     memory_bytes: int
     capability: tuple[int, int]
     power_w: float | None
 
 
-def _visible_gpus() -> list[_Visible]:
+def _visible_gpus() -> list[_VisibleGpu]:
     """Return the GPUs that CUDA would list. Return [] if nvidia-smi is missing or fails."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
@@ -120,16 +120,16 @@ def _visible_gpus() -> list[_Visible]:
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
         power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
-        gpus.append((index, uuid, _Visible(name, memory, (int(major), int(minor)), power_w)))
+        gpus.append((index, uuid, _VisibleGpu(name, memory, (int(major), int(minor)), power_w)))
     if visible is None:
         return [gpu for _, _, gpu in gpus]
-    chosen = []
+    visible_gpus = []
     for entry in map(str.strip, visible.split(",")):
-        match = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
-        if not match:
+        matches = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
+        if not matches:
             break  # CUDA also stops at the first unknown entry
-        chosen += match[:1]
-    return chosen
+        visible_gpus += matches[:1]
+    return visible_gpus
 
 
 def available_ram_bytes() -> int:
@@ -144,8 +144,8 @@ def available_ram_bytes() -> int:
             fields = _read_fields(group / "memory.stat")
             # The page cache counts as used, but the kernel frees it on demand. In version 1, only
             # the fields with the prefix total_ include child groups.
-            total = "total_" if "total_active_file" in fields else ""
-            names = (f"{total}active_file", f"{total}inactive_file")
+            prefix = "total_" if "total_active_file" in fields else ""
+            names = (f"{prefix}active_file", f"{prefix}inactive_file")
             cache = sum(fields.get(name, 0) for name in names)
             available = min(available, max(limit[0] - used[0] + cache, 0))
     return available
@@ -262,19 +262,19 @@ def known_gpu(name: str) -> Gpu:
         except json.JSONDecodeError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", json_mistake(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
-    if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
-        return limited_to(known_gpu(limited[1]), float(limited[2]))
+    if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
+        return with_power_limit(known_gpu(match[1]), float(match[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
     fix = f"To describe another GPU, use --gpu '{GPU_EXAMPLE}'"
-    if close := nearest(text, GPUS):
-        fix = f"did you mean {close!r}? {fix}"
+    if closest := nearest(text, GPUS):
+        fix = f"did you mean {closest!r}? {fix}"
     raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 
 
-def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:
+def with_power_limit(gpu: Gpu, power_w: float | None) -> Gpu:
     """Return `gpu` with its power limit lowered to `power_w` watts. If `power_w` is None, the limit
     is unknown, and `gpu` is returned unchanged."""
     return gpu if power_w is None else gpu.model_copy(update={"power_w": min(power_w, gpu.power_w)})

@@ -21,26 +21,26 @@ from distributed_training.settings.errors import UserError
 _allowed_folders: set[Path] = set()  # folders whose code may run
 
 
-def name_code(folder: Path) -> None:
+def allow_code(folder: Path) -> None:
     """Allow the code in `folder` to run. Call this function only for a folder that the user has
     named or that is part of this checkout."""
     _allowed_folders.add(folder.resolve())
 
 
-def named_code() -> list[str]:
+def allowed_code_folders() -> list[str]:
     """Return the folders whose code may run, so that they can be passed to child processes."""
     return sorted(map(str, _allowed_folders))
 
 
-def name_families(models: Iterable[object]) -> None:
+def allow_families(models: Iterable[object]) -> None:
     """For each element of `models` that is the path to a model family, allow the code in that
     folder to run. The elements must come from CONFIG or the command line."""
     for model in models:
-        if folder := _folder_of(model):
-            name_code(folder)
+        if folder := _family_folder(model):
+            allow_code(folder)
 
 
-def refuse_unnamed(folder: Path, what: str) -> None:
+def require_allowed_code(folder: Path, what: str) -> None:
     """Raise UserError unless the code in `folder` is allowed to run. `what` describes the code in
     the message."""
     if folder.resolve() not in _allowed_folders:
@@ -49,16 +49,16 @@ def refuse_unnamed(folder: Path, what: str) -> None:
         raise UserError(f"{what} is code and was not run", why, fix)
 
 
-def refuse_unnamed_family(model: str) -> None:
+def require_allowed_family(model: str) -> None:
     """Raise UserError if `model`, a value of the merged CONFIG, is the path to code that was named
     only by a preset or a list of runs. Without this check, child processes would run the code,
     because they receive the model on their command line."""
-    folder = _folder_of(model)
+    folder = _family_folder(model)
     if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
-        refuse_unnamed(folder, f"the model family {folder}")
+        require_allowed_code(folder, f"the model family {folder}")
 
 
-def _folder_of(model: object) -> Path | None:
+def _family_folder(model: object) -> Path | None:
     # A bare word, such as auto, does not name a folder, even if a folder of that name exists.
     if isinstance(model, str) and os.sep in model:
         # Text that is not a usable path names no folder
@@ -72,7 +72,7 @@ def load_code(file: Path, what: str) -> ModuleType:
     """Import a Python file from outside the package once, under a unique module name. Raises
     UserError if the code in the file's folder is not allowed to run or the import fails. `what`
     describes the code in the message."""
-    refuse_unnamed(file.parent, what)
+    require_allowed_code(file.parent, what)
     name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
     module = module_from_spec(spec)

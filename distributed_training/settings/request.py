@@ -9,7 +9,7 @@ from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, PATHS, Request, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.keys import by_key, read_keys
+from distributed_training.settings.keys import map_by_key, read_keys
 from distributed_training.settings.strategies import (
     list_strategies,
     strategy_defaults,
@@ -30,46 +30,52 @@ def build_config(
     """Merge CONFIG, a preset and `key=value` strings; later sources take precedence. The strategy's
     defaults replace values of CONFIG that are None or "auto", and the strategy's engine may add
     keys. Raises UserError for a key, value or preset that cannot be used."""
-    from_preset = {} if preset is None else load_preset(preset)
-    texts = []
+    preset_document = {} if preset is None else load_preset(preset)
+    override_texts = []
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
-        texts.append((name.strip(), value))
-    strategy = str({"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"])
-    own_model = strategy_options(strategy)
-    own_keys = read_keys(own_model)
-    keys = KEYS | own_keys
-    for name in [name for name, _ in texts if name not in keys]:
+        override_texts.append((name.strip(), value))
+    strategy = str(
+        {"strategy": AUTO, **config, **preset_document, **dict(override_texts)}["strategy"]
+    )
+    options_class = strategy_options(strategy)
+    engine_keys = read_keys(options_class)
+    keys = KEYS | engine_keys
+    for name in [name for name, _ in override_texts if name not in keys]:
         for other in list_strategies():
             if name in read_keys(strategy_options(other)):
                 what = f"{name} is a key of strategy {other}, but the strategy is {strategy}"
                 raise UserError(what, fix=f"leave out {name}, or set strategy to {other}")
-    configured = by_key(config.items(), keys, "CONFIG")
-    in_preset = by_key(from_preset.items(), keys, str(preset))
-    typed = by_key(texts, keys, "the command line")
-    over = in_preset | {name: keys[name].parse(text) for name, text in typed.items()}
+    config_values = map_by_key(config.items(), keys, "CONFIG")
+    preset_values = map_by_key(preset_document.items(), keys, str(preset))
+    typed_texts = map_by_key(override_texts, keys, "the command line")
+    override_values = preset_values | {
+        name: keys[name].parse(text) for name, text in typed_texts.items()
+    }
     source = f"strategy {strategy}'s defaults"
-    decided = {}
-    for name, value in by_key(strategy_defaults(strategy).items(), keys, source).items():
+    default_values = {}
+    for name, value in map_by_key(strategy_defaults(strategy).items(), keys, source).items():
         if keys[name].work:
             why = "strategies would then train differently and could not be compared"
             raise UserError(f"{source} contain {name}", why, f"remove {name} from its config.json")
-        if name not in over and configured.get(name) in (None, AUTO):
-            decided[name] = value
-    values = {**configured, **over, **decided}
-    engine_values = {name: values.pop(name) for name in own_keys if name in values}
-    values["engine_options"] = validate(own_model, engine_values, keys).model_dump()
+        if name not in override_values and config_values.get(name) in (None, AUTO):
+            default_values[name] = value
+    values = {**config_values, **override_values, **default_values}
+    engine_values = {name: values.pop(name) for name in engine_keys if name in values}
+    values["engine_options"] = validate(options_class, engine_values, keys).model_dump()
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = files.expand_home(name, values[name])
-    changed = {name: value for name, value in configured.items() if value != keys[name].default}
-    set_by = dict.fromkeys(changed, "CONFIG")
-    set_by |= dict.fromkeys(in_preset, "preset") | dict.fromkeys(typed, "command line")
-    changed |= over
-    set_by = {name: setter for name, setter in set_by.items() if changed[name] != AUTO}
-    values["set_by"] = set_by | dict.fromkeys(decided, "strategy")
+    effective_values = {
+        name: value for name, value in config_values.items() if value != keys[name].default
+    }
+    set_by = dict.fromkeys(effective_values, "CONFIG")
+    set_by |= dict.fromkeys(preset_values, "preset") | dict.fromkeys(typed_texts, "command line")
+    effective_values |= override_values
+    set_by = {name: setter for name, setter in set_by.items() if effective_values[name] != AUTO}
+    values["set_by"] = set_by | dict.fromkeys(default_values, "strategy")
     values |= {"preset": preset, "force": force, "strict": strict}
     return validate(Request, values, KEYS)
 
@@ -92,17 +98,17 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != "_comment"}
 
 
-def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with each alias replaced by the name of its key."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
 
-def typed_values(overrides: Iterable[str]) -> dict[str, str]:
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
     """Map the main name of each key in the `key=value` strings to its value."""
-    return by_name(dict(text.partition("=")[::2] for text in overrides))
+    return resolve_aliases(dict(text.partition("=")[::2] for text in overrides))
 
 
-def texts(values: Mapping[str, Any]) -> list[str]:
+def format_overrides(values: Mapping[str, Any]) -> list[str]:
     """Return `values` as `key=value` strings for the command line."""
     return [f"{key}={value}" for key, value in values.items()]

@@ -31,8 +31,13 @@ from distributed_training.settings.keys import Options, read_keys
 STRATEGIES_DIR = files.ROOT / "strategies"
 # Order of the axes, from the slowest-varying to the fastest-varying
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # DeepSpeed's device -> description
-_FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
+_OFFLOAD_LOCATIONS = {
+    "cpu": "in host memory",
+    "nvme": "on disk",
+}  # DeepSpeed's device -> description
+_FORM_ADVICE = (
+    'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +93,7 @@ ENGINES: dict[str, Traits] = {
 }
 
 
-class _Folder(BaseModel, strict=True, extra="forbid"):
+class _StrategyFile(BaseModel, strict=True, extra="forbid"):
     """Contents of a strategy's config.json."""
 
     name: str
@@ -120,7 +125,7 @@ class _Zero(BaseModel, strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_open(cls, section: Any) -> Any:
+    def _drop_auto_sizes(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
         return {key: value for key, value in section.items() if value != AUTO or key == "stage"}
@@ -169,7 +174,7 @@ class Strategy:
     def load_engine(self) -> Any:
         """Import and return the engine's class. The class is looked up by the strategy's name,
         because `traits.build` in a plan.json could name any code."""
-        return _find_engine(_find(self.name))[0].load()
+        return _find_engine(_find_strategy(self.name))[0].load()
 
     def options(self, values: Mapping[str, Any]) -> Any:
         """Return the options of the strategy's engine with these values."""
@@ -184,7 +189,7 @@ class Strategy:
     def offload(self) -> dict[str, str]:
         """Return the offload device for "optimizer" and for "param": "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
-        return {what: section.device if section else "none" for what, section in sections.items()}
+        return {name: section.device if section else "none" for name, section in sections.items()}
 
     @property
     def steps_on_host(self) -> bool:
@@ -219,19 +224,19 @@ class Strategy:
         if self.mesh["tp"] != 1:
             phrases.append("shards each layer over tp")
         if self.zero.stage:
-            divided = ["optimizer state", "gradients", "parameters"]
-            phrases.append(f"shards {', '.join(divided[: self.zero.stage])}")
+            sharded_state = ["optimizer state", "gradients", "parameters"]
+            phrases.append(f"shards {', '.join(sharded_state[: self.zero.stage])}")
         elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
             phrases.append("shards parameters, gradients, optimizer state over dp_shard")
         phrases = phrases or ["replicates all state"]
         if self.steps_on_host:
-            phrases.append(f"keeps optimizer state {_PLACES[self.offload['optimizer']]}")
+            phrases.append(f"keeps optimizer state {_OFFLOAD_LOCATIONS[self.offload['optimizer']]}")
         if self.fetches_parameters:
-            phrases.append(f"keeps parameters {_PLACES[self.offload['param']]}")
+            phrases.append(f"keeps parameters {_OFFLOAD_LOCATIONS[self.offload['param']]}")
         return "; ".join(phrases)
 
 
-def list_strategies() -> dict[str, _Folder]:
+def list_strategies() -> dict[str, _StrategyFile]:
     """Map the name of each strategy in strategies/ to its parsed config.json, in the order of the
     folder numbers."""
     paths = STRATEGIES_DIR.glob("*/config.json")
@@ -241,7 +246,7 @@ def list_strategies() -> dict[str, _Folder]:
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """Return a strategy's values for keys that are None or "auto" in CONFIG."""
-    return {} if name == AUTO else _find(name).defaults
+    return {} if name == AUTO else _find_strategy(name).defaults
 
 
 def defaults_for(config: Request, name: str) -> dict[str, Any]:
@@ -255,12 +260,12 @@ def defaults_for(config: Request, name: str) -> dict[str, Any]:
 
 def strategy_options(name: str) -> type[Options]:
     """Return the class whose fields are the keys that a strategy's engine adds to CONFIG."""
-    return Options if name == AUTO else _find_engine(_find(name))[1]
+    return Options if name == AUTO else _find_engine(_find_strategy(name))[1]
 
 
 def sends_all_to_all(name: str) -> bool:
     """Return whether a strategy's engine exchanges messages between all processes at once."""
-    return name != AUTO and _find_engine(_find(name))[0].sends_all_to_all
+    return name != AUTO and _find_engine(_find_strategy(name))[0].sends_all_to_all
 
 
 def named_strategy(config: RunConfig) -> Strategy | None:
@@ -272,7 +277,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
     JSON that is invalid or does not have the form that the strategy requires."""
-    folder = _find(config.strategy)
+    folder = _find_strategy(config.strategy)
     setting = f"strategy={folder.name!r}"
     source = folder._path
     mesh = folder.mesh or {}
@@ -290,7 +295,7 @@ def load_strategy(config: RunConfig) -> Strategy:
             reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         if user_json is not None:
-            _check_form(folder, _form_of(parsed), document, source)
+            _check_form(folder, _describe_form(parsed), document, source)
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
     traits, options = _find_engine(folder)
     engine = f"{folder._path}: engine={folder.engine!r}"
@@ -298,19 +303,19 @@ def load_strategy(config: RunConfig) -> Strategy:
     if traits.takes_json != (present == "deepspeed"):
         fix = f"replace the key {present!r} with {required!r}"
         raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
-    may_be_set = traits.axes
+    settable_axes = traits.axes
     why = f"this strategy has the axes {', '.join(traits.axes)}"
     if traits.takes_json:
-        may_be_set = ("pp",) if mesh.get("pp", 1) != 1 else ()
+        settable_axes = ("pp",) if mesh.get("pp", 1) != 1 else ()
         why = "DeepSpeed shards over all processes"
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
-            its = f"its axes are {', '.join(traits.axes)}"
+            why_not = f"its axes are {', '.join(traits.axes)}"
             fix = f"leave out the axis, or use another engine: {', '.join(ENGINES)}"
-            raise UserError(f"{engine} has no axis {axis!r}", its, fix)
+            raise UserError(f"{engine} has no axis {axis!r}", why_not, fix)
     for axis in MESH_AXES:
         size = getattr(config, axis)
-        if size is not None and axis not in may_be_set:
+        if size is not None and axis not in settable_axes:
             alternatives = "3d, whose mesh has all axes" + (
                 ", or to hybrid" if axis == "pp" else ""
             )
@@ -330,21 +335,21 @@ def load_strategy(config: RunConfig) -> Strategy:
     )
 
 
-def _read_json(config_file: Path, given: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
-    """Return (file, JSON, the part of the JSON that this package reads) for a strategy. `given` is
-    the JSON itself or its path, relative to the folder of the strategy's `config_file` or to the
-    checkout."""
+def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+    """Return (file, JSON, the part of the JSON that this package reads) for a strategy.
+    `json_or_path` is the JSON itself or its path, relative to the folder of the strategy's
+    `config_file` or to the checkout."""
     file = config_file
-    document = given
-    if isinstance(given, str):
-        relative = config_file.parent / given
-        file = relative if relative.is_file() else files.given_path(given)
+    document = json_or_path
+    if isinstance(json_or_path, str):
+        relative = config_file.parent / json_or_path
+        file = relative if relative.is_file() else files.resolve_user_path(json_or_path)
         document = files.load_json(file, "DeepSpeed JSON", unique=True)
     fix = "see configs/ds_config_zero2.json"
     return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
 
 
-def _form_of(parsed: _DeepSpeed) -> str:
+def _describe_form(parsed: _DeepSpeed) -> str:
     """Return the form of a DeepSpeed JSON: a pipeline, offloaded state or a ZeRO stage. A user's
     JSON must have the same form as the strategy's JSON."""
     if parsed.pipeline.stages != 1:
@@ -353,15 +358,17 @@ def _form_of(parsed: _DeepSpeed) -> str:
     devices = {part.device for part in (zero.offload_optimizer, zero.offload_param) if part}
     for device in ("nvme", "cpu"):
         if device in devices:
-            return f"state kept {_PLACES[device]}"
+            return f"state kept {_OFFLOAD_LOCATIONS[device]}"
     return f"ZeRO stage {zero.stage}"
 
 
-def _check_form(folder: _Folder, form: str, document: Mapping[str, Any], source: Path) -> None:
+def _check_form(
+    folder: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
+) -> None:
     """Raise UserError if the `form` of the user's DeepSpeed JSON differs from the form of the
     strategy's own JSON. `document` is the content of the user's JSON, and `source` its file."""
     forms = {
-        name: _form_of(_read_json(other._path, other.deepspeed)[2])
+        name: _describe_form(_read_json(other._path, other.deepspeed)[2])
         for name, other in list_strategies().items()
         if other.deepspeed is not None
     }
@@ -371,13 +378,17 @@ def _check_form(folder: _Folder, form: str, document: Mapping[str, Any], source:
             if name not in sections and nearest(name, sections, cutoff=0.85):
                 what = f"{source}: neither DeepSpeed nor this suite reads {name}"
                 raise UserError(what, typed=name, known=sections)
-        fitting = [name for name in forms if forms[name] == form]
-        fix = f"set strategy to {fitting[0]}, or change the JSON" if fitting else "change the JSON"
-        needed = f"strategy={folder.name!r} needs {forms[folder.name]}"
-        raise UserError(f"{source} describes {form}, but {needed}", fix=fix)
+        matching_names = [name for name in forms if forms[name] == form]
+        fix = (
+            f"set strategy to {matching_names[0]}, or change the JSON"
+            if matching_names
+            else "change the JSON"
+        )
+        requirement = f"strategy={folder.name!r} needs {forms[folder.name]}"
+        raise UserError(f"{source} describes {form}, but {requirement}", fix=fix)
 
 
-def _find(name: str) -> _Folder:
+def _find_strategy(name: str) -> _StrategyFile:
     names = list_strategies()
     if name in names:
         return names[name]
@@ -385,7 +396,7 @@ def _find(name: str) -> _Folder:
     raise UserError(what, f"the strategies are {', '.join(names)}", typed=name, known=names)
 
 
-def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
+def _find_engine(folder: _StrategyFile) -> tuple[Traits, type[Options]]:
     """Return the traits and the OPTIONS of the engine that a strategy's config.json names."""
     engine = folder.engine
     if engine in ENGINES:
@@ -395,7 +406,7 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why, typed=engine, known=ENGINES)
-    own_code.name_code(file.parent)  # this file is part of the checkout
+    own_code.allow_code(file.parent)  # this file is part of the checkout
     module = own_code.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
@@ -405,10 +416,10 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
 
 
 @functools.cache
-def _read_folder(path: Path) -> _Folder:
+def _read_folder(path: Path) -> _StrategyFile:
     what = f"{path} is not a strategy"
-    folder = files.parse_as(_Folder, files.load_json(path, "strategy"), what, _FORM)
+    folder = files.parse_as(_StrategyFile, files.load_json(path, "strategy"), what, _FORM_ADVICE)
     if (folder.mesh is None) == (folder.deepspeed is None):
-        raise UserError(what, "it must have either mesh or deepspeed, but not both", _FORM)
+        raise UserError(what, "it must have either mesh or deepspeed, but not both", _FORM_ADVICE)
     folder._path = path
     return folder

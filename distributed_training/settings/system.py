@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 
-from distributed_training.settings.errors import UserError, current_folder_is_gone
+from distributed_training.settings.errors import UserError, removed_folder_error
 from distributed_training.settings.files import shown
 
 # Files that torch, psutil and supervise/ read
@@ -37,8 +37,8 @@ def require_system() -> None:
     if sys.platform != "linux":
         fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
         raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
-    if gone := current_folder_is_gone():
-        raise gone
+    if folder_error := removed_folder_error():
+        raise folder_error
     if missing := [file for file in _PROC_FILES if not os.access(file, os.R_OK)]:
         fix = "mount the proc file system. Run: mount -t proc proc /proc"
         raise UserError(f"{missing[0]} cannot be read", "this suite needs /proc", fix)

@@ -29,9 +29,9 @@ from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, exit_code, print_error
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import describe_unread
+from distributed_training.settings.launchers import describe_ignored_settings
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
-from distributed_training.settings.own_code import name_code, named_code
+from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import (
@@ -61,7 +61,7 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     launcher started this process. Print a note about launcher settings that have no effect. Raises
     UserError if `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
-    ignored_settings = describe_unread(os.environ, precision)
+    ignored_settings = describe_ignored_settings(os.environ, precision)
     if ignored_settings and (process is None or process.rank == 0):
         print_error(f"note: {ignored_settings}")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
@@ -184,7 +184,7 @@ def run_planned_rank() -> int:
         return 1
     run_dir, folders = json.loads(line)
     for folder in folders:
-        name_code(Path(folder))
+        allow_code(Path(folder))
     plan = load_plan(Path(run_dir))
     startup.end("plan")
     code = worker.run(plan, process, startup)
@@ -252,7 +252,7 @@ def spawn(
         program = partial(program, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
     modified_before = file.stat().st_mtime_ns if file.is_file() else None
-    line = json.dumps([str(plan.run_dir), named_code()])
+    line = json.dumps([str(plan.run_dir), allowed_code_folders()])
     outcome = run_ranks(program, plan.num_processes, started_ranks, line)
     notes = plan.notes
     for count in range(1, max_restarts + 1):

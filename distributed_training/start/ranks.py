@@ -27,7 +27,11 @@ import psutil
 
 from distributed_training.settings.errors import RunError, UserError, print_error
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import find_nodes, find_source, find_uncounted
+from distributed_training.settings.launchers import (
+    find_num_nodes,
+    find_launcher,
+    find_uncounted_rank,
+)
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise.process import (
     LAUNCHER_PID_VARIABLE,
@@ -62,26 +66,28 @@ def current_process() -> Process | None:
     """Return the ranks and world sizes that a launcher set for this process, and store them in
     torchrun's environment variables. Return None if no launcher started this process. Raises
     UserError if the launcher's variables are invalid or incomplete."""
-    source = find_source(os.environ)
-    if source is None:
+    launcher = find_launcher(os.environ)
+    if launcher is None:
         _refuse_other_launchers()
         return None
-    rank = _read_number(source.rank)
-    world_size = _read_number(source.world_size)
+    rank = _read_number(launcher.rank)
+    world_size = _read_number(launcher.world_size)
     # Libraries read these variables.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if world_size > MAX_PROCESSES:
-        what = f"{source.world_size}={world_size} is too large"
+        what = f"{launcher.world_size}={world_size} is too large"
         raise UserError(what, fix=f"the maximum is {MAX_PROCESSES:,}")
     if not 0 <= rank < world_size:
-        what = f"{source.rank}={rank} is out of range for {source.world_size}={world_size}"
+        what = f"{launcher.rank}={rank} is out of range for {launcher.world_size}={world_size}"
         fix = f"ranks must be from 0 to {world_size - 1}"
-        raise UserError(what, fix=fix if world_size else f"{source.world_size} must be at least 1")
+        raise UserError(
+            what, fix=fix if world_size else f"{launcher.world_size} must be at least 1"
+        )
     if world_size == 1:
         return single_process()
     if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        started = f"{source.launcher} started this command {world_size} times"
-        if source.launcher in ("by hand", "PyTorchJob"):
+        started = f"{launcher.name} started this command {world_size} times"
+        if launcher.name in ("by hand", "PyTorchJob"):
             started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
         fix = "on one machine, use --num_gpus N without a launcher. On several machines, start one "
         fix += (
@@ -94,7 +100,7 @@ def current_process() -> Process | None:
         raise UserError(
             f"MASTER_PORT={port} is not a valid port", fix="use a number from 1 to 65535"
         )
-    local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
+    local = {"local_rank": launcher.local_rank, "local_world_size": launcher.local_world_size}
     local_numbers = {field: _read_number(name) for field, name in local.items() if name}
     os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
     return Process(
@@ -114,14 +120,14 @@ def _read_number(name: str) -> int:
 def _refuse_other_launchers() -> None:
     """Raise UserError if a launcher seems to have started several processes but did not set this
     process's rank and the number of processes."""
-    if name := find_uncounted(os.environ):
+    if name := find_uncounted_rank(os.environ):
         what = f"{name} is set, but WORLD_SIZE is not"
         why = "each process would start a separate run"
         raise UserError(what, why, f"start with torchrun, or unset {name}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} is set, but RANK is not"
         raise UserError(what, fix="start with torchrun, or unset WORLD_SIZE")
-    name, nodes = find_nodes(os.environ)
+    name, nodes = find_num_nodes(os.environ)
     if nodes > 1:
         what = f"{name} specifies {nodes} nodes, but this process has no rank"
         why = "each node would start a separate run"

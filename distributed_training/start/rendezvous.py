@@ -75,7 +75,7 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
             raise UserError(what, why, "see the output of the first node") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
-            print_error(error.printed)
+            print_error(error.terminal_text)
         raise
     keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
     reports = [json.loads(text) for text in store.multi_get(keys)]
@@ -328,7 +328,7 @@ def agree_on_plan(
     already begun a run, that run is continued. `agent` identifies this process's agent. All ranks
     raise rank 0's UserError. They also raise UserError if settings or code differ between ranks.
     All ranks must call this function."""
-    settings = config.to_user_words()
+    settings = config.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**settings, **versions(), **code()}, gather_values)
     launchers = sorted(set(gather_values(agent))) if agent else []

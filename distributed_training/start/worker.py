@@ -87,7 +87,7 @@ def join(
         # The command line prints rank 0's error. On other machines, local rank 0 prints its own
         # error, because the GPUs may differ.
         if process.rank and not process.local_rank:
-            print_error(error.printed)
+            print_error(error.terminal_text)
         raise
     store = open_store(process, limit_s)
     if not has_local_rank:

@@ -79,7 +79,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         reason = message = f"{rank} {records.LOST}: {summary}"
     elif isinstance(error, UserError):
         reason = str(error)
-        message = error.printed
+        message = error.terminal_text
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         message = explain_out_of_memory(plan, topology, summary)

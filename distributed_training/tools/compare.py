@@ -47,7 +47,7 @@ from distributed_training.settings.files import (
 )
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import Machine, detect_machine
-from distributed_training.settings.request import by_name, texts, typed_values
+from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
@@ -200,8 +200,10 @@ def plan_runs(
         strategies = [strategy.strip() for strategy in arguments.strategies.split(",")]
         plan = RunPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
-    layouts = [always | by_name(plan.common) | by_name(values) for values in plan.runs]
-    typed = typed_values(arguments.overrides)
+    layouts = [
+        always | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
+    ]
+    typed = parse_overrides(arguments.overrides)
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
@@ -211,7 +213,7 @@ def plan_runs(
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
-    shared_keys = (by_name(plan.common) | typed).keys()
+    shared_keys = (resolve_aliases(plan.common) | typed).keys()
     idle = [idle_keys(values, build, machine, processes) & shared_keys for values in layouts]
     dropped = {key for keys in idle for key in keys if not all(key in other for other in idle)}
     for values, idle_here in zip(layouts, idle, strict=True):
@@ -251,7 +253,7 @@ def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int
     """Return the keys that have no effect with these values and are not in `Plan.work`. Return an
     empty set if CONFIG rejects the values, because the run reports the reason."""
     with contextlib.suppress(UserError):
-        config = build(texts(values))
+        config = build(format_overrides(values))
         strategy = load_strategy(config)
         _, model = choose_model(config, machine, num_processes, strategy, [])
         candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
@@ -268,7 +270,7 @@ def plan_run(
     known_values = {"strategy": "?", **values, "seed": seed_offset}
     run = Run(values=known_values, command=command, num_processes=num_processes)
     try:
-        config = build(texts(values))
+        config = build(format_overrides(values))
         if config.batch_size == AUTO:
             what = "compare needs a fixed batch_size, because each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
@@ -283,7 +285,7 @@ def print_settings(runs: Sequence[Run]) -> None:
     """Print the settings of each remaining run, for a dry run."""
     for run in runs:
         if run.status == "remaining":
-            print(f"  {' '.join(texts(run.values))}")
+            print(f"  {' '.join(format_overrides(run.values))}")
 
 
 def take_finished(runs: Sequence[Run], out: Path) -> None:
@@ -296,7 +298,7 @@ def take_finished(runs: Sequence[Run], out: Path) -> None:
     for run in runs:
         if run.config is not None:
             # Runs that differ only in output_dir count as equal.
-            requested = json.loads(to_json(run.config.to_user_words())) | {"output_dir": ""}
+            requested = json.loads(to_json(run.config.to_key_values())) | {"output_dir": ""}
             for record in finished:
                 is_same = record.config_requested | {"output_dir": ""} == requested
                 if is_same and record.world_size == run.num_processes and record.status == "ok":
@@ -337,7 +339,7 @@ def train(run: Run, out: Path) -> None:
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORDS))
-    settings = ["--set", *texts(run.values), f"output_dir={folder}"]
+    settings = ["--set", *format_overrides(run.values), f"output_dir={folder}"]
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
         open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,

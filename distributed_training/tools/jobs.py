@@ -19,7 +19,7 @@ from distributed_training.settings.config import AUTO, PATHS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.request import typed_values
+from distributed_training.settings.request import parse_overrides
 from distributed_training.settings.strategies import named_strategy
 
 AROUND_STEPS_S = 900  # seconds per job for starting, compiling, evaluating and saving
@@ -45,14 +45,17 @@ def options_of(
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
         base, _ = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
-    requested = plan.requested.to_user_words()
+    requested = plan.requested.to_key_values()
     decided: dict[str, Any] = {
         name: requested[name]
-        for name, value in base.to_user_words().items()
+        for name, value in base.to_key_values().items()
         if requested[name] != value and name not in _OF_LAYOUT
     }
     values = (
-        typed_values(arguments.overrides) | {"strategy": strategy} | decided | layout_settings(plan)
+        parse_overrides(arguments.overrides)
+        | {"strategy": strategy}
+        | decided
+        | layout_settings(plan)
     )
     preset = arguments.preset
     if elsewhere:

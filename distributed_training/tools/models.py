@@ -34,7 +34,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError, describe, print_error
-from distributed_training.settings.files import given_path, require_writable
+from distributed_training.settings.files import require_writable, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
@@ -56,7 +56,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     `name` is a run, a folder of weights, or the name of a published model. In a run, the folder
     `weights_name` ("hf" or "best") is used. Raises UserError for any other name, and for a run
     without this folder."""
-    folder = given_path(name).resolve()
+    folder = resolve_user_path(name).resolve()
     run, weights_name = (
         (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, weights_name)
     )
@@ -108,7 +108,7 @@ def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
 def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool]:
     """Return the weights and the tokenizer of a run, and whether the run trained on conversations.
     If the run has no hf/, use the weights of its newest checkpoint."""
-    checkpoint = newest_checkpoint(given_path(name).resolve())
+    checkpoint = newest_checkpoint(resolve_user_path(name).resolve())
     if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(name, weights_name)
         trained = trained_folder(spec, folder, base_folder(folder))
@@ -247,7 +247,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
 def _plan_of(name: str) -> Plan | None:
     """Return the plan of a run, or of the run to which an export belongs. If there is no such run,
     return None."""
-    folder = given_path(name).resolve()
+    folder = resolve_user_path(name).resolve()
     if folder.name in (LAST, BEST, MERGED):
         folder = folder.parent
     return load_plan(folder) if (folder / PLAN_FILE).is_file() else None
@@ -323,7 +323,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     `to` defaults to the run's hf/. If `merge` is set, write the whole model instead of adapters.
     `to` then defaults to merged/ if hf/ exists. If the run also has no checkpoint, the adapters
     come from hf/."""
-    run = given_path(name).resolve()
+    run = resolve_user_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
     if checkpoint is None and merge and is_adapter(exported):
@@ -333,7 +333,9 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
         raise UserError(what, "the run saved no checkpoint", "use this folder")
     if checkpoint is None:
         what = (
-            "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"
+            "is not a folder with a checkpoint"
+            if resolve_user_path(name).exists()
+            else "does not exist"
         )
         if (run / PLAN_FILE).is_file():
             why = "it was not interrupted, or it used checkpoint_every=0"

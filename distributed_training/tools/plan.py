@@ -39,7 +39,7 @@ from distributed_training.settings.files import (
     shown,
 )
 from distributed_training.settings.machine import GIB, detect_machine
-from distributed_training.settings.request import texts, typed_values
+from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.dry_run import launch_command
 from distributed_training.start.launch import requested_processes
@@ -104,7 +104,7 @@ def run(
     strategy = named_strategy(requested)
     machine = cluster.machine
     config, _ = choose_model(requested, machine, cluster.num_processes, strategy, [])
-    only = typed_values(arguments.overrides).get("strategy", AUTO)
+    only = parse_overrides(arguments.overrides).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
@@ -199,7 +199,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
 
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
     """Set values as if the user had typed them."""
-    arguments.overrides[:] = texts(typed_values(arguments.overrides) | values)
+    arguments.overrides[:] = format_overrides(parse_overrides(arguments.overrides) | values)
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
@@ -234,7 +234,7 @@ def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
-    if "max_steps" in typed_values(arguments.overrides):
+    if "max_steps" in parse_overrides(arguments.overrides):
         raise UserError(
             "--tokens and --max_steps both set the number of steps", fix="leave out one"
         )

@@ -118,7 +118,7 @@ def push(run_dir: Path, name: str) -> int:
     try:
         print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
     except UserError as error:  # The run is finished, even if its model cannot be uploaded.
-        print_error(error.printed)
+        print_error(error.terminal_text)
         return 1
     return 0
 
@@ -140,7 +140,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     return {
         "command": plan.command,
         "config": plan.settings,
-        "config_requested": plan.requested.to_user_words(),
+        "config_requested": plan.requested.to_key_values(),
         "from_strategy_defaults": list(plan.from_defaults),
         "engine_options": plan.engine_options,
         "deepspeed_json": plan.deepspeed_json,

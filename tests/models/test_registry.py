@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.own_code import name_families
+from distributed_training.settings.own_code import allow_families
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, refused
 
@@ -52,7 +52,7 @@ def test_a_family_outside_the_package_is_found(tmp_path):
     )
     with refused(str(tmp_path), "is code and was not run", "--model"):
         find_model(str(tmp_path))
-    name_families([str(tmp_path)])
+    allow_families([str(tmp_path)])
     first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
     assert (first.label, second.label) == ("one", "second")
     assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
@@ -82,7 +82,7 @@ def test_properties_of_sizes_match_the_modules(name):
 
 
 def test_a_family_that_cannot_be_imported_says_why(tmp_path):
-    name_families([str(tmp_path)])
+    allow_families([str(tmp_path)])
     (tmp_path / "__init__.py").write_text("import no_such_package")
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))

@@ -156,14 +156,14 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
         assert text.splitlines() == [text]
         assert len(text) > 20
         return
-    words = plan.config.to_user_words()
+    words = plan.config.to_key_values()
     # These keys are a path, a prompt, and values that depend on the data (test_make.py).
     kept_auto = {"resume", "generate", "num_samples", "pack"}
     assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False, "whole")
     assert isinstance(plan.config.learning_rate, float)
     assert plan.config.max_length <= plan.size.num_positions
-    requested = plan.requested.to_user_words()
+    requested = plan.requested.to_key_values()
     decided = {key for key in words if requested[key] not in ("auto", words[key])}
     # Without a GPU, model=auto is gpt2-tiny, or the preset's model if the dataset is the user's
     # text.

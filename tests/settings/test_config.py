@@ -36,10 +36,10 @@ def write(path, value):
 
 def test_script_and_run_config_agree():
     """The script's CONFIG contains only default values, so it equals RunConfig()."""
-    defaults = RunConfig().to_user_words()
+    defaults = RunConfig().to_key_values()
     for name, value in CONFIG.items():
         assert (type(value), value) == (type(defaults[name]), defaults[name]), name
-    assert build_config(CONFIG).to_user_words() == RunConfig().to_user_words()
+    assert build_config(CONFIG).to_key_values() == RunConfig().to_key_values()
 
 
 def another_value(key):
@@ -60,16 +60,16 @@ def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     """Every source and every alias of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
-    assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
+    assert changed.to_key_values() == {**RunConfig().to_key_values(), name: other}
     assert with_values(Request(), **{name: other}, set_by={name: "CONFIG"}) == changed
     assert Request.model_validate_json(changed.model_dump_json()) == changed
     assert KEYS[name].work == (name in WORK)
     for alias in (name, *KEYS[name].aliases):
         assert build_config({alias: other}) == changed
         typed = build_config({}, overrides=[f"{alias}={other}"])
-        assert (typed.to_user_words(), typed.is_set(name)) == (changed.to_user_words(), True)
+        assert (typed.to_key_values(), typed.is_set(name)) == (changed.to_key_values(), True)
         preset = write(tmp_path / "p.json", {alias: other})
-        assert build_config({}, preset=preset).to_user_words() == changed.to_user_words()
+        assert build_config({}, preset=preset).to_key_values() == changed.to_key_values()
 
 
 def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
@@ -102,7 +102,7 @@ def test_defaults_of_a_strategy_apply_to_keys_that_config_does_not_set(
     assert [key for key, who in built.set_by.items() if who == "strategy"] == list(decided)
     assert not built.is_set(*decided)
     written_out = build_config({**config, **decided}, overrides=overrides)
-    assert built.to_user_words() == written_out.to_user_words()
+    assert built.to_key_values() == written_out.to_key_values()
     monkeypatch.setattr(request, "strategy_defaults", lambda _: {"seed": 1})
     with refused("seed", "could not be compared"):
         build_config({})
@@ -119,7 +119,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
     preset = write(tmp_path / "p.json", {"rank": 4})
     built = build_config({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
-    assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
+    assert built.to_key_values() == RunConfig(strategy="dp").to_key_values() | built.engine_options
     with refused("unknown key 'rank'"):
         build_config({"strategy": "tp", "rank": 4})
     with refused("rank is a key of strategy dp, but the strategy is tp", "Leave out rank"):
@@ -189,8 +189,8 @@ def test_set_arguments_are_parsed(text, value):
 def test_presets_load_by_name_by_path_and_from_home(tmp_path, monkeypatch):
     for path in PRESETS_DIR.glob("*.json"):
         named, by_path = (build_config({}, preset=name) for name in (path.stem, path.name))
-        assert named.to_user_words() == by_path.to_user_words()
-        assert named.to_user_words() != build_config({}).to_user_words()
+        assert named.to_key_values() == by_path.to_key_values()
+        assert named.to_key_values() != build_config({}).to_key_values()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "own.json", {"epochs": 7})
@@ -227,7 +227,7 @@ def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, t
         assert text.splitlines() == [text]
         assert len(text) > 10
         return
-    words = built.to_user_words()
-    assert build_config(words).to_user_words() == words
+    words = built.to_key_values()
+    assert build_config(words).to_key_values() == words
     for name, value in words.items():
         assert type(value) in {TYPES[form["type"]] for form in KEYS[name].forms}, name

@@ -27,7 +27,7 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
 def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
     file = tmp_path / "weights"
     for whole_bytes, change in ((10**9, 1), (10**6, 8200)):  # 8 MB, read whole or in part
-        monkeypatch.setattr(files, "_WHOLE_BYTES", whole_bytes)
+        monkeypatch.setattr(files, "_FULL_CRC_BYTES", whole_bytes)
         file.write_bytes(bytes(8_000_000))
         before = sample_file(file)
         with file.open("r+b") as stream:

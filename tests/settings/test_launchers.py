@@ -6,7 +6,11 @@ import os
 import pytest
 
 from distributed_training.settings.errors import exit_code
-from distributed_training.settings.launchers import SOURCES, describe_unread, find_source
+from distributed_training.settings.launchers import (
+    LAUNCHERS,
+    describe_ignored_settings,
+    find_launcher,
+)
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.process import Process
 from tests.support import refused
@@ -78,13 +82,13 @@ def environment(monkeypatch):
 
 
 def test_every_launcher_has_a_test_case():
-    assert {row for _, row, _ in CASES.values()} == {source.launcher for source in SOURCES}
+    assert {row for _, row, _ in CASES.values()} == {source.name for source in LAUNCHERS}
 
 
 @pytest.mark.parametrize("launcher", CASES)
 def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
     told, row, local = CASES[launcher]
-    assert find_source(told).launcher == row
+    assert find_launcher(told).name == row
     environment(**told, **MASTER)
     process = current_process()
     assert (process.rank, process.world_size) == (1, 2)
@@ -174,11 +178,12 @@ def test_one_process_of_torchrun_is_a_single_process(environment):
 
 
 def test_unused_settings_of_accelerate_are_named():
-    assert describe_unread({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
-    assert describe_unread({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
+    assert describe_ignored_settings({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
+    assert describe_ignored_settings({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
     told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert "accelerate launch's settings for DeepSpeed and mixed_precision=fp16" in describe_unread(
-        told, "bf16"
+    assert (
+        "accelerate launch's settings for DeepSpeed and mixed_precision=fp16"
+        in describe_ignored_settings(told, "bf16")
     )
     told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"
-    assert "DeepSpeed" not in describe_unread(told, "bf16")
+    assert "DeepSpeed" not in describe_ignored_settings(told, "bf16")

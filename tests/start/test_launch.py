@@ -266,7 +266,7 @@ def run_without_planning(run_dir):
     load_plan = launch.load_plan
 
     def load_after_naming(folder):
-        assert own_code.named_code() == [str(run_dir / "family")]
+        assert own_code.allowed_code_folders() == [str(run_dir / "family")]
         return load_plan(folder)
 
     launch.load_plan = load_after_naming

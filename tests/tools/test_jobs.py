@@ -103,7 +103,7 @@ def comparable(plan):
     kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
     # `mesh` already contains the axes, and a job sets `resume`.
     asked = (*MESH_AXES, "resume")
-    kept["config"] = {k: v for k, v in plan.config.to_user_words().items() if k not in asked}
+    kept["config"] = {k: v for k, v in plan.config.to_key_values().items() if k not in asked}
     kept["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
     return kept
 

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     trials = [*references_for(runs), *layouts_of(runs)]
     if arguments.dry_run:
         for trial in trials:
-            print(f"  {' '.join(compare.texts(trial.values))}")
+            print(f"  {' '.join(compare.format_overrides(trial.values))}")
         return 0
     require_writable(out, compare.OTHER_OUT, "parity.html", "parity.json", "log.txt")
     out.mkdir(parents=True, exist_ok=True)
@@ -112,8 +112,11 @@ def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -
     """Print the number of layouts and the predicted duration of the check."""
     layouts = [trial for trial in trials if trial.is_layout]
     processes = layouts[0].num_processes
-    remaining = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
-             if not trial.verdict]  # fmt: skip
+    remaining = [
+        (build(compare.format_overrides(trial.values)), trial.num_processes)
+        for trial in trials
+        if not trial.verdict
+    ]
     seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
     text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
     text += f"process: {duration(seconds)}."
@@ -134,7 +137,11 @@ def train_group(
     if can_fork:
         launch.prepare_environment(count)
         ranks = import_ranks(
-            [build(compare.texts(trial.values)) for trial in group_trials if not trial.verdict]
+            [
+                build(compare.format_overrides(trial.values))
+                for trial in group_trials
+                if not trial.verdict
+            ]
         )
         command = partial(ranks.train_all, jobs_file, build)
     while remaining := [trial for trial in group_trials if not trial.verdict]:

@@ -28,7 +28,7 @@ from distributed_training.records.tables import differing
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
-from distributed_training.settings.request import texts
+from distributed_training.settings.request import format_overrides
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
 from distributed_training.tools.parity.apart import OneByOne
@@ -71,7 +71,7 @@ def train_all(file: Path, build: Build) -> int:
     log = os.open(out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):  # libraries print to both streams
         os.dup2(log, stream)
-    configs = {key: build(texts(values)) for key, values in jobs["runs"].items()}
+    configs = {key: build(format_overrides(values)) for key, values in jobs["runs"].items()}
     names = {config.strategy for config in configs.values()}
     with harness.open_group_for({name: {"strategy": name} for name in names}) as group:
         torch.set_num_threads(threads_per_process(group.process.local_world_size))
