@@ -48,17 +48,17 @@ class LaidOut(NamedTuple):
     batch: Batch
 
 
-def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
+def lay_out(world_size: int, *overrides: str, **config: Any) -> LaidOut:
     """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
-    `words`. Raises UserError if there is no valid layout."""
-    requested = candidate(*words, **config)
+    `overrides`. Raises UserError if there is no valid layout."""
+    requested = candidate(*overrides, **config)
     return LaidOut(*divide(requested, world_size))
 
 
-def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
+def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
     """Return a Candidate for CONFIG values and --set arguments. The default `mesh` is the
     strategy's mesh."""
-    built = build_config({"model": "gpt2-medium", **config}, overrides=words)
+    built = build_config({"model": "gpt2-medium", **config}, overrides=overrides)
     strategy = load_strategy(built)
     model = find_model(built.model)
     return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)

@@ -43,7 +43,7 @@ def test_micro_batches_match_hand_calculations(strategy, processes, config, cut)
     assert (batch.num_microbatches, batch.micro_batch_size) == cut
 
 
-def typed(text):
+def parse_suggestions(text):
     """Yield each alternative that an error message suggests, as a dictionary of settings."""
     *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
@@ -65,7 +65,7 @@ def test_impossible_micro_batches_are_refused_with_possible_ones(name, pp):
             batch, schedule = cut(mesh, name, **config)
         except UserError as error:
             refusals += 1
-            for settings_ in typed(str(error)):
+            for settings_ in parse_suggestions(str(error)):
                 cut(mesh, name, **{**config, **settings_})
         else:
             assert size in ("auto", batch.micro_batch_size)

@@ -104,9 +104,9 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
 def test_suggestions_for_too_little_memory_fit(strategy, tmp_path):
     """Each suggestion for a batch that is far too large for four 16 GiB GPUs must give a plan that
     fits."""
-    words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
+    config = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
-    large = draft(tmp_path, strategy, **uncut, **words)
+    large = draft(tmp_path, strategy, **uncut, **config)
     suggested = suggest(large)
     assert suggested
     for text in suggested:
@@ -114,14 +114,14 @@ def test_suggestions_for_too_little_memory_fit(strategy, tmp_path):
         other = settings.pop("strategy", strategy)
         cut = {} if "num_microbatches" in settings or other != strategy else uncut
         numbers = {key: int(v) if v.isdecimal() else v for key, v in settings.items()}
-        check_fit(draft(tmp_path, other, **words, **cut, **numbers))
+        check_fit(draft(tmp_path, other, **config, **cut, **numbers))
 
 
 def test_nf4_is_suggested_if_lora_does_not_fit(tmp_path):
     small = with_gpus(num_gpus=1, gpu_memory_bytes=12 * GIB)
-    words = {"activation_checkpointing": "full", "batch_size": 1, "max_length": 1024}
-    words |= {"model": "Qwen/Qwen3-8B", "lora_rank": 16, "precision": "bf16"}
-    assert "set base_dtype=nf4" in suggest(draft(tmp_path, "dp", small, 1, **words))
+    config = {"activation_checkpointing": "full", "batch_size": 1, "max_length": 1024}
+    config |= {"model": "Qwen/Qwen3-8B", "lora_rank": 16, "precision": "bf16"}
+    assert "set base_dtype=nf4" in suggest(draft(tmp_path, "dp", small, 1, **config))
 
 
 def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
@@ -183,9 +183,9 @@ def free_disk(monkeypatch, num_bytes):
 )
 def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
-    asked = free_disk(monkeypatch, needed)
+    disk_usage = free_disk(monkeypatch, needed)
     checks.check_disk(draft(tmp_path, model="gpt2", **config))
-    asked.assert_called_once_with(tmp_path)  # the nearest existing folder
+    disk_usage.assert_called_once_with(tmp_path)  # the nearest existing folder
     if needed:
         free_disk(monkeypatch, needed - 1)
         with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):

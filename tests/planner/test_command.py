@@ -26,14 +26,14 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def plan(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *words])
+def plan(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *arguments])
     return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
 
 
 def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, capsys):
-    words = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
-    assert plan(monkeypatch, *words) == 0
+    arguments = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
+    assert plan(monkeypatch, *arguments) == 0
     out = capsys.readouterr().out
     title, _, heading, *rest = out.splitlines()
     assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens per step")
@@ -63,9 +63,9 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
 def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, gbit, first):
     """For a fast and for a slow network, the first layout is the one that strategies/README.md
     names and explains."""
-    words = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
-    words += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
-    assert plan(monkeypatch, *words) == 0
+    arguments = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
+    arguments += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
+    assert plan(monkeypatch, *arguments) == 0
     rows = capsys.readouterr().out.splitlines()[3:]
     assert rows[0].split("  ")[0] == "first"
     assert f"first   {first} " in rows[0]
@@ -75,41 +75,44 @@ def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, 
 def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys):
     """Without --batch_size, the batch size and activation checkpointing are searched. Typed values
     are kept."""
-    words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
-    assert plan(monkeypatch, *words) == 0
+    arguments = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
+    assert plan(monkeypatch, *arguments) == 0
     assert "tokens per step" in (out := capsys.readouterr().out)
     assert not re.search(r"xl on H100-80GB: 4 x 1024", out)
     assert re.search(r"--batch_size \d+ .*--strategy dp", out)
-    assert plan(monkeypatch, *words, "--batch_size", "64", "--micro_batch_size", "64") == 0
+    assert plan(monkeypatch, *arguments, "--batch_size", "64", "--micro_batch_size", "64") == 0
     out = capsys.readouterr().out
     assert "64 x 1024 tokens per step" in out
     assert re.search(r"dp \+(selective|full)", out)
     assert re.search(r"--activation_checkpointing (selective|full)", out)
-    assert plan(monkeypatch, *words, "--batch_size", "4", "--activation_checkpointing", "full") == 0
+    assert (
+        plan(monkeypatch, *arguments, "--batch_size", "4", "--activation_checkpointing", "full")
+        == 0
+    )
     assert re.search(r"dp \+full", capsys.readouterr().out)
 
 
 def test_strategy_option_filters_the_layouts(monkeypatch, capsys):
-    words = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
-    assert plan(monkeypatch, *words) == 0
+    arguments = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
+    assert plan(monkeypatch, *arguments) == 0
     assert {layout["strategy"] for layout in json.loads(capsys.readouterr().out)} == {"fsdp"}
 
 
 def test_offload_on_cpus_is_ranked_only_when_asked_for(monkeypatch, capsys):
-    for words, there in (([], False), (["--strategy", "offload"], True)):
-        assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *words) == 0
+    for arguments, is_ranked in (([], False), (["--strategy", "offload"], True)):
+        assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *arguments) == 0
         layouts = json.loads(capsys.readouterr().out)
-        assert ("offload" in {layout["strategy"] for layout in layouts}) is there
+        assert ("offload" in {layout["strategy"] for layout in layouts}) is is_ranked
 
 
 def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
-    words = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2"
-    assert plan(monkeypatch, *words, "--tokens", "1B") == 0
+    arguments = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2"
+    assert plan(monkeypatch, *arguments, "--tokens", "1B") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "1B tokens in 122,071 steps take" in out
     assert "at 2 per GPU-hour" in out
     assert "--max_steps 122071" in out
-    assert plan(monkeypatch, *words, "--tokens", "many") == 2
+    assert plan(monkeypatch, *arguments, "--tokens", "many") == 2
     assert "Write 300M, 1B or 2e9" in capsys.readouterr().err
 
 
@@ -146,7 +149,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "messages"),
     [
         (["--cluster", "4xH201"], ["'H201' is not known", "Did you mean 'H20'?", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NODESxGPUSxGPU", "8xH200"]),
@@ -162,8 +165,8 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
           "--model", "gpt2-xl"], ["does not fit on", "needs the least", "GPUs with"]),
     ],
 )  # fmt: skip
-def test_bad_input_gives_a_one_line_error(words, said):
-    assert_refused(light_pool().script(["plan", *words]), *said)
+def test_bad_input_gives_a_one_line_error(arguments, messages):
+    assert_refused(light_pool().script(["plan", *arguments]), *messages)
 
 
 def test_clusters_are_parsed():
@@ -184,9 +187,9 @@ def test_too_little_ram_is_distinguished_from_too_small_gpus(monkeypatch, capsys
     poor = dataclasses.replace(GPU_MACHINE, ram_bytes=2**30)
     monkeypatch.setattr(command, "detect_machine", lambda: poor)
     assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
-    said = capsys.readouterr().err
-    assert "of RAM. Only 1.0 GiB is available" in said
-    assert "GPUs with" not in said
+    error_text = capsys.readouterr().err
+    assert "of RAM. Only 1.0 GiB is available" in error_text
+    assert "GPUs with" not in error_text
 
 
 def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
@@ -196,8 +199,8 @@ def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
         planned = draft_plan(merged({"model": "gpt2-tiny", "strategy": AUTO}), cluster, notes)
         assert (planned.strategy.name, planned.requested.strategy) == ("dp", AUTO)
         assert any("the planner chose dp (" in note for note in notes)
-    words = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
-    busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **words)
+    config = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
+    busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **config)
     assert busy.config.batch_size >= 8
     with refused("no strategy can train gpt2-xl"):
         small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)

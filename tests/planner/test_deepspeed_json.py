@@ -33,12 +33,12 @@ def fill(tmp_path, document, strategy="zero2", **config):
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
     built = build_config(given)
-    return filled_in(load_strategy(built), built)
+    return fill_strategy(load_strategy(built), built)
 
 
-def filled_in(strategy, config):
-    words = {"strategy": strategy, "config": config, "batch": BATCH}
-    return fill_deepspeed_json(SimpleNamespace(offload_dir="/fast/disk", **words), [])
+def fill_strategy(strategy, config):
+    plan_fields = {"strategy": strategy, "config": config, "batch": BATCH}
+    return fill_deepspeed_json(SimpleNamespace(offload_dir="/fast/disk", **plan_fields), [])
 
 
 def value_at(document, path):
@@ -51,7 +51,7 @@ def value_at(document, path):
 def test_every_auto_is_filled_in_from_config(name):
     strategy = named_strategy(name)
     before = json.dumps(strategy.document)
-    filled = filled_in(strategy, build_config({**CONFIG, "strategy": name}))
+    filled = fill_strategy(strategy, build_config({**CONFIG, "strategy": name}))
     assert '"auto"' in before
     assert '"auto"' not in json.dumps(filled)
     assert [value_at(filled, path) for path in DECIDED] == [value for _, value in DECIDED.values()]
@@ -68,7 +68,7 @@ def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong", "said", "config"),
+    ("path", "wrong", "config_text", "config"),
     [
         ("train_micro_batch_size_per_gpu", "3", "micro_batch_size=3", {}),
         ("gradient_accumulation_steps", 1, "num_microbatches=5", {}),
@@ -77,8 +77,10 @@ def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
         ("gradient_clipping", True, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
     ],
 )
-def test_conflicts_name_both_sources(path, wrong, said, config, tmp_path):
-    with refused("given.json", f"{path}={wrong!r}", said, f"change {said.split('=')[0]}"):
+def test_conflicts_name_both_sources(path, wrong, config_text, config, tmp_path):
+    with refused(
+        "given.json", f"{path}={wrong!r}", config_text, f"change {config_text.split('=')[0]}"
+    ):
         fill(tmp_path, own_json(**{path: wrong}), **config)
 
 
@@ -97,7 +99,7 @@ def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "messages"),
     [
         ({"train_batch_size": 64}, ("train_batch_size=64", "60 = 4 replicas x 5 micro")),
         ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
@@ -141,8 +143,8 @@ def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
     ],
     ids=str,
 )
-def test_json_sections_that_config_decides_are_refused(changes, words, tmp_path):
-    with refused("given.json", *words):
+def test_json_sections_that_config_decides_are_refused(changes, messages, tmp_path):
+    with refused("given.json", *messages):
         fill(tmp_path, own_json(**changes))
 
 
@@ -172,8 +174,12 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
     open_sizes = {f"zero_optimization.{name}": "auto" for name in names}
     path = tmp_path / "given.json"
     path.write_text(json.dumps(own_json("zero3", **open_sizes)))
-    words = {"strategy": "zero3", "deepspeed_config": str(path), "model": "gpt2"}  # hidden size 768
-    plan = plan_for(tmp_path, checked=False, **words)
+    config = {
+        "strategy": "zero3",
+        "deepspeed_config": str(path),
+        "model": "gpt2",
+    }  # hidden size 768
+    plan = plan_for(tmp_path, checked=False, **config)
     zero = plan.strategy.document["zero_optimization"]
     assert [zero[name] for name in names] == [768 * 768, 530841, 7680]
     assert plan.strategy.zero.reduce_bucket_size == 768 * 768

@@ -23,10 +23,10 @@ POWERSGD = {"strategy": "compressed"}
 TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 
 
-def notes_of(config, *typed):
+def notes_of(config, *override):
     notes = []
     config = {"strategy": "dp", "model": "gpt2-tiny-4-blocks", **config}
-    draft_plan(merged(config, *typed), this_machine(CPU_MACHINE, 2, 2), notes)
+    draft_plan(merged(config, *override), this_machine(CPU_MACHINE, 2, 2), notes)
     return [note for note in notes if "has no effect" in note]
 
 
@@ -37,11 +37,11 @@ def test_every_key_is_tested():
 
 @pytest.mark.parametrize("key", TYPED)
 def test_a_typed_key_has_an_effect_or_is_refused(key):
-    typed = f"{key}={TYPED[key]}"
-    assert notes_of(USES[key], typed) == []
+    override = f"{key}={TYPED[key]}"
+    assert notes_of(USES[key], override) == []
     unused = {"strategy": "zero3"} if USES[key] == {} else {}
     with refused(f"{key}=", "cannot be used with", f"Leave out {key}, or set "):
-        notes_of(unused, typed)
+        notes_of(unused, override)
 
 
 @pytest.mark.parametrize(
@@ -56,31 +56,31 @@ def test_a_key_without_effect_in_config_gives_a_note(key, value):
 
 
 @pytest.mark.parametrize(
-    "typed",
+    "override",
     ["fsdp_prefetch=1", "pipeline_schedule=1f1b", "sequence_parallel=True", "lora_alpha=16"],
 )
-def test_a_resolved_config_can_be_typed(typed):
+def test_a_resolved_config_can_be_typed(override):
     """Keys that a plan resolves may be typed with the resolved value, even if they have no
     effect."""
-    (note,) = notes_of({"strategy": "zero2"}, typed)
-    assert note.startswith(typed.split("=")[0])
+    (note,) = notes_of({"strategy": "zero2"}, override)
+    assert note.startswith(override.split("=")[0])
 
 
 @pytest.mark.parametrize(
-    "typed", ["pipeline_schedule=auto", "sequence_parallel=False", "offload_dir=None",
+    "override", ["pipeline_schedule=auto", "sequence_parallel=False", "offload_dir=None",
               "lora_dropout=0", "lora_targets=None", "gradient_compression=none"],
 )  # fmt: skip
-def test_values_that_turn_features_off_are_always_accepted(typed):
-    assert notes_of({"strategy": "zero2"}, typed) == []
+def test_values_that_turn_features_off_are_always_accepted(override):
+    assert notes_of({"strategy": "zero2"}, override) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "typed", "idle"),
+    ("config", "override", "idle"),
     [(POWERSGD, "compression_rank=2", "compression_k"),
      (TOPK, "compression_k=0.1", "compression_rank")],
 )  # fmt: skip
-def test_options_of_another_engine_are_refused(config, typed, idle):
-    assert notes_of(config, typed) == []
+def test_options_of_another_engine_are_refused(config, override, idle):
+    assert notes_of(config, override) == []
     with refused(f"{idle}=1", "has no effect", f"Leave out {idle}"):
         notes_of(config, f"{idle}=1")
     value = {"compression_k": 0.5, "compression_rank": 2}[idle]

@@ -45,9 +45,11 @@ def test_partition_minimizes_the_cost_of_the_costliest_process(size, pp, schedul
         costs[ranks[-1]] += head
         return max(costs)
 
-    ours = balanced_cut(size, seq_len, ranks)
-    assert ours in list(all_cuts(size.num_layers, len(ranks)))
-    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
+    best_cut = balanced_cut(size, seq_len, ranks)
+    assert best_cut in list(all_cuts(size.num_layers, len(ranks)))
+    assert costliest(best_cut) == min(
+        costliest(cut) for cut in all_cuts(size.num_layers, len(ranks))
+    )
 
 
 def test_pipeline_cut_sets_the_partition():
@@ -66,7 +68,7 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "config", "words"),
+    ("num_processes", "config", "messages"),
     [
         (8, {"strategy": "tp", **XL},
          ("tp=8 does not divide num_heads=25", ". Use fsdp")),
@@ -86,14 +88,14 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("'full' cannot be used", "zb-h1", "Set activation_checkpointing to none")),
     ],
 )  # fmt: skip
-def test_impossible_layouts_are_refused(num_processes, config, words):
-    with refused(*words):
+def test_impossible_layouts_are_refused(num_processes, config, messages):
+    with refused(*messages):
         layout_for(num_processes, **config)
 
 
 def test_tokens_that_tp_does_not_divide_are_refused(tmp_path):
-    words = {"strategy": "tp", "max_length": 255, "checked": False}
+    config = {"strategy": "tp", "max_length": 255, "checked": False}
     with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
-        plan_for(tmp_path, micro_batch_size=1, **words)
-    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are not split
-    plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)
+        plan_for(tmp_path, micro_batch_size=1, **config)
+    plan_for(tmp_path, micro_batch_size=2, **config)  # samples are not split
+    plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **config)

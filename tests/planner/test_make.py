@@ -17,9 +17,9 @@ from tests.support import CPU_MACHINE, refused
 LENGTH = 64
 
 
-def plan_for(tmp_path, words, *, read=read_data, **config):
+def plan_for(tmp_path, num_words, *, read=read_data, **config):
     text = tmp_path / "mine.txt"
-    text.write_text("one more word " * words)
+    text.write_text("one more word " * num_words)
     values = {
         "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
         "output_dir": str(tmp_path / "runs"), **config,
@@ -50,8 +50,8 @@ def test_two_samples_are_enough(tmp_path):
 def test_max_steps_beyond_the_epochs_repeats_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
-    said = "max_steps=9 makes 9 passes over the data and overrides epochs=2"
-    assert said in plan.notes
+    note = "max_steps=9 makes 9 passes over the data and overrides epochs=2"
+    assert note in plan.notes
 
 
 def test_a_profile_needs_a_step_before_it(tmp_path):
@@ -63,8 +63,12 @@ def test_a_profile_needs_a_step_before_it(tmp_path):
 def test_a_dry_run_counts_the_samples_of_a_short_text_and_writes_nothing(tmp_path):
     plan = plan_for(tmp_path, 2000, read=peek_data)
     assert not (tmp_path / "runs").exists()
-    whole = plan_for(tmp_path, 2000)
-    assert (plan.config, plan.num_steps, plan.notes) == (whole.config, whole.num_steps, whole.notes)
+    full_plan = plan_for(tmp_path, 2000)
+    assert (plan.config, plan.num_steps, plan.notes) == (
+        full_plan.config,
+        full_plan.num_steps,
+        full_plan.notes,
+    )
     assert plan_for(tmp_path, 400_000, read=peek_data).num_steps is None
 
 
@@ -84,19 +88,19 @@ def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "messages"),
     [
         ({"tokenizer": "embedded"}, ["dataset='wikitext-2'", "hf download Salesforce/wikitext"]),
         ({"dataset": "embedded"}, ["tokenizer='gpt2'", "hf download openai-community/gpt2 "]),
     ],
 )
-def test_a_strict_run_accepts_no_substitutes(config, said, tmp_path):
+def test_a_strict_run_accepts_no_substitutes(config, messages, tmp_path):
     values = {"model": "gpt2", "weights": "random", "strategy": "dp", **config}
     values["output_dir"] = str(tmp_path)
     built = build_config(values)
     cluster = this_machine(CPU_MACHINE, 1, 1)
     assert make_plan(built, cluster).config.weights == "random"
-    with refused(*said):
+    with refused(*messages):
         make_plan(built.model_copy(update={"strict": True}), cluster)
 
 

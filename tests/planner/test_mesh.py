@@ -48,8 +48,8 @@ def _read_once(monkeypatch):
 def suggestions(text):
     """Yield each alternative that an error message suggests, as a list of arguments."""
     choices = re.search(r" Set (.+)\.$", text)
-    for words in choices[1].split(", or ") if choices else []:
-        yield words.split()
+    for choice in choices[1].split(", or ") if choices else []:
+        yield choice.split()
     fsdp = re.search(r" Use fsdp(?: with (.+))?\.$", text)
     if fsdp:
         yield ["strategy=fsdp", *(fsdp[1] or "").split()]
@@ -60,33 +60,37 @@ def suggestions(text):
 def test_every_suggestion_is_accepted(model, strategy, axes):
     for world_size in range(1, 17):
         other = OTHERS[world_size % len(OTHERS)]
-        asked = [f"model={model}", f"strategy={strategy}", *axes.split(), *other.split()]
+        requested = [f"model={model}", f"strategy={strategy}", *axes.split(), *other.split()]
         try:
-            lay_out(world_size, *asked)
+            lay_out(world_size, *requested)
         except UserError as error:
             text = str(error)
             if not any(part in text for part in OF_THE_LAYOUT):
                 continue
             found = list(suggestions(text))
             assert found, text
-            for words in found:
-                lay_out(world_size, *asked, *words)
+            for overrides in found:
+                lay_out(world_size, *requested, *overrides)
 
 
 @pytest.mark.parametrize("given", [[], ["dp_shard=3"]])
 @pytest.mark.parametrize(("model", "world_size"), [("gpt2-tiny", 8), ("gpt2-xl", 20)])
 def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
-    asked = [f"model={model}", "strategy=3d", "max_length=500"]
-    all_found = nearest_layouts(candidate(*asked, *given), world_size)
+    overrides = [f"model={model}", "strategy=3d", "max_length=500"]
+    all_found = nearest_layouts(candidate(*overrides, *given), world_size)
     found = [
-        tuple(lay_out(world_size, *asked, *given, *format_settings(settings).split()).mesh.values())
+        tuple(
+            lay_out(
+                world_size, *overrides, *given, *format_settings(settings).split()
+            ).mesh.values()
+        )
         for settings in all_found
     ]
     existing = []
     for sizes in itertools.product(divisors(world_size), repeat=4):
-        words = [f"{axis}={n}" for axis, n in zip(MESH_AXES, sizes, strict=True)]
+        axis_overrides = [f"{axis}={n}" for axis, n in zip(MESH_AXES, sizes, strict=True)]
         with contextlib.suppress(UserError):
-            lay_out(world_size, *asked, *words)
+            lay_out(world_size, *overrides, *axis_overrides)
             existing.append(sizes)
     assert sorted(found) == sorted(existing)
     lengths = [len(settings) for settings in all_found]
@@ -109,15 +113,15 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
 def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused(
     axes, world_size, expected
 ):
-    asked = candidate(strategy="3d", model="gpt2")
+    requested = candidate(strategy="3d", model="gpt2")
     mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
-    strategy = dataclasses.replace(asked.strategy, mesh=mesh, source=Path("x.json"))
-    asked = dataclasses.replace(asked, strategy=strategy)
+    strategy = dataclasses.replace(requested.strategy, mesh=mesh, source=Path("x.json"))
+    requested = dataclasses.replace(requested, strategy=strategy)
     if isinstance(expected, dict):
-        assert fill_mesh(asked, world_size) == {**mesh, **expected}
+        assert fill_mesh(requested, world_size) == {**mesh, **expected}
     else:
         with refused(expected):
-            fill_mesh(asked, world_size)
+            fill_mesh(requested, world_size)
 
 
 def test_tp_is_innermost_and_every_rank_has_a_unique_position():

@@ -156,21 +156,21 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
         assert text.splitlines() == [text]
         assert len(text) > 20
         return
-    words = plan.config.to_key_values()
+    values = plan.config.to_key_values()
     # These keys are a path, a prompt, and values that depend on the data (test_make.py).
     kept_auto = {"resume", "generate", "num_samples", "pack"}
-    assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
+    assert [key for key in values if values[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False, "whole")
     assert isinstance(plan.config.learning_rate, float)
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_key_values()
-    decided = {key for key in words if requested[key] not in ("auto", words[key])}
+    decided = {key for key in values if requested[key] not in ("auto", values[key])}
     # Without a GPU, model=auto is gpt2-tiny, or the preset's model if the dataset is the user's
     # text.
     assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name.startswith(plan.run_dir.name)
-        assert machine.num_gpus or words["model"] == "gpt2-tiny"
+        assert machine.num_gpus or values["model"] == "gpt2-tiny"
     else:
         assert plan.offload_dir is None
     check_identities(plan, num_processes)

@@ -82,10 +82,10 @@ def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, 
 )
 def test_auto_values_follow_the_machine(machine, model, precision, compiled):
     plan, notes = decide(machine)
-    config, said = plan.config, " / ".join(notes)
+    config, notes_text = plan.config, " / ".join(notes)
     assert (config.model, config.precision, config.compile) == (model, precision, compiled)
-    assert ("no GPU found" in said) == (machine is CPU_MACHINE)
-    assert ("less than 12 GiB" in said) == (model == "gpt2")
+    assert ("no GPU found" in notes_text) == (machine is CPU_MACHINE)
+    assert ("less than 12 GiB" in notes_text) == (model == "gpt2")
 
 
 def sources_of(plan):
@@ -134,7 +134,7 @@ TINY = {"model": "gpt2-tiny"}
 
 
 @pytest.mark.parametrize(
-    ("machine", "values", "said"),
+    ("machine", "values", "messages"),
     [
         # A value that the user sets is never replaced.
         (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
@@ -149,8 +149,8 @@ TINY = {"model": "gpt2-tiny"}
         (OLD, {"precision": "bf16"}, ("'bf16' is not supported by Old", "Set precision to fp16")),
     ],
 )  # fmt: skip
-def test_unavailable_files_and_dtypes_are_refused(machine, values, said):
-    with refused(*said):
+def test_unavailable_files_and_dtypes_are_refused(machine, values, messages):
+    with refused(*messages):
         decide(machine, **{"model": "gpt2", **values})
 
 
@@ -166,9 +166,9 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
 
 
 def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
-    for here, said in ((8, False), (2, True), (6, True)):
+    for here, has_note in ((8, False), (2, True), (6, True)):
         plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
-        assert any("tp=4 spans several machines" in note for note in plan.notes) == said
+        assert any("tp=4 spans several machines" in note for note in plan.notes) == has_note
 
 
 def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ TWO = {"world_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("key", "asked", "values", "words"),
+    ("key", "requested", "values", "obstacle"),
     [
         ("compile", True, {"strategy": "infinity"}, "strategy='infinity'"),
         ("compile", True, {"dropout": 0.1, "sequence_parallel": False, **TP}, "dropout under tp"),
@@ -201,16 +201,16 @@ TWO = {"world_size": 2}
         ("async_tp", True, {"strategy": "fsdp", **TWO}, "tp=1"),
     ],
 )
-def test_unusable_auto_switches_are_turned_off_with_a_reason(key, asked, values, words):
+def test_unusable_auto_switches_are_turned_off_with_a_reason(key, requested, values, obstacle):
     """If a switch is "auto" and cannot be used, it is turned off. Except for async_tp, a note gives
     the reason. An explicit True or "whole" is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
-    said = {"compile": "compile is off", "cuda_graphs": "cuda_graphs is off"}
-    if asked is True:
+    note_starts = {"compile": "compile is off", "cuda_graphs": "cuda_graphs is off"}
+    if requested is True:
         assert getattr(resolved.config, key) is False
-        assert key == "async_tp" or any(f"{said[key]}: {words}" in note for note in notes)
-    with refused(f"{key}={asked!r} cannot be used with {words}", "auto or False"):
-        decide(gpu(num_gpus=2), **{**values, key: asked})
+        assert key == "async_tp" or any(f"{note_starts[key]}: {obstacle}" in note for note in notes)
+    with refused(f"{key}={requested!r} cannot be used with {obstacle}", "auto or False"):
+        decide(gpu(num_gpus=2), **{**values, key: requested})
 
 
 def test_async_tp_is_on_for_compiled_tp_on_measured_gpus():

@@ -53,8 +53,8 @@ def test_unsupported_exchange_settings_are_refused(values, said):
 
 
 def test_settings_that_combine_with_buckets_and_prefetch():
-    words = {"gradient_compression": "bf16", "precision": "fp16", "bucket_cap_mb": 0.5}
-    plan_of("dp", H200.machine, **words)
+    config = {"gradient_compression": "bf16", "precision": "fp16", "bucket_cap_mb": 0.5}
+    plan_of("dp", H200.machine, **config)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
         plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
     plan_of("fsdp", processes=1, fsdp_prefetch=2)  # no effect, but accepted
@@ -95,9 +95,9 @@ def test_fewer_bytes_pay_off_only_on_slow_links():
     """Over a 1 Gbit/s link, the predicted step time falls with the number of bytes. Over NVLink, it
     hardly changes."""
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
-    words = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
+    config = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [
-        plan_of(machine=H200.machine, processes=8, **words, **values)
+        plan_of(machine=H200.machine, processes=8, **config, **values)
         for values in (
             {"strategy": "dp"},
             {"strategy": "dp", "gradient_compression": "bf16"},

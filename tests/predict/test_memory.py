@@ -34,26 +34,26 @@ def test_a_compiled_dp_step_matches_a_hand_calculation(tmp_path):
     together with the gradients of the hidden states and of the output layer's rows."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
-    parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
+    memory = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
     padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
-    assert parts["parameters"] == pytest.approx(4 * padded)
-    assert parts["optimizer"] == pytest.approx(8 * padded)
-    assert parts["copies"] == pytest.approx(2 * padded)
-    assert parts["gradients"] == 0  # gradients grow while activations are freed
+    assert memory["parameters"] == pytest.approx(4 * padded)
+    assert memory["optimizer"] == pytest.approx(8 * padded)
+    assert memory["copies"] == pytest.approx(2 * padded)
+    assert memory["gradients"] == 0  # gradients grow while activations are freed
     # Values per token: x, its norm, q k v, attention, the residual sum, its norm, and the MLP's
     # hidden units twice.
     block = TOKENS * (2 * D * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) + 4 * H + 16)
     ends = 3 * TOKENS * 2 * D + 2 * VOCABULARY * D
-    assert parts["activations"] == pytest.approx(L * block + ends)
-    assert parts["logits"] == pytest.approx(2 * TOKENS * VOCABULARY)
+    assert memory["activations"] == pytest.approx(L * block + ends)
+    assert memory["logits"] == pytest.approx(2 * TOKENS * VOCABULARY)
 
 
 def test_rank_0_of_a_v_schedule_has_the_first_and_last_stage(tmp_path):
     """In a V-shaped schedule, rank 0 has the first and the last stage. These contain blocks 0 and
     11, the embeddings, the final norm and the tied output layer."""
-    words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
-    parts = peak(tmp_path, 2, **words).by_rank[0]
-    assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
+    config = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
+    memory = peak(tmp_path, 2, **config).by_rank[0]
+    assert memory["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
 
 
 def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
@@ -70,8 +70,8 @@ def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
 
 
 def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
-    words = {"strategy": "dp", "loss_chunk_tokens": 0}
-    compiled, eager = (peak(tmp_path, **words, compile=c).fullest for c in (True, False))
+    config = {"strategy": "dp", "loss_chunk_tokens": 0}
+    compiled, eager = (peak(tmp_path, **config, compile=c).fullest for c in (True, False))
     assert eager["logits"] == 6 * compiled["logits"]
 
 
@@ -80,8 +80,8 @@ def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parall
     """Without tp, a block keeps 16 values per token. tp does not shard `whole` of these values. The
     batch grows with the number of processes, so each quarter of the model processes four times as
     many tokens."""
-    words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
-    split = peak(tmp_path, 4, strategy="tp", **words).fullest["activations"]
+    config = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
+    split = peak(tmp_path, 4, strategy="tp", **config).fullest["activations"]
     alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
     assert split / alone == pytest.approx(4 * (whole + (16 - whole) / 4) / 16, rel=0.05)
 
@@ -89,9 +89,9 @@ def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parall
 def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
     """Under 1F1B, ranks keep p, p - 1, ... micro-batches. Under GPipe, every rank keeps all
     micro-batches."""
-    words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
+    config = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
     few, many = (
-        [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_rank]
+        [place["activations"] for place in peak(tmp_path, 4, **config, **schedule).by_rank]
         for schedule in ({"pipeline_schedule": "1f1b"}, {"pipeline_schedule": "gpipe"})
     )
     assert few == sorted(few, reverse=True)
@@ -101,8 +101,13 @@ def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
 
 def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path / "cache"))
-    words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
-    config = build_config({**words, "output_dir": str(tmp_path)})
+    values = {
+        "model": "gpt2-tiny",
+        "strategy": "dp",
+        "dataset": str(small_text()),
+        "num_samples": 4,
+    }
+    config = build_config({**values, "output_dir": str(tmp_path)})
     first, second, two = (
         make_plan(config, this_machine(CPU_MACHINE, count, count), read_data) for count in (1, 1, 2)
     )
@@ -176,7 +181,7 @@ def test_model_state_matches_the_zero_paper(stage, gigabytes):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "parts"),
+    ("name", "precision", "expected"),
     [
         ("dp", "bf16", (4, 4, 8, 0, 0)),
         ("tp", "bf16", (4, 4, 8, 0, 0)),  # per parameter of a process's shard
@@ -189,30 +194,32 @@ def test_model_state_matches_the_zero_paper(stage, gigabytes):
         ("infinity", "bf16", (0, 0, 0, 1, 3 + 0.5)),
     ],
 )
-def test_state_bytes_on_four_processes(name, precision, parts):
+def test_state_bytes_on_four_processes(name, precision, expected):
     axis = {"dp": "dp_replicate", "tp": "tp"}.get(name, "dp_shard")
-    assert state(named_strategy(name), precision, **{axis: 4}) == pytest.approx(parts)
+    assert state(named_strategy(name), precision, **{axis: 4}) == pytest.approx(expected)
 
 
 def test_an_nf4_base_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
-    words = {"strategy": "dp", "lora_rank": 8}
-    four, whole = (peak(tmp_path, **words, base_dtype=d).fullest for d in ("nf4", "auto"))
+    config = {"strategy": "dp", "lora_rank": 8}
+    four, whole = (peak(tmp_path, **config, base_dtype=d).fullest for d in ("nf4", "auto"))
     values = L * 12 * D**2
     assert whole["parameters"] - four["parameters"] == pytest.approx((2 - 9 / 16) * values)
-    words |= {"batch_size": 1, "max_length": 16}
-    four, whole = (peak(tmp_path, **words, base_dtype=d).fullest for d in ("nf4", "auto"))
+    config |= {"batch_size": 1, "max_length": 16}
+    four, whole = (peak(tmp_path, **config, base_dtype=d).fullest for d in ("nf4", "auto"))
     matrix = 2 * 4 * D**2  # the matrix that is currently gathered
     assert four["activations"] - whole["activations"] == pytest.approx(matrix, rel=0.1)
 
 
-@pytest.mark.parametrize(("optimizer", "held"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)])
-def test_low_precision_optimizers_need_fewer_bytes(optimizer, held, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)]
+)
+def test_low_precision_optimizers_need_fewer_bytes(optimizer, bytes_per_parameter, tmp_path):
     less, most = (peak(tmp_path, strategy="dp", optimizer=o).fullest for o in (optimizer, "adamw"))
-    assert less["optimizer"] == pytest.approx(held / 8 * most["optimizer"])
+    assert less["optimizer"] == pytest.approx(bytes_per_parameter / 8 * most["optimizer"])
 
 
 @pytest.mark.parametrize(
-    ("precision", "axes", "parts"),
+    ("precision", "axes", "expected"),
     [
         ("bf16", {"dp_shard": 4}, (1 + 2, 4, 2)),
         ("fp32", {"dp_shard": 4}, (1 + 4, 4, 2)),
@@ -221,7 +228,7 @@ def test_low_precision_optimizers_need_fewer_bytes(optimizer, held, tmp_path):
         ("fp32", {"dp_replicate": 2}, (4 + 4, 4, 8)),
     ],
 )
-def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
+def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, expected):
     """Compare with the formula in strategies/10_3d_parallel/README.md, which is 12 N_r / S + 6 N_r
     bytes for bf16 during a step."""
-    assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*parts, 0, 0))
+    assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*expected, 0, 0))

@@ -72,15 +72,15 @@ def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, l
 def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
     """More processes must never increase the model state of the fullest process, including state in
     host memory and on disk."""
-    found = []
+    state_sizes = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
-        words = {"checked": False, "strategy": name, "model": "gpt2-xl-20-heads", "batch_size": 4}
+        config = {"checked": False, "strategy": name, "model": "gpt2-xl-20-heads", "batch_size": 4}
         with contextlib.suppress(UserError):  # no layout for this number
-            state = estimate_state(plan_for(tmp_path, machine, count, **words))
-            found.append(sum(state.values()))
-    assert len(found) > 2
-    assert found == sorted(found, reverse=True)
+            state = estimate_state(plan_for(tmp_path, machine, count, **config))
+            state_sizes.append(sum(state.values()))
+    assert len(state_sizes) > 2
+    assert state_sizes == sorted(state_sizes, reverse=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,8 +105,13 @@ def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
     assert plans
     for plan in plans:
-        words = {**layout_settings(plan), "batch_size": 4, "model": "gpt2-medium", "strategy": name}
-        planned = plan_for(tmp_path, cluster.machine, 4, checked=False, **words)
+        config = {
+            **layout_settings(plan),
+            "batch_size": 4,
+            "model": "gpt2-medium",
+            "strategy": name,
+        }
+        planned = plan_for(tmp_path, cluster.machine, 4, checked=False, **config)
         for what in ("mesh", "batch", "layout", "schedule"):
             assert getattr(planned, what) == getattr(plan, what)
 
@@ -126,10 +131,12 @@ def test_every_layout_that_can_start_is_ranked(count, tmp_path):
             if odd or not shards:
                 continue
             axes = dict(zip(MESH_AXES, (pp, copies, shards, tp), strict=True))
-            told = {a: size for a, size in axes.items() if strategy.mesh[a] not in (-1, size)}
-            words = {"checked": False, "strategy": name, "model": "gpt2", **told}
+            axis_settings = {
+                a: size for a, size in axes.items() if strategy.mesh[a] not in (-1, size)
+            }
+            values = {"checked": False, "strategy": name, "model": "gpt2", **axis_settings}
             with contextlib.suppress(UserError):
-                started.add(layout_of(plan_for(tmp_path, cluster.machine, count, **words)))
+                started.add(layout_of(plan_for(tmp_path, cluster.machine, count, **values)))
     assert started == listed
     assert len(started) > 15
 
@@ -142,8 +149,8 @@ def layout_of(plan):
     return name, tuple(plan.mesh.values())
 
 
-def ranked(cluster, **words):
-    return rank_layouts(lambda name: build(name, **words), parse_cluster(cluster))
+def ranked(cluster, **config):
+    return rank_layouts(lambda name: build(name, **config), parse_cluster(cluster))
 
 
 def test_rankings_for_one_gpu_and_for_a_thousand():

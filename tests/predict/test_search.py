@@ -42,14 +42,14 @@ def search_order(*durations):
     return tuple(map(orders.read_order, search_orders(*durations).by_place))
 
 
-def length(found, seconds, message=MESSAGE):
+def order_length(found_orders, seconds, message=MESSAGE):
     ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
     return total_duration(
-        simulate(found, durations_by_step(seconds), map_consumers(ranks, message))
+        simulate(found_orders, durations_by_step(seconds), map_consumers(ranks, message))
     )
 
 
-def held(order, blocks):
+def most_held_blocks(order, blocks):
     """Return the largest number of blocks whose activations a process holds at once."""
     now = most = 0
     for kind, stage, _ in order:
@@ -65,10 +65,12 @@ def test_found_orders_are_complete_and_shorter_and_fit_in_memory(blocks, m):
     for rank in range(p):
         assert sorted(found[rank]) == sorted(known[rank])
         kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
-        assert held(found[rank], blocks) <= max(held(known[rank], blocks), kept)
+        assert most_held_blocks(found[rank], blocks) <= max(
+            most_held_blocks(known[rank], blocks), kept
+        )
     # A missing input would end the simulation. On the last stage, the backward pass directly
     # follows the forward pass.
-    assert length(found, seconds) <= length(known, seconds)
+    assert order_length(found, seconds) <= order_length(known, seconds)
     last = len(blocks) - 1
     for number in range(m):
         place = found[0].index(("F", last, number))
@@ -80,8 +82,8 @@ def test_search_shortens_gpt2_medium_steps_by_a_twentieth():
     lower bound for all orders. The bound is the earliest start of the last process plus the total
     compute time of this process."""
     seconds = durations(MEDIUM)
-    found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
-    assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
+    found = order_length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
+    assert found < 0.955 * order_length(orders.build_orders("zb-v", 4, 8), seconds)
     begins = sum(seconds[stage][0] + MESSAGE for stage in range(3))
     busy = 8 * sum(seconds[3] + seconds[4])
     assert begins + busy <= found < 1.03 * (begins + busy)
@@ -93,7 +95,7 @@ def test_equal_operations_idle_as_the_formula_says():
     passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
-        found = length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
+        found = order_length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
         assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
 
 
@@ -105,22 +107,22 @@ def test_one_micro_batch_on_two_processes_equals_brute_force(seed):
     pairs = [pair for chain in needs.split() for pair in itertools.pairwise(chain.split("<"))]
     shuffled = [
         [
-            orders.read_order(" ".join(order)) for order in itertools.permutations(words.split())
+            orders.read_order(" ".join(order)) for order in itertools.permutations(steps.split())
             if all(order.index(a) < order.index(b) for a, b in pairs if a in order)
         ]
-        for words in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")
+        for steps in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")
     ]  # fmt: skip
-    best = min(length(pair, seconds) for pair in itertools.product(*shuffled))
-    found = length(search_order(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
+    best = min(order_length(pair, seconds) for pair in itertools.product(*shuffled))
+    found = order_length(search_order(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
     assert found == pytest.approx(best)
 
 
 def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypatch):
     """The planning process searches once, with the machine's rates. All other processes read the
     order from the plan."""
-    words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
+    config = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
     slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
-    plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
+    plans = [draft_plan(build_config(config), of) for of in (slow, quick)]
     as_json = TypeAdapter(Draft)
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = StepCosts(plan, cluster.rates).operation_costs()
@@ -199,8 +201,8 @@ def run_blocking(found, ranks):
 def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, more):
     """Sender and receiver must have the same order of messages, and no process may wait for a
     message that is produced later."""
-    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
-    plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
+    config = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
+    plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
     ranks, spans = plan.layout.ranks, predict_spans(plan)
     before = lowered(plan)
     found = {

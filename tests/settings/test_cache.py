@@ -29,20 +29,20 @@ def start(tmp_path, dont_write, num_cores=2):
     package.touch()
     (package.parent / "more.py").touch()
     paths = [str(package.parents[1]), str(ROOT)]
-    given = {
+    environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": dont_write,
         "DISTRIBUTED_TRAINING_CACHE": str(tmp_path / "cache"),
     }  # fmt: skip
-    given.pop("PYTHONPYCACHEPREFIX", None)
-    subprocess.run([sys.executable, "-c", TORCH.format(num_cores)], env=given, check=True)
+    environment.pop("PYTHONPYCACHEPREFIX", None)
+    subprocess.run([sys.executable, "-c", TORCH.format(num_cores)], env=environment, check=True)
     return [path.relative_to(tmp_path) for path in tmp_path.rglob("*.pyc") if "torch" in path.parts]
 
 
 @pytest.mark.parametrize(("dont_write", "place"), [("1", "cache/bytecode"), ("", "site/torch")])
 def test_bytecode_is_cached_by_python_or_in_our_cache(dont_write, place, tmp_path):
-    kept = start(tmp_path, dont_write)
-    assert [str(path).startswith(place) for path in kept] == [True]
-    assert start(tmp_path, "1") == kept, "once"
+    bytecode_files = start(tmp_path, dont_write)
+    assert [str(path).startswith(place) for path in bytecode_files] == [True]
+    assert start(tmp_path, "1") == bytecode_files, "once"
 
 
 def test_other_modules_are_cached_even_if_torch_is_already_compiled(tmp_path):
@@ -59,44 +59,56 @@ def test_many_cores_compile_modules_before_they_are_imported(tmp_path):
         time.sleep(0.1)
 
 
-def refused_or_variables(**given):
+def refused_or_variables(**environment):
     """Set up private caches in a process with the given environment variables. Return its output:
     notes and the resulting environment as JSON, or the error."""
     code = "import json, os; from distributed_training.settings.cache import *\n"
     code += "try: use_private_caches()\nexcept ValueError as error: print(error)\n"
     code += "else: print(json.dumps(dict(os.environ)))"
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TMPDIR")
-    left = {name: value for name, value in os.environ.items() if name not in names}
-    given = {"PYTHONPATH": str(ROOT), **{name: str(value) for name, value in given.items()}}
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        **{name: str(value) for name, value in environment.items()},
+    }
     command = [sys.executable, "-c", code]
-    answer = subprocess.run(command, env={**left, **given}, capture_output=True, text=True)
+    answer = subprocess.run(
+        command, env={**inherited, **environment}, capture_output=True, text=True
+    )
     assert answer.returncode == 0, answer.stderr
     return (answer.stderr + answer.stdout).strip()
 
 
 def test_code_that_torch_compiles_is_stored_where_no_other_user_can_write(tmp_path):
-    found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=tmp_path / "own"))
+    variables = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=tmp_path / "own"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
-        folder = Path(found[name])
+        folder = Path(variables[name])
         assert folder.is_relative_to(tmp_path / "own")
         assert {path.stat().st_mode & 0o777 for path in (folder, tmp_path / "own")} == {0o700}
     # If the cache folder cannot be used, a per-user folder in the temporary folder replaces it.
-    found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path))
+    variables = json.loads(
+        refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path)
+    )
     folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
-    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
 
 
 def test_an_unusable_cache_folder_is_refused_and_a_fallback_to_tmp_gives_a_note(tmp_path):
-    said = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
-    assert said == (
+    error_text = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
+    assert error_text == (
         "/dev/null/cache is not a safe place for code that this user runs. "
         "It cannot be created: Not a directory. "
         f"Set {CACHE} to a folder of your own."
     )
-    said = refused_or_variables(TORCHINDUCTOR_CACHE_DIR="/dev/null/cache", **{CACHE: tmp_path})
-    assert "It cannot be created: Not a directory. Set TORCHINDUCTOR_CACHE_DIR to a folder" in said
-    said = refused_or_variables(TRITON_CACHE_DIR=os.devnull, **{CACHE: tmp_path})
-    assert "It is not a folder. Set TRITON_CACHE_DIR to a folder of your own." in said
+    error_text = refused_or_variables(
+        TORCHINDUCTOR_CACHE_DIR="/dev/null/cache", **{CACHE: tmp_path}
+    )
+    assert (
+        "It cannot be created: Not a directory. Set TORCHINDUCTOR_CACHE_DIR to a folder"
+        in error_text
+    )
+    error_text = refused_or_variables(TRITON_CACHE_DIR=os.devnull, **{CACHE: tmp_path})
+    assert "It is not a folder. Set TRITON_CACHE_DIR to a folder of your own." in error_text
     homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
     note, *variables = refused_or_variables(**homeless).splitlines()
     folder = tmp_path / f"distributed-training-{os.geteuid()}"
@@ -113,15 +125,15 @@ def test_cache_folders_writable_by_others_are_refused(name, tmp_path):
     folder.mkdir()
     link = tmp_path / "link"
     link.symlink_to(folder)
-    given = {CACHE: tmp_path / "own", name: link}
+    environment = {CACHE: tmp_path / "own", name: link}
     folder.chmod(0o777)
-    assert "Every user may write to it. Set " + name in refused_or_variables(**given)
+    assert "Every user may write to it. Set " + name in refused_or_variables(**environment)
     folder.chmod(0o755)
     if os.geteuid() == 0:
         os.chown(folder, 12345, -1)
-        assert "It belongs to user 12345. Set " + name in refused_or_variables(**given)
+        assert "It belongs to user 12345. Set " + name in refused_or_variables(**environment)
         os.chown(folder, 0, -1)
-    assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
+    assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**environment))
 
 
 def test_a_symlinked_cache_folder_keeps_its_mode_and_is_checked(tmp_path):
@@ -140,5 +152,5 @@ def test_a_symlinked_cache_folder_keeps_its_mode_and_is_checked(tmp_path):
 def test_a_temporary_cache_folder_of_another_user_is_refused(tmp_path):
     (tmp_path / "distributed-training-0").mkdir()
     os.chown(tmp_path / "distributed-training-0", 12345, -1)
-    said = refused_or_variables(**{CACHE: os.devnull, "TMPDIR": tmp_path})
-    assert "distributed-training-0 is not a safe place for code" in said
+    error_text = refused_or_variables(**{CACHE: os.devnull, "TMPDIR": tmp_path})
+    assert "distributed-training-0 is not a safe place for code" in error_text

@@ -129,7 +129,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "messages"),
     [
         ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "Keep one")),
         ({"qqqq": 1}, ("'qqqq'", "The keys are model, dataset")),
@@ -137,8 +137,8 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
         ({"fp16": True}, ("unknown key 'fp16'", "Use --precision fp16")),
     ],
 )
-def test_unknown_and_duplicate_names_are_refused(config, words):
-    with refused(*words):
+def test_unknown_and_duplicate_names_are_refused(config, messages):
+    with refused(*messages):
         build_config(config)
 
 
@@ -227,7 +227,7 @@ def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, t
         assert text.splitlines() == [text]
         assert len(text) > 10
         return
-    words = built.to_key_values()
-    assert build_config(words).to_key_values() == words
-    for name, value in words.items():
+    key_values = built.to_key_values()
+    assert build_config(key_values).to_key_values() == key_values
+    for name, value in key_values.items():
         assert type(value) in {TYPES[form["type"]] for form in KEYS[name].forms}, name

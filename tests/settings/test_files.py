@@ -66,7 +66,7 @@ def test_paths_that_the_system_rejects_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "messages"),
     [
         ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2, column 11"]),
         ("a", b'{"b": {"c": 1, "c": 2}}', ["cannot be read as JSON", "The key 'c' appears twice"]),
@@ -80,10 +80,10 @@ def test_paths_that_the_system_rejects_are_refused(text):
         ("large", b"[1]", ["does not exist", "Did you mean 'large.json'?"]),
     ],
 )
-def test_invalid_json_is_refused_with_its_location(name, content, words, tmp_path):
+def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_path):
     (tmp_path / f"{name}.json").write_bytes(content)
     file = tmp_path / f"{name}.json".replace("large", "larg")
-    with refused(f"preset {file}", *words):
+    with refused(f"preset {file}", *messages):
         load_json(file, "preset", unique=True)
 
 

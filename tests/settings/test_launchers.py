@@ -87,16 +87,16 @@ def test_every_launcher_has_a_test_case():
 
 @pytest.mark.parametrize("launcher", CASES)
 def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
-    told, row, local = CASES[launcher]
-    assert find_launcher(told).name == row
-    environment(**told, **MASTER)
+    variables, row, local = CASES[launcher]
+    assert find_launcher(variables).name == row
+    environment(**variables, **MASTER)
     process = current_process()
     assert (process.rank, process.world_size) == (1, 2)
     assert (process.local_rank, process.local_world_size) == local, "0 of 0: found out later"
     assert process == current_process(), "once told, always the same"
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
 
-    environment(**told)
+    environment(**variables)
     with refused("MASTER_ADDR and MASTER_PORT", "--num_gpus N", "torchrun"):
         current_process()
     assert exit_code(lambda: current_process() and 0) == 2
@@ -127,7 +127,7 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("variables", "message"),
     [
         ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set, but RANK is not"),
@@ -156,13 +156,13 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
         ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
     ],
 )
-def test_incomplete_launcher_variables_are_refused(told, words, environment, capsys):
-    environment(**told)
-    with refused(words):
+def test_incomplete_launcher_variables_are_refused(variables, message, environment, capsys):
+    environment(**variables)
+    with refused(message):
         current_process()
-    if "WORLD_SIZE" not in told:  # perhaps no other process can report the error
+    if "WORLD_SIZE" not in variables:  # perhaps no other process can report the error
         assert exit_code(lambda: current_process() and 0) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])
@@ -180,10 +180,10 @@ def test_one_process_of_torchrun_is_a_single_process(environment):
 def test_unused_settings_of_accelerate_are_named():
     assert describe_ignored_settings({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
     assert describe_ignored_settings({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
-    told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
+    variables = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
     assert (
         "accelerate launch's settings for DeepSpeed and mixed_precision=fp16"
-        in describe_ignored_settings(told, "bf16")
+        in describe_ignored_settings(variables, "bf16")
     )
-    told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"
-    assert "DeepSpeed" not in describe_ignored_settings(told, "bf16")
+    variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"
+    assert "DeepSpeed" not in describe_ignored_settings(variables, "bf16")

@@ -32,7 +32,7 @@ def test_shipped_strategies_have_their_order_and_meaning():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "document", "words"),
+    ("strategy", "document", "messages"),
     [
         ("zero2", own_json("zero3"), ("describes ZeRO stage 3", "zero2' needs ZeRO stage 2")),
         ("hybrid", own_json("zero1"), ("describes ZeRO stage 1", "needs a pipeline", "to zero1")),
@@ -44,10 +44,10 @@ def test_shipped_strategies_have_their_order_and_meaning():
         ("zero2", own_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
     ],
 )
-def test_json_of_another_strategy_is_refused(strategy, document, words, tmp_path):
+def test_json_of_another_strategy_is_refused(strategy, document, messages, tmp_path):
     path = tmp_path / "given.json"
     path.write_text(json.dumps(document))
-    with refused("given.json", *words):
+    with refused("given.json", *messages):
         load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
@@ -89,18 +89,18 @@ def test_a_clone_may_add_strategies(folders):
     })  # fmt: skip
     (root / "9_beside" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     assert list(list_strategies()) == ["shared", "beside", "inside", "own"]
-    found = [named_strategy(name) for name in list_strategies()]
-    assert [strategy.zero.stage for strategy in found] == [3, 2, 1, 0]
-    assert [strategy.source for strategy in found] == [
+    strategies = [named_strategy(name) for name in list_strategies()]
+    assert [strategy.zero.stage for strategy in strategies] == [3, 2, 1, 0]
+    assert [strategy.source for strategy in strategies] == [
         ROOT / "configs" / "ds_config_zero3.json", root / "9_beside" / "ds.json",
         root / "10_inside" / "config.json", root / "without_number" / "config.json",
     ]  # fmt: skip
-    assert found[-1].engine == "native"
+    assert strategies[-1].engine == "native"
     assert strategy_defaults("inside") == {"batch_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("document", "messages"),
     [
         ([], ("is not a strategy", '"mesh": {...}')),
         ({"name": "own"}, ("either mesh or deepspeed",)),
@@ -115,9 +115,9 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
     ],
 )
-def test_invalid_strategy_folders_are_refused(document, words, folders):
+def test_invalid_strategy_folders_are_refused(document, messages, folders):
     (folders(own=document) / "own" / "engine.py").write_text("OPTIONS = {}")
-    with refused(*words):
+    with refused(*messages):
         load_own()
 
 
