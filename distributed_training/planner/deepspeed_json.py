@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.deepspeed_sections import check_with_deepspeed, check_sections
+from distributed_training.planner.deepspeed_sections import check_sections, check_with_deepspeed
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -54,9 +54,9 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
     # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
-    json_batch_size = document.pop("train_batch_size", AUTO)
-    if not _agrees(json_batch_size, batch.global_batch_size):
-        what = f"{source}: train_batch_size={shown(json_batch_size)} differs from the run's batch size, "
+    json_size = document.pop("train_batch_size", AUTO)
+    if not _agrees(json_size, batch.global_batch_size):
+        what = f"{source}: train_batch_size={shown(json_size)} differs from the run's batch size, "
         what += batch.describe()
         raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.

@@ -194,7 +194,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if arguments.dataset is None and plan is None and not arguments.tasks:
-        if not given_path(arguments.run).exists() and _published(arguments.run) is None:
+        if not resolve_user_path(arguments.run).exists() and _published(arguments.run) is None:
             raise UserError(f"{arguments.run} does not exist", fix=_NAME_A_MODEL)
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")

@@ -30,7 +30,7 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     notes = []
     draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
     sources = find_sources(draft, notes)
-    config = with_values(draft.config, **sources.decided)
+    config = with_values(draft.config, **sources.config_values)
     found = {
         name: getattr(part, name) for part in (draft, sources) for name in part.__dataclass_fields__
     }

@@ -142,7 +142,7 @@ def lowered(plan):
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(
-                [schedules._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
+                [schedules._Action(s, private._COMPUTATION_TYPES[kind], i) for kind, s, i in order]
             ),
             plan.batch.num_microbatches,
         )
@@ -205,9 +205,7 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, mor
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
     ranks, spans = plan.layout.ranks, predict_spans(plan)
     before = lowered(plan)
-    found = {
-        rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()
-    }
+    found = {rank: private._sort_messages(actions, spans) for rank, actions in before.items()}
     for rank, actions in before.items():
         assert sorted(map(str, found[rank])) == sorted(map(str, actions))
         own, theirs = (
@@ -223,8 +221,8 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, mor
         done = 0.0  # end of the previous operation
         for action in actions:
             kind, stage = action.computation_type, action.stage_index
-            if kind in private._OPERATIONS:
-                done = spans[private._OPERATIONS[kind], stage, action[2]][1]
+            if kind in private._OPERATION_NAMES:
+                done = spans[private._OPERATION_NAMES[kind], stage, action[2]][1]
             elif kind.name in ("RECV_F", "RECV_B"):
                 maker = ("F", stage - 1) if kind.name == "RECV_F" else ("I", stage + 1)
                 assert done <= spans[(*maker, action[2])][1], (rank, action)

@@ -69,7 +69,7 @@ def random_words(number):
 def sources_of():
     """Return Sources (tokenizer, weights and adapters) that do not change any CONFIG values."""
     return Sources(
-        decided={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, identities={}
+        config_values={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, identities={}
     )
 
 
