@@ -28,8 +28,8 @@ import psutil
 from distributed_training.settings.errors import RunError, UserError, print_error
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import (
-    find_num_nodes,
     find_launcher,
+    find_num_nodes,
     find_uncounted_rank,
 )
 from distributed_training.settings.machine import threads_per_process
