@@ -242,8 +242,8 @@ def main(options: argparse.Namespace) -> int:
     write_json(folder / "links.json", record)
     draw(groups, folder / "links.png")
     print(f"{format_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
-    print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns")
-    print("are the algorithm bandwidth and the bus bandwidth for the largest tensor, in GB/s.\n")
+    print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns are")
+    print("the algorithm bandwidth and the bus bandwidth for the largest tensor, in GB/s.\n")
     for axis, axis_group in groups.items():
         rows = []
         for operation, row in axis_group["operations"].items():

@@ -58,7 +58,7 @@ def test_a_run_that_exceeds_the_limit_on_open_files_is_refused(limit, fits, tmp_
     if fits:
         checks.check_run(predict(plan, None), here)
         return
-    with refused(f"at most {limit} files", "With 2 processes", "ulimit -n 4096"):
+    with refused(f"at most {limit} files", "may open up to 64 files", "ulimit -n 4096"):
         checks.check_run(predict(plan, None), here)
 
 
