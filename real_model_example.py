@@ -43,8 +43,8 @@ def main() -> int:
     """Run the command line. Without a command, run `train`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):  # a notebook's kernel would lose the output or the process
-        words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
-        command = shlex.join([sys.executable, os.path.abspath(__file__), *words])
+        arguments = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
+        command = shlex.join([sys.executable, os.path.abspath(__file__), *arguments])
         print("error: Training cannot run in a notebook's kernel. Run this command in a cell:")
         print(f"  !{command}")
         return 2
@@ -70,9 +70,9 @@ def main() -> int:
         fix = f"{sys.executable} -m pip install -r {root / 'requirements.txt'}"
         if error.name == "distributed_training":  # python -I and -P skip this script's folder
             fix = f"{sys.executable} -m pip install -e {root}"
-        made = root / ".venv" / "bin" / "activate"
-        if made.is_file() and not made.parent.samefile(Path(sys.prefix, "bin")):
-            fix = f"source {made}"
+        venv_activate = root / ".venv" / "bin" / "activate"
+        if venv_activate.is_file() and not venv_activate.parent.samefile(Path(sys.prefix, "bin")):
+            fix = f"source {venv_activate}"
         if os.environ.get("RANK", "0") == "0":
             python = f"{error.name} is not installed in this Python ({sys.executable})"
             print(f"error: {python}. Run:\n  {fix}", file=sys.stderr)

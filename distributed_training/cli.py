@@ -45,7 +45,7 @@ OWN_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
     "help",
 )  # fmt: skip
-DRY_RUN = ("--dry-run", "--dry_run")
+DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
 USE_BEST = "use the best weights, saved with keep_best=True, instead of the last weights"
 MODEL_NAMES = ("model", *KEYS["model"].aliases)
 Act = Callable[[argparse.Namespace], int]
@@ -57,7 +57,7 @@ class Program:
 
     config: Mapping[str, Any]
     script: Path
-    about: str
+    description: str
     output_dir: Path  # CONFIG's output_dir
     argv: tuple[str, ...] = ()  # arguments after the command
 
@@ -95,7 +95,11 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
-    add(*DRY_RUN, action="store_true", help="check the run and print its settings without training")
+    add(
+        *DRY_RUN_OPTIONS,
+        action="store_true",
+        help="check the run and print its settings without training",
+    )
     elsewhere = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
@@ -133,8 +137,11 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     folder to run. `overrides` in the result contains the `key=value` strings in the order in which
     they were given. Raises UserError for an unknown option."""
     # --batch-size=8 means --batch_size=8.
-    dashed = re.compile(r"^--[\w-]+(?==|\Z)")
-    argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
+    dashed_option = re.compile(r"^--[\w-]+(?==|\Z)")
+    argv = [
+        dashed_option.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word)
+        for word in argv
+    ]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
@@ -176,12 +183,12 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     name = program.script.name
     usages = [f"{name} {command} --help" for command in COMMANDS if command != "train"]
     parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *usages])
-    parser.description = program.about
+    parser.description = program.description
     parser.epilog = f"Other launchers also work: deepspeed --num_gpus=N {name}"
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
-        left_out = {*DRY_RUN}  # options that the printed launch command does not repeat
+        omitted_words = {*DRY_RUN_OPTIONS}  # the printed launch command does not repeat them
         for option in ("cluster", "gpu"):
             value = getattr(arguments, option)
             if value is None:
@@ -189,8 +196,8 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             if not arguments.dry_run:
                 what = f"--{option} describes machines to plan for, so training cannot use it"
                 raise UserError(what, fix="add --dry-run, or use the plan command")
-            left_out |= {f"--{option}", f"--{option}={value}", value}
-        launch_arguments = [word for word in program.argv if word not in left_out]
+            omitted_words |= {f"--{option}", f"--{option}={value}", value}
+        launch_arguments = [word for word in program.argv if word not in omitted_words]
         request = configure(arguments, program, arguments.overrides)
         process = launch.launched_process(request.precision, arguments.num_gpus)
         if arguments.dry_run:
@@ -205,7 +212,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     return act
 
 
-def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
+def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
     """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
     its own options."""
     tool = _load(f"tools.{name}")
@@ -373,7 +380,7 @@ def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
-    **{name: partial(with_keys, name) for name in ("plan", "compare", "parity", "data")},
+    **{name: partial(tool_command, name) for name in ("plan", "compare", "parity", "data")},
     "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
     "push": push, "links": links, "calibrate": calibrate,
 }  # fmt: skip
@@ -386,22 +393,22 @@ def run_command(name: str, program: Program) -> int:
     parser = Parser(prog=program.script.name)
     commands = parser.add_subparsers(parser_class=Parser)
     command = COMMANDS[name]
-    about = str(command.__doc__).partition("\n")[0]
-    act = command(commands.add_parser(name, description=about), program)
+    description = str(command.__doc__).partition("\n")[0]
+    act = command(commands.add_parser(name, description=description), program)
     return act(read_options(parser, [name, *program.argv]))
 
 
-def main(config: Mapping[str, Any], about: str, script: str) -> int:
-    """Run the command given on the command line and return the exit code. `about` is the docstring
-    of the user's script, and `script` is the path of the script."""
+def main(config: Mapping[str, Any], description: str, script: str) -> int:
+    """Run the command given on the command line and return the exit code. `description` is
+    the docstring of the user's script, and `script` is the path of the script."""
     file = Path(script).resolve()
     # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
     # the current folder.
-    names = [name for name in KEYS["output_dir"].aliases if name in config]
-    folder = names[0] if names else "output_dir"
-    output_dir = file.parent / str(config.get(folder, "runs"))
-    config = {**config, folder: str(output_dir)}
-    about = about.splitlines()[0]
+    aliases = [name for name in KEYS["output_dir"].aliases if name in config]
+    folder_key = aliases[0] if aliases else "output_dir"
+    output_dir = file.parent / str(config.get(folder_key, "runs"))
+    config = {**config, folder_key: str(output_dir)}
+    description = description.splitlines()[0]
     allow_families(config.get(name) for name in MODEL_NAMES)
     open_closed_streams()
     replace_unencodable()
@@ -423,12 +430,16 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         require_system()
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
-            known = [*COMMANDS, *(f"--{key}" for key in KEYS)]
+            known_words = [*COMMANDS, *(f"--{key}" for key in KEYS)]
             what = f"{shown(name)} is not a command"
-            raise UserError(what, why, "see --help", typed=name, known=known)
+            raise UserError(what, why, "see --help", typed=name, known=known_words)
         use_private_caches()
         program = Program(
-            config=config, script=file, about=about, output_dir=output_dir, argv=tuple(argv)
+            config=config,
+            script=file,
+            description=description,
+            output_dir=output_dir,
+            argv=tuple(argv),
         )
         return run_command(name, program)
 

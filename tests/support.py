@@ -240,8 +240,8 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 
     from distributed_training.models.decoder import Fingerprint
 
-    samples = Fingerprint(spec.outline())
-    read = samples.watching(spec.weights_source(folder))
+    samples = Fingerprint(spec.build_meta_model())
+    read = samples.watch(spec.weights_source(folder))
     for name in samples.shapes:
         read(name, ())
     return samples.combine()
@@ -249,6 +249,6 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
     """Return the model for `spec` with the weights from a Hugging Face folder."""
-    model = spec.outline()
+    model = spec.build_meta_model()
     fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))
     return model

@@ -70,11 +70,11 @@ def test_unknown_options_are_refused_with_the_nearest_option(argv, words):
 def test_options_of_other_programs_give_advice_that_is_accepted():
     table = json.loads((ROOT / "distributed_training/settings/foreign.json").read_text())
     assert list(table) == sorted(table)
-    ours = {name for key in KEYS.values() for name in (key.name, *key.aliases)}
-    assert not ours.intersection(table)
+    own_names = {name for key in KEYS.values() for name in (key.name, *key.aliases)}
+    assert not own_names.intersection(table)
     for advice in table.values():
         named = re.findall(r"--(\w+)", advice)
-        assert set(named) <= {*ours, "num_gpus"}
+        assert set(named) <= {*own_names, "num_gpus"}
         assert named or advice.startswith(("leave it out, ", "hide the GPUs", "use generate"))
 
 
@@ -120,8 +120,8 @@ def run(tmp_path, monkeypatch):
 
 
 def rank(number, world_size=2, here=2):
-    place = {"local_rank": number % here, "local_world_size": here}
-    return Process(rank=number, world_size=world_size, **place)
+    local_values = {"local_rank": number % here, "local_world_size": here}
+    return Process(rank=number, world_size=world_size, **local_values)
 
 
 def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_path, capsys):

@@ -42,18 +42,18 @@ def listed(file: str) -> list[Requirement]:
 def imported(*patterns: str) -> set[str]:
     """Return the packages that matching files import, except the standard library and the modules
     in the checkout. A module that is not installed counts as a package with the same name."""
-    found = set()
+    packages = set()
     for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
+                packages |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
-    ours = (ROOT, ROOT / "pipedream_tutorial", ROOT / "results/lab")
-    tops = {path.stem for folder in ours for path in folder.iterdir()}
+                packages.add(node.module.split(".")[0])
+    own_roots = (ROOT, ROOT / "pipedream_tutorial", ROOT / "results/lab")
+    tops = {path.stem for folder in own_roots for path in folder.iterdir()}
     helpers = {path.stem for path in ROOT.glob("**/tests/**/*.py") if ".venv" not in path.parts}
     owners = packages_distributions()
-    modules = found - set(sys.stdlib_module_names) - tops - helpers
+    modules = packages - set(sys.stdlib_module_names) - tops - helpers
     return {canonicalize_name(owners.get(module, [module])[0]) for module in modules}
 
 
@@ -68,15 +68,20 @@ def imported(*patterns: str) -> set[str]:
     ],
 )
 def test_imported_packages_are_declared(patterns, declared):
-    found = imported(*patterns)
-    assert found - names(PROJECT["dependencies"]) - names(declared) - BROUGHT_ALONG == set()
-    assert {"torch", "numpy", "tokenizers"} <= found
+    packages = imported(*patterns)
+    assert packages - names(PROJECT["dependencies"]) - names(declared) - BROUGHT_ALONG == set()
+    assert {"torch", "numpy", "tokenizers"} <= packages
 
 
 def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():
     file = "pipedream_tutorial/requirements.txt"
-    found = imported("pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py")
-    assert found - {canonicalize_name(each.name) for each in listed(file)} - BROUGHT_ALONG == set()
+    packages = imported("pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py")
+    assert (
+        packages
+        - {canonicalize_name(requirement.name) for requirement in listed(file)}
+        - BROUGHT_ALONG
+        == set()
+    )
     pinned = {str(pin) for pin in listed(file) if len(pin.specifier)}
     assert pinned <= {
         str(p) for f in ("requirements.txt", "tests/requirements.txt") for p in listed(f)

@@ -13,31 +13,31 @@ import torch
 from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distributed_training.checkpoint.trained import Trained, trained_by
+from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
 from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
-from distributed_training.models.decoder import Past
+from distributed_training.models.decoder import KVCache
 from distributed_training.models.weights import all_finite
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import fill, in_markdown, last_part, short_path
+from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import plural, publish
 
-LENGTHS = 64  # inputs are padded to a multiple of this many tokens
+LENGTH_MULTIPLE = 64  # inputs are padded to a multiple of this many tokens
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 
-def continuation(
-    logits: Callable[[torch.Tensor, Past | None], torch.Tensor],
+def generate_ids(
+    logits: Callable[[torch.Tensor, KVCache | None], torch.Tensor],
     prompt_ids: list[int],
     *,
     num_tokens: int,
@@ -46,7 +46,7 @@ def continuation(
     seed: int,
     top_k: int = 40,
     temperature: float = 0.7,
-    past: Past | None = None,
+    past: KVCache | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Yield up to `num_tokens` token ids that continue `prompt_ids`. Stop early if an id in
@@ -64,19 +64,19 @@ def continuation(
             past = None
         model_ids = ids[past.length :] if past else ids[-context:]
         # Padding limits the number of distinct lengths, so kernels are selected only a few times.
-        padding = 0 if past else min(-len(model_ids) % LENGTHS, context - len(model_ids))
-        with sdpa_kernel(ATTENTION):
+        padding = 0 if past else min(-len(model_ids) % LENGTH_MULTIPLE, context - len(model_ids))
+        with sdpa_kernel(ATTENTION_BACKENDS):
             padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
-            last = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
-        values, candidates = torch.topk(last, min(top_k, len(last)))
-        if not values[0].isfinite():
+            last_logits = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
+        top_logits, candidates = torch.topk(last_logits, min(top_k, len(last_logits)))
+        if not top_logits[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"
             fix = "check the model's loss with the eval command"
             raise UserError("The model's logits are not finite", why, fix)
         if temperature:
-            weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)
+            weights = ((top_logits - top_logits[0]) / max(temperature, 1e-6)).softmax(0)
         else:
-            weights = (values == values[0]).float()
+            weights = (top_logits == top_logits[0]).float()
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
         agree(choice)
         if int(choice) in eos_ids:
@@ -85,19 +85,19 @@ def continuation(
         yield ids[-1]
 
 
-def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
+def submit_in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
     """Call `write` with `arguments` in a background thread and return a future for its
     completion."""
     pool = ThreadPoolExecutor(1)
-    written = pool.submit(write, *arguments)
+    future = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
-    return written
+    return future
 
 
-def copy_folder(made: Path, folder: Path) -> None:
-    """Copy the folder `made` to `folder`. `folder` appears only when the copy is complete."""
-    with writing(folder) as unfinished:
-        shutil.copytree(made, unfinished)
+def copy_folder(source: Path, folder: Path) -> None:
+    """Copy the folder `source` to `folder`. `folder` appears only when the copy is complete."""
+    with atomic_folder(folder) as unfinished:
+        shutil.copytree(source, unfinished)
 
 
 def write_folder(
@@ -120,14 +120,14 @@ def write_folder(
             if not all_finite(values):
                 what = f"{folder.name}/ was not written: {name} contains non-finite values"
                 raise RunError(what, fix="lower learning_rate")
-    trained = trained_by(plan, state, base_fingerprint)
+    trained = trained_model_of_run(plan, state, base_fingerprint)
     if not config.lora_rank or plan.weights_dir is None or merge:
         dtype = DTYPES[config.export_dtype]
-        save_whole(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
+        save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
         return
     from distributed_training.models.peft import save_adapters
 
-    with writing(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
         base = str(plan.model.hub_id if on_hub and not plan.model.weights_dir else plan.weights_dir)
         save_adapters(
@@ -136,8 +136,8 @@ def write_folder(
         tokenizer.save(unfinished, chat=chat)
 
 
-def save_whole(
-    trained: Trained,
+def save_full_model(
+    trained: TrainedModel,
     tokenizer: Tokenizer,
     chat: bool,
     base: Path | None,
@@ -146,14 +146,14 @@ def save_whole(
 ) -> None:
     """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
     `folder` appears only when it is complete."""
-    with writing(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the path of a temporary folder that the `with` block must create. If the block raises
     no error, rename this folder to `folder`."""
     unfinished = folder.with_name(f".writing-{folder.name}")
@@ -168,10 +168,10 @@ def writing(folder: Path) -> Iterator[Path]:
 def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
-    """Write generation_config.json with the end tokens from `find_ends`, so that other programs
+    """Write generation_config.json with the end tokens from `find_stop_ids`, so that other programs
     stop generation at the same tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
-    document["eos_token_id"] = find_ends(tokenizer, chat, base)
+    document["eos_token_id"] = find_stop_ids(tokenizer, chat, base)
     # If this key were kept, transformers could regenerate the file from config.json, without our
     # end tokens.
     document.pop("_from_model_config", None)
@@ -179,12 +179,12 @@ def write_generation_config(
     (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def find_ends(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
+def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
     """Return the ids of the tokens that stop generation: the tokenizer's end tokens, then the end
     tokens in the generation config of the model in `base`."""
-    ends = None if base is None else read_generation_config(base).get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
+    ids = None if base is None else read_generation_config(base).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return list(dict.fromkeys([*tokenizer.stop_ids(chat=chat), *ids]))
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
@@ -192,18 +192,18 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     hf/, best/ or merged/ folder of a run. `repo_id` is the model's name on the Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
-    published = r.config["weights"] == "pretrained"
-    front = ModelCardData(  # license and language are left out if they are unknown
+    is_pretrained = r.config["weights"] == "pretrained"
+    front_matter = ModelCardData(  # license and language are left out if they are unknown
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=find_model(r.config["model"]).hub_id if published else None,
+        base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
         **_PUBLISHED_DATA.get(r.config["dataset"], {}),
     )
     steps = r.step
-    best = ""
+    best_note = ""
     if folder.name == BEST and r.best is not None:
         steps = r.best["step"]
-        best = ", which had the lowest validation loss"
+        best_note = ", which had the lowest validation loss"
     losses = [
         (entry["step"], entry["loss"], entry["perplexity"], entry.get("bits_per_byte"))
         for entry in r.evaluations
@@ -211,12 +211,12 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     ]
     # The card must not contain local paths.
     runs = "runs" if folder.absolute().parents[1].name == "runs" else "path/to"
-    settings = [(key, in_markdown(last_part(str(value)))) for key, value in r.work.items()]
-    text = fill(
+    settings = [(key, in_markdown(short_name(str(value)))) for key, value in r.work.items()]
+    text = fill_template(
         "card.md.jinja", r=r, repo_id=repo_id,
         folder=str(Path(runs, folder.parent.name, folder.name)),
-        front=front.to_yaml(), steps=steps, best=best, strategy=r.layout_name,
-        processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
+        front=front_matter.to_yaml(), steps=steps, best=best_note, strategy=r.layout_name,
+        processes=plural(r.world_size, "process"), short_name=short_name, quote=shlex.quote,
         in_markdown=in_markdown,
         losses=tabulate(
             losses, ["step", "validation loss", "perplexity", "bits per byte"], "github",
@@ -238,7 +238,7 @@ def push_folder(folder: Path, repo_id: str) -> str:
     disable_progress_bars()
     api = HfApi()
     try:
-        address = str(api.create_repo(repo_id, exist_ok=True))
+        url = str(api.create_repo(repo_id, exist_ok=True))
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
     except Exception as error:  # the exception type depends on the library's HTTP client
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -247,4 +247,4 @@ def push_folder(folder: Path, repo_id: str) -> str:
         if status in (401, 403):
             fix = f"log in with a token that may write there (hf auth login), then {fix}"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
-    return address
+    return url

@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import (
     META_FILE,
+    checkpoint_name,
     list_checkpoints,
-    name_of,
     named_checkpoint,
 )
 from distributed_training.records.record import (
@@ -54,7 +54,7 @@ MERGE_FOLDERS = (
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
 # Files in a run's folder that a resumed run keeps writing to
-_WRITTEN = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
+_WRITTEN_FILES = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +78,7 @@ class Meta(BaseModel, strict=True):
     hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 
 
-def use_older(checkpoint: Path) -> str:
+def resume_advice(checkpoint: Path) -> str:
     """Return advice on how to use the run's other checkpoints instead of a damaged one. The advice
     is to rename the damaged folder, because a renamed folder is not treated as a checkpoint."""
     if len(list_checkpoints(checkpoint.parents[1])) < 2:
@@ -101,7 +101,7 @@ def read_meta(folder: Path) -> Meta:
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
         raise UserError(
-            f"{folder} is not a checkpoint of this suite", fix=use_older(folder)
+            f"{folder} is not a checkpoint of this suite", fix=resume_advice(folder)
         ) from None
     if isinstance(form, int) and form != FORMAT:
         age = "an earlier" if form < FORMAT else "a later"
@@ -111,14 +111,14 @@ def read_meta(folder: Path) -> Meta:
     is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
     meta = None
     if is_intact:
-        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", use_older(folder))
-    if meta is None or folder.name != name_of(meta.step):
+        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", resume_advice(folder))
+    if meta is None or folder.name != checkpoint_name(meta.step):
         why = f"{META_FILE} has changed since it was written, or the folder was renamed"
-        raise UserError(f"Checkpoint {folder} is damaged", why, use_older(folder))
+        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
     return meta
 
 
-def file_of(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -128,14 +128,16 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
     are absent, the nodes have no shared disk, and the layout is unchanged. Raises ElsewhereError if
     a needed file is on another host."""
 
-    def absent() -> list[str]:
+    def find_missing() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
 
     names = list(meta.files)
-    if plan is not None and plan.own_disks and meta.spread == plan.spread and absent():
-        first = rank // plan.processes_here * plan.processes_here
-        names = [file_of(other) for other in range(first, first + plan.processes_here)]
-    if meta.hosts and (missing := absent()):
+    if plan is not None and plan.own_disks and meta.spread == plan.spread and find_missing():
+        first_rank = rank // plan.processes_here * plan.processes_here
+        names = [
+            rank_file_name(other) for other in range(first_rank, first_rank + plan.processes_here)
+        ]
+    if meta.hosts and (missing := find_missing()):
         hosts = sorted({meta.hosts[name] for name in missing if name in meta.hosts})
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         what = f"Checkpoint {folder} is not complete on {socket.gethostname()}"
@@ -160,7 +162,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
     with ThreadPoolExecutor(8) as pool:
         for damage in filter(None, pool.map(find_damage, names)):
-            raise UserError(f"Checkpoint {folder} is damaged", damage, use_older(folder))
+            raise UserError(f"Checkpoint {folder} is damaged", damage, resume_advice(folder))
     return names
 
 
@@ -171,19 +173,20 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     if resumed is None:
         return None
     checkpoint, meta = resumed
-    saved = meta.spread
-    current = plan.spread
-    before, after = (
-        f"{layout.get('strategy')} x {layout.get('num_processes')}" for layout in (saved, current)
+    saved_spread = meta.spread
+    current_spread = plan.spread
+    old_layout, new_layout = (
+        f"{layout.get('strategy')} x {layout.get('num_processes')}"
+        for layout in (saved_spread, current_spread)
     )
-    changed_keys = [key for key in saved if saved[key] != current.get(key)]
-    if before != after:
-        change = f"the checkpoint of {before} is resharded for {after}"
+    changed_keys = [key for key in saved_spread if saved_spread[key] != current_spread.get(key)]
+    if old_layout != new_layout:
+        change = f"the checkpoint of {old_layout} is resharded for {new_layout}"
         notes.append(f"{change}. The run's folder keeps its name.")
     elif changed_keys:
         key = changed_keys[0]
-        change = f"{key} was {saved[key]} and is now {current.get(key)}"
-        notes.append(f"the checkpoint of {before} is resharded, because {change}")
+        change = f"{key} was {saved_spread[key]} and is now {current_spread.get(key)}"
+        notes.append(f"the checkpoint of {old_layout} is resharded, because {change}")
     return checkpoint
 
 
@@ -202,24 +205,24 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     if resume is None:
         return None
     if resume == AUTO:
-        return _newest(plan, notes)
+        return _find_newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    longer = _typed_longer(meta, plan)
-    if differences := _differences(meta, plan, longer):
-        start_from = _start_from(checkpoint)
-        fix = f"restore these settings, or start a new run from that run's weights: {start_from}"
+    extended_keys = _find_extended_keys(meta, plan)
+    if differences := _differences(meta, plan, extended_keys):
+        option = _weights_option(checkpoint)
+        fix = f"restore these settings, or start a new run from that run's weights: {option}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
         what = f"Cannot resume {shown(resume)}, because that run used different settings"
         raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
-    run = state_of(checkpoint, meta)
+    run = load_run_record(checkpoint, meta)
     run_dir = checkpoint.parents[1]
     claims.refuse_held(run_dir)
-    fix = f"start a new run from its weights: {_start_from(checkpoint)}"
-    require_writable(run_dir, fix, *_WRITTEN)
-    for key in sorted(longer):
+    fix = f"start a new run from its weights: {_weights_option(checkpoint)}"
+    require_writable(run_dir, fix, *_WRITTEN_FILES)
+    for key in sorted(extended_keys):
         change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
         schedule = (
             f"schedule of a run with {plan.num_steps} steps"
@@ -234,7 +237,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     return checkpoint, meta
 
 
-def _start_from(checkpoint: Path) -> str:
+def _weights_option(checkpoint: Path) -> str:
     """Return the --weights option that starts a new run from the weights of the run that saved
     `checkpoint`. If these weights have not been exported yet, the export command precedes the
     option."""
@@ -245,25 +248,25 @@ def _start_from(checkpoint: Path) -> str:
     return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
 
 
-def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    claims.refuse_duplicate_run(plan.output_dir, identity(plan))
+def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
+    claims.refuse_duplicate_run(plan.output_dir, run_identity(plan))
     candidates = dict[Path, Meta]()
     obstacle = ""
     run_dirs = [folder for folder in plan.output_dir.glob("*") if not folder.is_symlink()]
-    saved = itertools.chain.from_iterable(map(list_checkpoints, run_dirs))
-    for checkpoint in sorted(saved, reverse=True):
+    checkpoints = itertools.chain.from_iterable(map(list_checkpoints, run_dirs))
+    for checkpoint in sorted(checkpoints, reverse=True):
         run_dir = checkpoint.parents[1]
         why = "has a damaged checkpoint"
-        with _passing_over(checkpoint):
+        with _skip_damaged(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
                 run_path = relative_path(run_dir)
                 why = f"used different settings: {differences}. To continue that run, add --resume "
                 why += run_path
             else:
-                why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
+                why = "has finished" if load_run_record(checkpoint, meta).status == "ok" else ""
             if not why:
-                why = obstacle_to_writing(run_dir, *_WRITTEN)
+                why = obstacle_to_writing(run_dir, *_WRITTEN_FILES)
                 why = why and f"cannot be resumed: {why}"
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest run with a checkpoint, {why}"
@@ -276,7 +279,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     # Prefer runs with the same strategy, so that a user who compares strategies resumes each
     # strategy's own run.
     for checkpoint in sorted(candidates, key=has_other_strategy):
-        with _passing_over(checkpoint):
+        with _skip_damaged(checkpoint):
             check_files(checkpoint, candidates[checkpoint], plan)
             return checkpoint, candidates[checkpoint]
     if candidates:
@@ -287,7 +290,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 
 @contextlib.contextmanager
-def _passing_over(checkpoint: Path) -> Iterator[None]:
+def _skip_damaged(checkpoint: Path) -> Iterator[None]:
     """Skip a damaged checkpoint with a warning instead of an error. Raises ElsewhereError if some
     of the checkpoint's files are on other nodes."""
     try:
@@ -298,15 +301,15 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
         logger.warning("resume='auto' skips %s: %s", checkpoint, error)
 
 
-def state_of(checkpoint: Path, meta: Meta) -> Record:
+def load_run_record(checkpoint: Path, meta: Meta) -> Record:
     """Return the record of the checkpoint's run. If that record is damaged or missing, return the
     copy in the checkpoint. Raises ElsewhereError if the record is on another node, and UserError if
     neither record can be read."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        first = meta.hosts.get(file_of(0))
-        raise ElsewhereError(what, f"it is on the run's first node, {first}", MERGE_FOLDERS)
+        first_host = meta.hosts.get(rank_file_name(0))
+        raise ElsewhereError(what, f"it is on the run's first node, {first_host}", MERGE_FOLDERS)
     try:
         return load_record(run_dir)
     except UserError:
@@ -315,13 +318,13 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
         raise
 
 
-def identity(plan: Plan) -> dict[str, Any]:
+def run_identity(plan: Plan) -> dict[str, Any]:
     """Return the values that identify a run. resume=auto refuses to start a run while an identical
     run is active."""
     return {**plan.work, "strategy": plan.strategy.name}
 
 
-def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
+def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
     """Return the keys among "max_steps" and "epochs" for which the user typed a new value. Return
     an empty set if the run would not train beyond the checkpoint."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
@@ -332,33 +335,39 @@ def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     # Runs from earlier releases lack keys that were added later.
     work = plan.work
-    saved = {name: key.default for name, key in KEYS.items() if name in work}
+    saved_work = {name: key.default for name, key in KEYS.items() if name in work}
     moved_keys = MOVED_KEYS - work.keys()
-    saved |= {name: value for name, value in meta.work.items() if name not in moved_keys}
+    saved_work |= {name: value for name, value in meta.work.items() if name not in moved_keys}
     old_strategy = meta.spread.get("strategy")
     new_strategy = plan.strategy.name
     differences = list[str]()
-    names = list(saved | work)
+    changed_keys = list(saved_work | work)
     # The work of the two strategies has different keys.
-    if old_strategy != new_strategy and saved.keys() != work.keys():
+    if old_strategy != new_strategy and saved_work.keys() != work.keys():
         change = f"strategy was {old_strategy} and is now {new_strategy}"
         differences = [f"{change}, which computes different results"]
-        names = [name for name in work if name in saved]
-    names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]
-    unchanged_keys = _same_contents(meta, plan) if names else set()
-    names = [name for name in names if name not in unchanged_keys]
+        changed_keys = [name for name in work if name in saved_work]
+    changed_keys = [
+        name
+        for name in changed_keys
+        if saved_work.get(name) != work.get(name) and name not in allowed
+    ]
+    unchanged_keys = _find_unchanged_keys(meta, plan) if changed_keys else set()
+    changed_keys = [name for name in changed_keys if name not in unchanged_keys]
     # If the user typed some of these keys, report only the typed keys. The other differences follow
     # from them.
     requested = plan.requested
-    typed = [name for name in names if requested.is_set(name)]
-    if "global_batch_size" in names and requested.is_set("batch_size", "grad_accum_steps"):
-        typed.append("global_batch_size")
-    for key in typed or names:
-        differences.append(f"{key} was {shown(saved.get(key))} and is now {shown(work.get(key))}")
+    typed_keys = [name for name in changed_keys if requested.is_set(name)]
+    if "global_batch_size" in changed_keys and requested.is_set("batch_size", "grad_accum_steps"):
+        typed_keys.append("global_batch_size")
+    for key in typed_keys or changed_keys:
+        differences.append(
+            f"{key} was {shown(saved_work.get(key))} and is now {shown(work.get(key))}"
+        )
     return ", ".join(differences)
 
 
-def _same_contents(meta: Meta, plan: Plan) -> set[str]:
+def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:
     """Return the CONFIG keys whose files have the same contents as in the run that saved the
     checkpoint, even if the paths differ. The files may be text files, tokenizer files, weights or a
     model."""

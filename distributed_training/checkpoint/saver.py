@@ -43,8 +43,8 @@ from distributed_training.parallel.tensor_files import (
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import (
     CHECKPOINTS,
+    checkpoint_name,
     list_checkpoints,
-    name_of,
     remove_unfinished,
 )
 from distributed_training.records.record import RECORD_FILE
@@ -68,39 +68,39 @@ class Saver:
         self.step = 0  # step of the last save
         self._copies: list[Part] = []  # copies of shards in `memory`
         # Keep the memory between saves, unless the training state itself is in host memory.
-        self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
+        self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
-        self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
+        self._is_disk_leader = (topology.local_rank if plan.own_disks else topology.rank) == 0
         self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.thread = self._pool.submit(threading.get_ident).result()  # id of the writing thread
-        self.ending: Future[Path] | None = None  # result of the current save; None between saves
-        self._row: dict[str, Any] = {}
+        self.pending_write: Future[Path] | None = None  # the current save; None between saves
+        self._save_row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
         """Start allocating memory for the first save. All ranks must call this method after the
         first step, when the optimizer state exists."""
-        if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
-            self._find_memory(self._parts_to_write(engine))
+        if self._keeps_memory and self.plan.config.checkpoint_every not in (0, "signal"):
+            self._allocate_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Start writing the state to disk. The previous save must have finished. If all hosts have
         enough free memory, a copy is written while training continues. Otherwise, the state itself
         is written, and training must wait for `finish`. All ranks must call this method."""
-        began = time.monotonic()
+        start = time.monotonic()
         self.step = step
-        writing = self.plan.run_dir / CHECKPOINTS / f".writing-{step:08d}"
-        if self._leads:
+        partial_folder = self.plan.run_dir / CHECKPOINTS / f".writing-{step:08d}"
+        if self._is_disk_leader:
             remove_unfinished(self.plan.run_dir)
             # If a user has removed the run's folder, mkdir fails instead of creating it again.
-            writing.parent.mkdir(exist_ok=True)
-            writing.mkdir()
+            partial_folder.parent.mkdir(exist_ok=True)
+            partial_folder.mkdir()
         dist.barrier()
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._copies = []  # frees the previous copy
-        self._find_memory(parts)
+        self._allocate_memory(parts)
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
         meta = resume.Meta(
@@ -109,18 +109,18 @@ class Saver:
             counters=engine.counters(), files={}, checksums={},
             sources=self.plan.sources,
         )  # fmt: skip
-        self._row = {"step": step, "copied": self.memory is not None}
-        self.ending = self._pool.submit(self._write, writing, parts, meta)
-        self._row["stall_s"] = time.monotonic() - began
+        self._save_row = {"step": step, "copied": self.memory is not None}
+        self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
+        self._save_row["stall_s"] = time.monotonic() - start
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
         """Return the shards of the state that this rank writes. All ranks must call this method."""
         all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         nonempty_parts = [part for part in all_parts if all(part.size)]
-        copies = _copies_here(nonempty_parts, self.topology) if self.plan.own_disks else []
+        copies = _choose_copies(nonempty_parts, self.topology) if self.plan.own_disks else []
         return [part for part in nonempty_parts if part.writes] + copies
 
-    def _find_memory(self, parts: list[Part]) -> None:
+    def _allocate_memory(self, parts: list[Part]) -> None:
         """Ensure that `memory` can hold a copy of `parts`. If any rank lacks free memory, set
         `memory` to None. All ranks must call this method."""
         needed_bytes = bytes_to_copy(parts)
@@ -132,7 +132,9 @@ class Saver:
         fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
         # A strategy that swaps to disk leaves no free memory.
         if all(gather(fits and not self.plan.strategy.swaps_to_disk)):
-            self.memory = HostMemory(needed_bytes, self.topology.device if self._keeps else None)
+            self.memory = HostMemory(
+                needed_bytes, self.topology.device if self._keeps_memory else None
+            )
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """Return all weights after `step`, keyed by the model's parameter names and taken from the
@@ -147,29 +149,29 @@ class Saver:
         save, which the run's record stores in `saves`. If any rank fails, for example with OSError,
         the error is raised on all ranks. Raises FloatingPointError, without saving, if the state is
         not finite."""
-        assert self.ending is not None
-        began = time.monotonic()
+        assert self.pending_write is not None
+        start = time.monotonic()
         try:
-            folder = self.ending.result()
+            folder = self.pending_write.result()
         finally:
-            self.ending = None
-            if not self._keeps:
+            self.pending_write = None
+            if not self._keeps_memory:
                 self.memory = None
-        self._row["stall_s"] += time.monotonic() - began
-        return folder, self._row
+        self._save_row["stall_s"] += time.monotonic() - start
+        return folder, self._save_row
 
-    def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
+    def _write(self, partial_folder: Path, parts: list[Part], meta: resume.Meta) -> Path:
         """Write this rank's file. When the files of all ranks are on disk, publish them with one
         rename per disk, and delete old checkpoints. Return the new checkpoint's folder. The writing
         threads of all ranks must call this method."""
-        began = time.monotonic()
+        start = time.monotonic()
         is_rank_0 = self.topology.rank == 0
-        final = writing.with_name(name_of(meta.step))
-        file = writing / resume.file_of(self.topology.rank)
+        final_folder = partial_folder.with_name(checkpoint_name(meta.step))
+        file = partial_folder / resume.rank_file_name(self.topology.rank)
         with raise_on_all_ranks(self._group):
-            written = (socket.gethostname(), *write_parts(file, parts))
-        for rank, (host, size, checksum) in enumerate(gather(written, self._group)):
-            name = resume.file_of(rank)
+            file_info = (socket.gethostname(), *write_parts(file, parts))
+        for rank, (host, size, checksum) in enumerate(gather(file_info, self._group)):
+            name = resume.rank_file_name(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
             if self.plan.own_disks:
@@ -178,29 +180,29 @@ class Saver:
         # nodes.
         for has_turn in (not is_rank_0, is_rank_0):
             with raise_on_all_ranks(self._group):
-                if self._leads and has_turn:
-                    _publish(writing, final, meta)
+                if self._is_disk_leader and has_turn:
+                    _publish(partial_folder, final_folder, meta)
         # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
         # and this run repeats their steps.
         with raise_on_all_ranks(self._group):
-            checkpoints = list_checkpoints(self.plan.run_dir) if self._leads else []
-            older = [checkpoint for checkpoint in checkpoints if checkpoint <= final]
+            checkpoints = list_checkpoints(self.plan.run_dir) if self._is_disk_leader else []
+            older = [checkpoint for checkpoint in checkpoints if checkpoint <= final_folder]
             for checkpoint in set(checkpoints).difference(
                 older[-self.plan.config.keep_checkpoints :]
             ):
                 remove_folder(checkpoint)
-        self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
-        return final
+        self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
+        return final_folder
 
 
-def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
-    run_dir = final.parents[1]
+def _publish(partial_folder: Path, final_folder: Path, meta: resume.Meta) -> None:
+    run_dir = final_folder.parents[1]
     claims.renew(run_dir)  # raises if another process has claimed the folder
     record = run_dir / RECORD_FILE
     if record.is_file():  # only rank 0's disk has the record
-        shutil.copy(record, writing)
-    resume.write_meta(writing, meta)
-    publish(writing, final)
+        shutil.copy(record, partial_folder)
+    resume.write_meta(partial_folder, meta)
+    publish(partial_folder, final_folder)
 
 
 def load_checkpoint(
@@ -211,8 +213,10 @@ def load_checkpoint(
     the checkpoint cannot be loaded, or if its run used different tokens or base weights. All ranks
     must call this function."""
     meta = resume.read_meta(folder)
-    before = meta.data_fingerprint
-    if before != data.fingerprint and not is_earlier_fingerprint(before, plan.config, data):
+    saved_fingerprint = meta.data_fingerprint
+    if saved_fingerprint != data.fingerprint and not is_earlier_fingerprint(
+        saved_fingerprint, plan.config, data
+    ):
         what = f"The dataset differs from the one used to train {folder}"
         why = "its files have changed, or this Python version has a different embedded corpus"
         raise UserError(what, why, "restore the dataset, or set resume to None")
@@ -233,11 +237,11 @@ def load_checkpoint(
     except Exception as error:  # each library raises different errors
         what = f"Checkpoint {folder} cannot be loaded"
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(what, why, resume.use_older(folder)) from error
+        raise UserError(what, why, resume.resume_advice(folder)) from error
     return meta.step
 
 
-def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
+def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
     """Return copies of shards that ranks on this node hold but only ranks on other nodes write. The
     ranks on a node share this work. The name of each copy has the prefix COPY. All ranks must call
     this function."""
@@ -248,12 +252,12 @@ def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
     node = topology.rank - topology.local_rank
     ranks = gather((node, {key: part.writes for key, part in part_by_key.items()}))
     keys_by_rank = {rank: keys for rank, (rank_node, keys) in enumerate(ranks) if rank_node == node}
-    written = {key for keys in keys_by_rank.values() for key, writes in keys.items() if writes}
-    unwritten = dict.fromkeys(
-        key for keys in keys_by_rank.values() for key in keys if key not in written
+    written_keys = {key for keys in keys_by_rank.values() for key, writes in keys.items() if writes}
+    unwritten_keys = dict.fromkeys(
+        key for keys in keys_by_rank.values() for key in keys if key not in written_keys
     )
     copies = []
-    for number, key in enumerate(unwritten):
+    for number, key in enumerate(unwritten_keys):
         holders = [rank for rank, keys in keys_by_rank.items() if key in keys]
         if holders[number % len(holders)] == topology.rank:
             part = part_by_key[key]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from distributed_training.models import ModelSpec, peft
-from distributed_training.models.decoder import Decoder, Fingerprint, Source, fill_parameters
+from distributed_training.models.decoder import Decoder, Fingerprint, WeightSource, fill_parameters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan
@@ -18,7 +18,7 @@ from distributed_training.settings.request import build_config
 WEIGHT = "weight/"  # prefix of weights in checkpoints
 
 
-class Saved(Mapping[str, torch.Tensor]):
+class SavedWeights(Mapping[str, torch.Tensor]):
     """Weights in a checkpoint, keyed by the model's parameter names. Each tensor is read when it is
     accessed."""
 
@@ -34,18 +34,19 @@ class Saved(Mapping[str, torch.Tensor]):
         """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
         The run's plan file may have changed since training."""
         blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
-        fits = len(blocks) == plan.model.size.num_layers
-        if fits and not plan.config.lora_rank:  # peft.of_state compares the shapes of adapters.
+        matches = len(blocks) == plan.model.size.num_layers
+        # peft.adapters_from_state compares the shapes of adapters.
+        if matches and not plan.config.lora_rank:
             try:
-                outline = plan.model.outline()
-                shapes = {name: part.shape for name, part in outline.named_parameters()}
+                meta_model = plan.model.build_meta_model()
+                shapes = {name: part.shape for name, part in meta_model.named_parameters()}
             except UserError:  # such as an error from a model family in the user's code
                 raise
             except Exception:  # such as an error for a size of -1
                 shapes = {}
             stored = self.files.stored_parts
-            fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
-        if not fits:
+            matches = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
+        if not matches:
             what = (
                 f"{plan.run_dir / PLAN_FILE} describes a different model from the one in the "
                 "checkpoint"
@@ -60,12 +61,12 @@ class Saved(Mapping[str, torch.Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedModel:
     """Weights of a trained model. Adapters are kept in memory; other tensors are read when
     needed."""
 
     spec: ModelSpec
-    weights: Source  # weights of the whole model or, with `adapters`, of the base model
+    weights: WeightSource  # weights of the whole model or, with `adapters`, of the base model
     adapters: peft.Adapters | None = None
     base: Path | None = None  # folder of the base weights; None if they were random
 
@@ -74,15 +75,17 @@ class Trained:
         computation use this dtype. A quantized base then stays quantized and keeps its compute
         dtype. If `dtype` is None, the model computes in fp32. If fp32 weights would take more than
         a quarter of the available RAM, each weight keeps the dtype in which it is stored."""
-        model = self.spec.outline()
-        weights, fingerprint = self._watched(model)
-        rounded_to = self.adapters.rounded_to() if self.adapters else None
-        model.compute_dtype = rounded_to if rounded_to and dtype else dtype or torch.float32
-        narrow = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
+        model = self.spec.build_meta_model()
+        weights, fingerprint = self._watch_base(model)
+        rounding_dtype = self.adapters.rounding_dtype() if self.adapters else None
+        model.compute_dtype = rounding_dtype if rounding_dtype and dtype else dtype or torch.float32
+        keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():
-            stored = self.weights(name, (slice(0, 1),)).dtype if narrow else model.compute_dtype
-            parameter.data = parameter.data.to(stored)
-        if self.adapters and rounded_to and dtype:
+            stored_dtype = (
+                self.weights(name, (slice(0, 1),)).dtype if keeps_dtypes else model.compute_dtype
+            )
+            parameter.data = parameter.data.to(stored_dtype)
+        if self.adapters and rounding_dtype and dtype:
             from distributed_training.models.nf4 import quantize_matrices
 
             quantize_matrices(model, weights, device)
@@ -100,41 +103,45 @@ class Trained:
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
-        outline = self.spec.outline()
-        weights, fingerprint = self._watched(outline)
+        meta_model = self.spec.build_meta_model()
+        weights, fingerprint = self._watch_base(meta_model)
         if self.adapters:
             weights = self.adapters.merged(weights, self.spec.size)
         self.spec.save(weights, folder, eos_token_id=eos_token_id, dtype=dtype)
         self._check(fingerprint)
 
-    def _watched(self, model: Decoder) -> tuple[Source, Fingerprint]:
+    def _watch_base(self, model: Decoder) -> tuple[WeightSource, Fingerprint]:
         fingerprint = Fingerprint(model)
-        return fingerprint.watching(self.weights) if self.adapters else self.weights, fingerprint
+        return fingerprint.watch(self.weights) if self.adapters else self.weights, fingerprint
 
     def _check(self, fingerprint: Fingerprint) -> None:
         if self.adapters:
-            peft.check_base(fingerprint.combine(), self.adapters.base, self.adapters.whose)
+            peft.check_base(fingerprint.combine(), self.adapters.base, self.adapters.origin)
 
 
-def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int) -> Trained:
+def trained_model_of_run(
+    plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int
+) -> TrainedModel:
     """Return the trained weights of a run. `state` maps the model's parameter names to the trained
     tensors."""
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return Trained(spec=spec, weights=lambda name, box: state[name][box], base=plan.weights_dir)
+        return TrainedModel(
+            spec=spec, weights=lambda name, slices: state[name][slices], base=plan.weights_dir
+        )
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
-        outline = spec.outline(seed=config.seed)
+        meta_model = spec.build_meta_model(seed=config.seed)
         hashed = plan.machine.num_gpus > 0
-        base = outline.random_source(config.seed, torch.device("cpu"), hashed=hashed)
-    adapters = peft.of_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
-    return Trained(spec=spec, weights=base, adapters=adapters, base=plan.weights_dir)
+        base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
+    adapters = peft.adapters_from_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
+    return TrainedModel(spec=spec, weights=base, adapters=adapters, base=plan.weights_dir)
 
 
-def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
+def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedModel:
     """Return the weights in `folder`. If `base` is another folder, `folder` contains adapters for
     the model in `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
-    return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters, base=base)
+    return TrainedModel(spec=spec, weights=spec.weights_source(base), adapters=adapters, base=base)

@@ -40,15 +40,15 @@ from distributed_training.settings.files import open_regular, plural, publish, r
 from distributed_training.settings.machine import available_cpus
 
 _VERSION = 14
-_META = "meta.json"
-_BYTES = "bytes.npy"  # number of bytes of text that each token represents
-_CHECKSUM = "sha256"  # checksums of all other files
-_BATCH = 2**21  # characters per batch, which all cores tokenize together
-_AHEAD = 2  # number of batches tokenized while another is written
-_READ = 16 * 2**20  # bytes read at a time
-_LONG = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
-_VERY_LONG = 2_000_000_000  # announce the checksum if a corpus exceeds this many bytes
-_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
+_META_FILE = "meta.json"
+_BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
+_CHECKSUM_FILE = "sha256"  # checksums of all other files
+_BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
+_NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
+_READ_BYTES = 16 * 2**20  # bytes read at a time
+_LONG_BYTES = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
+_VERY_LONG_BYTES = 2_000_000_000  # announce the checksum if a corpus exceeds this many bytes
+_MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
@@ -64,17 +64,17 @@ def tokenize(
     the model's embedding."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
-    if num_bytes > _VERY_LONG:
+    if num_bytes > _VERY_LONG_BYTES:
         size = f"{num_bytes / 1e9:.1f} GB"
         print_error(f"reading {config.dataset} ({size}) to compute its checksum")
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-    if not is_whole(folder):  # A complete cache may be read-only, so do not lock it.
+    if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
         tokenizer.facts.check_rows(rows, config.model)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
-                if not is_whole(folder):
+                if not is_intact(folder):
                     if folder.is_dir():
                         what = "is damaged or belongs to another user and will be rebuilt"
                         logger.warning("the token cache %s %s", folder, what)
@@ -82,12 +82,12 @@ def tokenize(
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
             raise UserError(what, str(error), f"set {CACHE} to another folder") from None
-    tokenizer.recall(read_meta(folder)["tokenizer"])
+    tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     tokenizer.facts.check_rows(rows, config.model)
     return folder
 
 
-def token_cache() -> Path:
+def token_cache_dir() -> Path:
     """Return this user's folder for cached tokens. The folder is private because other users could
     replace the tokens in a shared folder. Raises UserError if the folder cannot be used."""
     folder, why = create_private_folder("tokens")
@@ -100,30 +100,32 @@ def token_cache() -> Path:
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a complete folder: the form of the text, the dtypes and counts of each
     split, and facts about the tokenizer."""
-    return json.loads((folder / _META).read_bytes())
+    return json.loads((folder / _META_FILE).read_bytes())
 
 
 def load_bytes(folder: Path) -> np.ndarray:
     """Return the number of UTF-8 bytes of text that each token represents, int32 [num_tokens]
     (data/text_bytes.py)."""
-    return np.load(folder / _BYTES)
+    return np.load(folder / _BYTES_FILE)
 
 
-def is_whole(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
     """Return whether a cache folder is complete, unchanged, and owned by this user or root. The
     owner matters because another user may have created a folder while the cache was writable by
     others."""
     try:
         owners = {path.stat().st_uid for path in (folder, *folder.iterdir())}
-        return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM) == _checksum(folder)
+        return owners <= {0, os.geteuid()} and read_small(folder / _CHECKSUM_FILE) == _checksum(
+            folder
+        )
     except OSError:
         return False
 
 
-def digest_of(folder: Path) -> str:
+def read_tokens_digest(folder: Path) -> str:
     """Return the SHA-256 of the tokens in a complete folder, including their division into
     splits."""
-    return (folder / _CHECKSUM).read_text().splitlines()[0]
+    return (folder / _CHECKSUM_FILE).read_text().splitlines()[0]
 
 
 def _checksum(folder: Path) -> bytes:
@@ -132,11 +134,11 @@ def _checksum(folder: Path) -> bytes:
     for file in sorted(folder.glob("*.bin")):
         tokens.update(f"{file.name} {file.stat().st_size} ".encode())
         with open_regular(file) as stream:
-            while chunk := stream.read(_READ):
+            while chunk := stream.read(_READ_BYTES):
                 tokens.update(chunk)
-    about = hashlib.sha256(read_small(folder / _META))
-    about.update(read_small(folder / _BYTES))
-    return f"{tokens.hexdigest()}\n{about.hexdigest()}\n".encode()
+    metadata = hashlib.sha256(read_small(folder / _META_FILE))
+    metadata.update(read_small(folder / _BYTES_FILE))
+    return f"{tokens.hexdigest()}\n{metadata.hexdigest()}\n".encode()
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
@@ -150,25 +152,25 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
         splits.append({})
-        for part, dtype in dtypes.items():
-            file = folder / f"{split}-{part}.bin"
+        for name, dtype in dtypes.items():
+            file = folder / f"{split}-{name}.bin"
             # A split without text has no file.
-            splits[-1][part] = np.memmap(file, dtype, "r") if file.exists() else np.empty(0, dtype)
+            splits[-1][name] = np.memmap(file, dtype, "r") if file.exists() else np.empty(0, dtype)
     return meta["form"], splits
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
     """Tokenize a corpus into a cache folder. Raises UserError if there is no text to train on."""
     num_bytes = sum(source.num_bytes for source in corpus.values())
-    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
-    if num_bytes > _LONG:
+    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
+    if num_bytes > _LONG_BYTES:
         size = f"{num_bytes / 1e6:.0f} MB"
         print_error(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
     by_line = config.pack is False
     # Parse everything first, so that errors appear before tokenizing, which takes much longer.
     counts = {split: Counts() for split in corpus}
     sizes = [
-        _measure(source, tokenizer, by_line, split_counts)
+        _count_characters(source, tokenizer, by_line, split_counts)
         for source, split_counts in zip(corpus.values(), counts.values(), strict=True)
     ]
     if not sizes[0]:
@@ -177,9 +179,9 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         if reasons:
             why = f"{plural(counts['train'].records, 'record')} left out: {reasons}"
         raise UserError(f"dataset={config.dataset!r} contains no text", why)
-    building = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(building, ignore_errors=True)  # left behind by a process that was killed
-    building.mkdir()
+    partial_folder = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)  # left behind by a process that was killed
+    partial_folder.mkdir()
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
@@ -193,20 +195,20 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
             splits[split] = dtypes
             pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
             for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
-                for part in dtypes.keys() & arrays.keys():
-                    with open(building / f"{split}-{part}.bin", "ab") as file:
-                        file.write(arrays[part].astype(dtypes[part]).tobytes())
+                for name in dtypes.keys() & arrays.keys():
+                    with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
+                        file.write(arrays[name].astype(dtypes[name]).tobytes())
     meta = {
         "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
         "counts": {split: split_counts.as_dict() for split, split_counts in counts.items()},
     }  # fmt: skip
-    (building / _META).write_text(json.dumps(meta))
-    np.save(building / _BYTES, tokenizer.count_bytes())
-    (building / _CHECKSUM).write_bytes(_checksum(building))
-    publish(building, folder)  # This replaces a damaged folder.
+    (partial_folder / _META_FILE).write_text(json.dumps(meta))
+    np.save(partial_folder / _BYTES_FILE, tokenizer.count_bytes())
+    (partial_folder / _CHECKSUM_FILE).write_bytes(_checksum(partial_folder))
+    publish(partial_folder, folder)  # This replaces a damaged folder.
 
 
-def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
+def _count_characters(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
     """Return the approximate number of characters in a split. Raises UserError if a record cannot
     be read."""
     if source.form == RUNNING:
@@ -227,19 +229,19 @@ def _tokenize_split(
     """Yield dictionaries of arrays to append to the files of a split. The keys are the same as in
     `load_tokens`. Meanwhile, threads tokenize the next batches."""
     yield {"starts": np.zeros(1)}
-    length = 0
+    num_ids = 0
     unknown_id = tokenizer.unknown_id
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
-    at_ends = sum(map(len, tokenizer.ends))
+    num_added = sum(map(len, tokenizer.added_ids))
     num_special = num_unknown = 0  # special and unknown tokens in the current document so far
-    with ThreadPoolExecutor(_AHEAD) as pool:
+    with ThreadPoolExecutor(_NUM_BATCHES_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
-        work = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
-        queue = deque(itertools.islice(work, _AHEAD))
+        jobs = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
+        queue = deque(itertools.islice(jobs, _NUM_BATCHES_AHEAD))
         while queue:
             batch, future = queue.popleft()
-            queue.extend(itertools.islice(work, 1))
+            queue.extend(itertools.islice(jobs, 1))
             rows = []
             masks = []
             for piece, (row, mask) in zip(batch, future.result(), strict=True):
@@ -248,7 +250,7 @@ def _tokenize_split(
                 num_special += int(is_special[row].sum())
                 num_unknown += int((row == unknown_id).sum())
                 if piece.ends:
-                    counts.notes[SPECIAL] += piece.eos and num_special > at_ends
+                    counts.notes[SPECIAL] += piece.eos and num_special > num_added
                     counts.notes[UNKNOWN] += num_unknown > 0
                 if mask is None:
                     mask = np.ones(len(row), bool)
@@ -258,8 +260,8 @@ def _tokenize_split(
                 rows.append(row)
                 masks.append(mask)
             sizes = [len(row) for row in rows]
-            ends = length + np.cumsum(sizes)
-            length = ends[-1]
+            ends = num_ids + np.cumsum(sizes)
+            num_ids = ends[-1]
             yield {
                 "ids": np.concatenate(rows),
                 "starts": ends[[piece.ends for piece in batch]],
@@ -274,6 +276,6 @@ def _take_batch(pieces: Iterator[Piece]) -> list[Piece]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text) + 64  # Each piece has a fixed cost.
-        if size > _BATCH:
+        if size > _BATCH_CHARACTERS:
             break
     return batch

@@ -16,18 +16,18 @@ from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Shape
 from distributed_training.data.files import (  # fmt: skip
     BLOCK,
-    RECORDS,
-    TEXTS,
-    bomb,
+    RECORD_SUFFIXES,
+    TEXT_SUFFIXES,
+    bomb_error,
     column_names,
     encoding_of,
-    most_unpacked,
+    max_unpacked_bytes,
     open_file,
     read_records,
     read_text,
     suffix_of,
 )
-from distributed_training.data.folders import ABOUT, CARD, KINDS, find_splits
+from distributed_training.data.folders import CARD, METADATA_FILES, SUFFIXES, find_splits
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import one_of, shown
@@ -82,12 +82,12 @@ class Source:
             file_digest = hashlib.sha256()
             size = 0
             try:
-                with open_file(file) as opened:
-                    for block in iter(partial(opened.read, BLOCK), b""):
+                with open_file(file) as stream:
+                    for block in iter(partial(stream.read, BLOCK), b""):
                         file_digest.update(block)
                         size += len(block)
-                        if size > most_unpacked(file):
-                            raise bomb(file)
+                        if size > max_unpacked_bytes(file):
+                            raise bomb_error(file)
             except OSError as error:  # for example a truncated compressed file
                 why = error.strerror or str(error)
                 raise UserError(f"dataset file {file} cannot be read", why) from None
@@ -118,8 +118,8 @@ def read_corpus(dataset: str, validation: str | None = None, columns: str | None
     names = parse_columns(columns)
     corpus = _find_corpus(dataset, "dataset", names)
     if validation is not None:
-        other = _find_corpus(validation, "validation_dataset", names)
-        corpus["validation"] = other.get("validation", other["train"])
+        validation_corpus = _find_corpus(validation, "validation_dataset", names)
+        corpus["validation"] = validation_corpus.get("validation", validation_corpus["train"])
     return corpus
 
 
@@ -129,17 +129,23 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
-    used = {file for source in corpus.values() for file in source.files}
-    about = ABOUT if any(suffix_of(file) not in TEXTS for file in used) else ABOUT - {CARD}
-    unread = [
+    used_files = {file for source in corpus.values() for file in source.files}
+    ignored_names = (
+        METADATA_FILES
+        if any(suffix_of(file) not in TEXT_SUFFIXES for file in used_files)
+        else METADATA_FILES - {CARD}
+    )
+    unread_files = [
         file
         for file in folder.rglob("*")
-        if file not in used and file.is_file() and file.name not in about
+        if file not in used_files and file.is_file() and file.name not in ignored_names
     ]
     # A link may point to a used file under another name. Resolving many paths is slow, so only
     # unread files are resolved.
-    resolved = {file.resolve() for file in used} if unread else set()
-    names = sorted(file.relative_to(folder) for file in unread if file.resolve() not in resolved)
+    resolved = {file.resolve() for file in used_files} if unread_files else set()
+    names = sorted(
+        file.relative_to(folder) for file in unread_files if file.resolve() not in resolved
+    )
     return [
         name.as_posix()
         for name in names
@@ -152,11 +158,13 @@ def parse_columns(text: str | None) -> dict[str, str]:
     Raises UserError if the text does not have this form or if a name to the left of "=" is not in
     COLUMNS."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
-    wrong = [ours for ours, theirs in names.items() if ours not in COLUMNS or not theirs]
-    if wrong:
+    names = {name.strip(): dataset_name.strip() for name, _, dataset_name in pairs}
+    unknown = [
+        name for name, dataset_name in names.items() if name not in COLUMNS or not dataset_name
+    ]
+    if unknown:
         what = f"columns={shown(text)} is not accepted"
-        why = f"{wrong[0]!r} is not a supported column. Supported columns: {', '.join(COLUMNS)}"
+        why = f"{unknown[0]!r} is not a supported column. Supported columns: {', '.join(COLUMNS)}"
         raise UserError(what, why, "write --columns prompt=question,completion=answer")
     return names
 
@@ -173,7 +181,7 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
             parquet = hub.fetch_wikitext()
         except OSError as error:
             missing = f"{key}={WIKITEXT!r} is"
-            raise hub.cannot_fetch(missing, error, hub.WIKITEXT_COMMAND) from None
+            raise hub.fetch_error(missing, error, hub.WIKITEXT_COMMAND) from None
         corpus = {}
         for split, path in parquet.items():
             lines = "".join(row["text"] for _, row in read_records(path))
@@ -183,7 +191,7 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
             corpus[split] = Source(form=RUNNING, texts=texts)
         return corpus
     if is_hub_name(dataset):
-        splits = hub.ask_for_dataset(key, dataset, download=True)
+        splits = hub.fetch_dataset(key, dataset, download=True)
     else:
         splits = find_splits(Path(dataset), what)
     if "train" not in splits:
@@ -191,28 +199,31 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
         raise UserError(
             f"{what} has no split called train", f"its splits are: {', '.join(splits)}", fix
         )
-    used = [split for split in ("train", "validation") if split in splits]
-    return {split: _find_form(splits[split], what, columns) for split in used}
+    used_splits = [split for split in ("train", "validation") if split in splits]
+    return {split: _find_form(splits[split], what, columns) for split in used_splits}
 
 
 def is_hub_name(dataset: str) -> bool:
     """Return whether `dataset` has the form user/name or user/name:config and is not an existing
     path."""
     path = Path(dataset)
-    named = _HUB_NAME.fullmatch(dataset) is not None
-    return named and suffix_of(path) not in KINDS and not path.exists()
+    is_hub_form = _HUB_NAME.fullmatch(dataset) is not None
+    return is_hub_form and suffix_of(path) not in SUFFIXES and not path.exists()
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
     """Return the running text or records in `files` as a source. All records must have the shape of
     the first record. Raises UserError if text and records are mixed, or if there is no record."""
     suffixes = sorted({suffix_of(file) for file in files})
-    if set(suffixes) <= set(TEXTS):
+    if set(suffixes) <= set(TEXT_SUFFIXES):
         for file in files:  # reading all of their text would take much longer
             encoding_of(file)
         return Source(form=RUNNING, files=files)
-    if not set(suffixes) <= set(RECORDS):
-        fix = f"use {' and '.join(TEXTS)} files, or {one_of(RECORDS)} files, but not both"
+    if not set(suffixes) <= set(RECORD_SUFFIXES):
+        fix = (
+            f"use {' and '.join(TEXT_SUFFIXES)} files, or {one_of(RECORD_SUFFIXES)} files, "
+            "but not both"
+        )
         raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
     for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
         shape = Shape(record, where, columns, column_names(files[0]))

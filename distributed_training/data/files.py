@@ -17,23 +17,25 @@ from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import json_mistake, parse_json
 from distributed_training.settings.machine import available_ram_bytes
 
-TEXTS = (".txt", ".md")  # each file is one document
-RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # each line or row is one record
-COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
+# Each line or row is one record.
+RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK = 2**20  # bytes or characters read at a time
-# A compressed file may unpack to _UNPACKED bytes or to _RATIO times its size, whichever is larger.
-_UNPACKED = 2**27
-_RATIO = 200
-_LONGEST_LINE = 2**30  # maximum number of characters in a line
+# A compressed file may unpack to _UNPACKED_BYTES or to _UNPACKED_RATIO times its size, whichever is
+# larger.
+_UNPACKED_BYTES = 2**27
+_UNPACKED_RATIO = 200
+_MAX_LINE_LENGTH = 2**30  # maximum number of characters in a line
 # Memory that a JSON list needs for two copies of its text and for the values, in bytes per byte of
 # the file
 _LIST_BYTES = 6
-_ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
+_BATCH_ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
 
 def suffix_of(path: Path) -> str:
     """Return the suffix that determines the kind of a file, such as .jsonl for a.jsonl.gz."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
@@ -45,25 +47,25 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
         # Lines end only at line feeds, because U+2028 and similar characters may occur inside a
         # JSON string.
         text = io.TextIOWrapper(file, encoding, newline="\n")
-        limit = most_unpacked(path)
-        longest = min(limit, _LONGEST_LINE)  # The whole file may be one line.
+        limit = max_unpacked_bytes(path)
+        max_chars = min(limit, _MAX_LINE_LENGTH)  # The whole file may be one line.
         size = 0
         try:
-            read = partial(text.readline, longest + 1) if by_line else partial(text.read, BLOCK)
+            read = partial(text.readline, max_chars + 1) if by_line else partial(text.read, BLOCK)
             for block in iter(read, ""):
                 size += len(block)
                 if size > limit:
-                    raise bomb(path)
-                if by_line and len(block) > longest:
-                    why = f"a line has more than {longest / 1e6:,.0f} million characters"
+                    raise bomb_error(path)
+                if by_line and len(block) > max_chars:
+                    why = f"a line has more than {max_chars / 1e6:,.0f} million characters"
                     raise UserError(f"dataset file {path} cannot be read", why, "split this line")
                 while block.endswith("\r") and (following := text.read(1)):
                     block += following
                 yield block.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             start = error.start
-            before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
-            byte = f"the byte 0x{error.object[start]:02x} after {before!r}"
+            text_before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
+            byte = f"the byte 0x{error.object[start]:02x} after {text_before!r}"
             why = f"{byte} is not valid {error.encoding.upper()}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
         except (OSError, EOFError) as error:
@@ -76,7 +78,10 @@ def encoding_of(path: Path) -> str:
     try:
         with open_file(path) as file:
             # Reading a sparse file of 50 GB would take minutes.
-            if path.suffix not in COMPRESSED and (hole := _first_hole(file)) < path.stat().st_size:
+            if (
+                path.suffix not in COMPRESSIONS
+                and (hole := _first_hole(file)) < path.stat().st_size
+            ):
                 why = f"part of the file, starting at byte {hole:,}, was never written"
                 raise UserError(f"dataset file {path} cannot be read", why, "copy the file again")
             head = file.read(4)
@@ -87,8 +92,8 @@ def encoding_of(path: Path) -> str:
         raise _not_utf8(
             path, "its first bytes include zero bytes", encoding, "UTF-16 without a byte-order mark"
         )
-    marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return "utf-16" if marked else "utf-8-sig"
+    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return "utf-16" if has_mark else "utf-8-sig"
 
 
 def _first_hole(file: IO[bytes]) -> int:
@@ -212,24 +217,24 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = pyarrow.parquet.ParquetFile(file)
-                rows = _rows_at_a_time(table, path)
+                batch_rows = _choose_batch_rows(table, path)
                 names = [name for name in table.schema_arrow.names if name in columns]
-                batches = table.iter_batches(rows, columns=names or None)
+                batches = table.iter_batches(batch_rows, columns=names or None)
             size = 0
-            most_addresses = _most_addresses()
-            while (batch := _next_batch(batches, most_addresses)) is not None:
+            max_address_space = _max_address_space()
+            while (batch := _next_batch(batches, max_address_space)) is not None:
                 names = batch.schema.names
                 if len(names) > len(set(names)):
                     raise ValueError(f"the column {max(names, key=names.count)!r} appears twice")
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
-                if batch.nbytes > most_unpacked(path):
-                    raise bomb(path)
-                for first in range(0, batch.num_rows, _ROWS):
-                    for row in batch.slice(first, _ROWS).to_pylist():
+                if batch.nbytes > max_unpacked_bytes(path):
+                    raise bomb_error(path)
+                for first in range(0, batch.num_rows, _BATCH_ROWS):
+                    for row in batch.slice(first, _BATCH_ROWS).to_pylist():
                         size += _num_characters(row)  # a value may be stored once for many rows
-                        if size > most_unpacked(path):
-                            raise bomb(path)
+                        if size > max_unpacked_bytes(path):
+                            raise bomb_error(path)
                         number += 1
                         yield f"{path} row {number}", row
     except UserError:
@@ -239,7 +244,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
 
 
-def _most_addresses() -> int:
+def _max_address_space() -> int:
     """Return the address-space limit in bytes that keeps this process within the available
     memory."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -248,12 +253,12 @@ def _most_addresses() -> int:
     return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
-def _next_batch(batches: Iterator[Any], most_addresses: int) -> Any:
+def _next_batch(batches: Iterator[Any], max_address_space: int) -> Any:
     """Return the next batch of rows, or None at the end of the table. Raises pyarrow's MemoryError
     if the batch needs more than the available memory, so that the kernel does not kill the
     process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most_addresses, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (max_address_space, hard))
     try:
         return next(batches, None)
     finally:
@@ -270,33 +275,33 @@ def _num_characters(value: Any) -> int:
     return sum(map(_num_characters, value)) if isinstance(value, list) else 1
 
 
-def _rows_at_a_time(table: Any, path: Path) -> int:
+def _choose_batch_rows(table: Any, path: Path) -> int:
     """Return the number of rows to decode at a time. Return 1 if a row may be much larger than the
     file, because a file may store a repeated value only once. Raises UserError if a column unpacks
-    to more than `most_unpacked` allows."""
+    to more than `max_unpacked_bytes` allows."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
     if metadata.num_rows > max(10**6, num_bytes):  # A repeated value may need no space at all.
-        raise bomb(path)
-    largest = 0
+        raise bomb_error(path)
+    largest_column = 0
     for group in range(metadata.num_row_groups):
         for number in range(metadata.num_columns):
             column = metadata.row_group(group).column(number)
-            largest = max(largest, column.total_uncompressed_size)
-            if largest > most_unpacked(path):
-                raise bomb(path)
-    return 1 if largest > 4 * num_bytes + _UNPACKED // _ROWS else _ROWS
+            largest_column = max(largest_column, column.total_uncompressed_size)
+            if largest_column > max_unpacked_bytes(path):
+                raise bomb_error(path)
+    return 1 if largest_column > 4 * num_bytes + _UNPACKED_BYTES // _BATCH_ROWS else _BATCH_ROWS
 
 
-def most_unpacked(path: Path) -> int:
+def max_unpacked_bytes(path: Path) -> int:
     """Return the maximum number of bytes that a file may unpack to. The limit is far above the size
     of ordinary text, which is at most ten times the size of the compressed file."""
-    return max(_UNPACKED, _RATIO * path.stat().st_size)
+    return max(_UNPACKED_BYTES, _UNPACKED_RATIO * path.stat().st_size)
 
 
-def bomb(path: Path) -> UserError:
+def bomb_error(path: Path) -> UserError:
     """Return the error for a file that unpacks to more than `most_unpacked` allows."""
-    why = f"it unpacks to more than {_RATIO} times its size on disk"
+    why = f"it unpacks to more than {_UNPACKED_RATIO} times its size on disk"
     fix = "convert it to .jsonl"
     return UserError(f"dataset file {path} cannot be read", why, fix)
 
@@ -309,10 +314,10 @@ def open_file(path: Path) -> IO[bytes]:
         if not path.is_file() or path.resolve().parts[1:2] in (("proc",), ("sys",)):
             what = f"dataset file {path} is not a regular file"
             raise UserError(what, fix="copy its content to a regular file")
-        if path.suffix in COMPRESSED:
+        if path.suffix in COMPRESSIONS:
             import pyarrow
 
-            return pyarrow.input_stream(str(path), compression=COMPRESSED[path.suffix])
+            return pyarrow.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
         return path.open("rb")
     except OSError as error:
         raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None

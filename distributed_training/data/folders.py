@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.data.files import COMPRESSED, RECORDS, TEXTS, suffix_of
+from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
 from distributed_training.settings.errors import UserError, describe, nearest
 from distributed_training.settings.files import one_of
 
-KINDS = (*TEXTS, *RECORDS)
+SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 CARD = "README.md"
 # Files that describe a dataset or a model and contain no samples
-ABOUT = {
+METADATA_FILES = {
     CARD,
     "config.json",
     "dataset_info.json",
@@ -32,21 +32,23 @@ def find_splits(path: Path, what: str) -> Splits:
     a clone of a dataset from the Hub, or the output of `save_to_disk`. `what` names the dataset in
     error messages. Raises UserError if `path` is anything else or cannot be read."""
     if path.is_file():
-        if suffix_of(path) in KINDS:
+        if suffix_of(path) in SUFFIXES:
             return {"train": [path]}
-        raise _unusable(what, [path])
+        raise _unusable_error(what, [path])
     if not path.is_dir():
         why = "is not a regular file" if path.exists() else "does not exist"
         beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
         if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
             raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
-        fix = f"use a {one_of(KINDS)} file (optionally compressed: {', '.join(COMPRESSED)}), a "
+        fix = (
+            f"use a {one_of(SUFFIXES)} file (optionally compressed: {', '.join(COMPRESSIONS)}), a "
+        )
         fix += 'folder of such files, "wikitext-2" or "embedded"'
         raise UserError(f"{what} {why}", fix=fix)
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return _saved(path, what)
+        return _read_saved_splits(path, what)
     try:
-        files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
+        files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     except OSError as error:  # for example if the folder changes meanwhile, as /proc does
         raise UserError(f"{what} cannot be read", str(error)) from None
     for file in files:
@@ -54,23 +56,23 @@ def find_splits(path: Path, what: str) -> Splits:
             fix = "remove it, or use a folder without it"
             raise UserError(f"{what} contains {file}, which is not a regular file", fix=fix)
     if not files:
-        raise _unusable(what, [file for file in path.iterdir() if file.is_file()])
+        raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
     if not (path / CARD).exists() and not any(map(_MAY_BE_SPLIT.search, names)):
         return {"train": files}
-    return _by_convention(path, what)
+    return _find_splits_by_convention(path, what)
 
 
-def _is_ours(file: Path, folder: Path) -> bool:
-    """Return whether a file contains samples: its kind is known, it is not hidden, and it is not in
-    ABOUT."""
-    below = file.relative_to(folder)
-    hidden = any(part.startswith((".", "__")) for part in below.parts[:-1])
-    hidden = hidden or below.name.startswith(".") or below.name in ABOUT
-    return suffix_of(file) in KINDS and not hidden and not file.is_dir()
+def _has_samples(file: Path, folder: Path) -> bool:
+    """Return whether a file contains samples: its suffix is known, it is not hidden, and it is not
+    in DESCRIPTION_FILES."""
+    relative = file.relative_to(folder)
+    hidden = any(part.startswith((".", "__")) for part in relative.parts[:-1])
+    hidden = hidden or relative.name.startswith(".") or relative.name in METADATA_FILES
+    return suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
 
 
-def _by_convention(folder: Path, what: str) -> Splits:
+def _find_splits_by_convention(folder: Path, what: str) -> Splits:
     """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
     UserError if the search fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
@@ -90,10 +92,10 @@ def _by_convention(folder: Path, what: str) -> Splits:
                     what = f"{what} has several configurations: {', '.join(configs)}"
                     fix = f"set dataset to the files of one of them, or mark one in {CARD} with "
                     raise UserError(what, "none of them is the default", f"{fix}default: true")
-                chosen = configs[name]
-                base = (base / chosen.get("data_dir", "")).resolve()
-                if chosen.get("data_files"):
-                    patterns = sanitize_patterns(chosen["data_files"])
+                chosen_config = configs[name]
+                base = (base / chosen_config.get("data_dir", "")).resolve()
+                if chosen_config.get("data_files"):
+                    patterns = sanitize_patterns(chosen_config["data_files"])
         patterns = patterns or get_data_patterns(str(base))
         files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
     except UserError:
@@ -106,24 +108,24 @@ def _by_convention(folder: Path, what: str) -> Splits:
         for path in paths:
             if not path.is_relative_to(folder.resolve()):
                 raise UserError(f"{what} refers to {path}, which is outside the folder")
-        if readable := [path for path in paths if _is_ours(path, folder.resolve())]:
+        if readable := [path for path in paths if _has_samples(path, folder.resolve())]:
             splits[str(split)] = readable
     return splits
 
 
-def _saved(folder: Path, what: str) -> Splits:
+def _read_saved_splits(folder: Path, what: str) -> Splits:
     """Return the Arrow files of each split of a dataset that `save_to_disk` wrote. Raises UserError
     if the dataset cannot be read, or if a file is outside the folder."""
     import datasets
 
     try:
-        saved = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except Exception as error:  # errors from datasets and pyarrow
         raise UserError(f"{what} cannot be read", describe(error)) from None
-    saved_splits = saved if isinstance(saved, dict) else {"train": saved}
+    dataset_by_split = dataset if isinstance(dataset, dict) else {"train": dataset}
     splits = {
         str(name): [Path(file["filename"]).resolve() for file in split.cache_files]
-        for name, split in saved_splits.items()
+        for name, split in dataset_by_split.items()
     }
     for path in itertools.chain(*splits.values()):
         if not path.is_relative_to(folder.resolve()):
@@ -131,11 +133,11 @@ def _saved(folder: Path, what: str) -> Splits:
     return splits
 
 
-def _unusable(what: str, files: Sequence[Path]) -> UserError:
+def _unusable_error(what: str, files: Sequence[Path]) -> UserError:
     suffixes = sorted({suffix_of(file) for file in files})
     why = "the folder has no files"
     if suffixes == [""]:
         why = "files without an extension are not supported"
     elif suffixes:
         why = f"files of type {', '.join(filter(None, suffixes))} are not supported"
-    return UserError(f"{what} cannot be read", why, f"use {one_of(KINDS)} files")
+    return UserError(f"{what} cannot be read", why, f"use {one_of(SUFFIXES)} files")

@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt")
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
-_DOWNLOAD = (
+_DOWNLOAD_ADVICE = (
     "on a machine with internet access, run the command below, and copy ~/.cache/huggingface from "
     "there to this machine. Run"
 )
@@ -33,14 +33,14 @@ def fetch_wikitext() -> dict[str, Path]:
     return {split: folder / Path(name).name for split, name in WIKITEXT_FILES.items()}
 
 
-def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
+def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
     """Return the Arrow files of each split of a dataset on the Hub. `dataset` is `name` or
     `name:config`.
 
     If `download` is False, only check that the dataset is available, and return {}. Raises
     UserError if the dataset is neither on the Hub nor in the cache of the datasets library."""
     name, _, config = dataset.partition(":")
-    unanswered = None
+    connection_error = None
     try:
         import datasets
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -53,7 +53,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass  # The Hub answered, so the library reports below why it fails.
         except Exception as error:  # The Hub did not answer, so only the cache can be used.
-            unanswered = error
+            connection_error = error
             offline = constants.HF_HUB_OFFLINE
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if not sys.stderr.isatty():
@@ -63,18 +63,18 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
             return {}
         builder.download_and_prepare()
         return {
-            split: [Path(file["filename"]) for file in part.cache_files]
-            for split, part in builder.as_dataset().items()
+            split: [Path(file["filename"]) for file in split_data.cache_files]
+            for split, split_data in builder.as_dataset().items()
         }
     except Exception as error:  # errors from datasets, huggingface_hub, pyarrow or the HTTP client
-        error = unanswered or error
+        error = connection_error or error
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)
         what = f"{key}={dataset!r} is neither a path nor an available dataset on the Hub"
         command = f'python -c "import datasets; datasets.load_dataset({arguments})"'
-        fix = f"if it exists, {_DOWNLOAD}: {command}"
+        fix = f"if it exists, {_DOWNLOAD_ADVICE}: {command}"
         raise UserError(what, describe(error), fix) from None
     finally:
-        if unanswered:  # The run may upload its model to the Hub when it ends.
+        if connection_error:  # The run may upload its model to the Hub when it ends.
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
@@ -110,12 +110,12 @@ def is_tokenizer_file(name: str) -> bool:
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
-def cannot_fetch(missing: str, error: OSError, command: str, instead: str = "") -> UserError:
+def fetch_error(missing: str, error: OSError, command: str, alternative: str = "") -> UserError:
     """Return the error for files that are neither cached nor downloadable. `missing` names the
     files and ends with "is" or "are". `command` is a command that downloads the files, and
-    `instead` suggests an alternative."""
+    `alternative` suggests an alternative."""
     what = f"{missing} not in the Hugging Face cache and cannot be downloaded"
-    fix = f"{instead}, or {_DOWNLOAD}" if instead else _DOWNLOAD
+    fix = f"{alternative}, or {_DOWNLOAD_ADVICE}" if alternative else _DOWNLOAD_ADVICE
     return UserError(what, str(error), f"{fix}: {command}")
 
 

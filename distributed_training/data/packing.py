@@ -22,41 +22,41 @@ def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
     record. The number of iterations therefore grows with the number of distinct lengths rather than
     with the number of records."""
     by_length = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(-lengths, return_counts=True)
+    negative_lengths, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`
-    free = dict[int, list[np.ndarray]]()  # number of free tokens -> blocks with that number
-    sizes = list[int]()  # the keys of `free`, ascending
+    blocks_by_space = dict[int, list[np.ndarray]]()  # free tokens -> blocks with this number
+    spaces = list[int]()  # the keys of `blocks_by_space`, ascending
     num_blocks = 0
-    done = 0
+    num_packed = 0
 
     def put_back(space: int, blocks: np.ndarray) -> None:
         if space and len(blocks):
-            if space not in free:
-                free[space] = []
-                bisect.insort(sizes, space)
-            free[space].append(blocks)
+            if space not in blocks_by_space:
+                blocks_by_space[space] = []
+                bisect.insort(spaces, space)
+            blocks_by_space[space].append(blocks)
 
-    for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
+    for length, count in zip((-negative_lengths).tolist(), counts.tolist(), strict=True):
         while count:
-            index = bisect.bisect_left(sizes, length)
-            if index < len(sizes):
-                space = sizes.pop(index)
-                blocks = np.concatenate(free.pop(space))
+            index = bisect.bisect_left(spaces, length)
+            if index < len(spaces):
+                space = spaces.pop(index)
+                blocks = np.concatenate(blocks_by_space.pop(space))
             else:
                 space = capacity
                 blocks = num_blocks + np.arange(-(-count // (capacity // length)))
                 num_blocks += len(blocks)
             per_block = space // length  # records that one of these blocks can hold
-            num_full, in_last = divmod(min(count, per_block * len(blocks)), per_block)
-            used = np.repeat(blocks[:num_full], per_block)
+            num_full, num_in_last = divmod(min(count, per_block * len(blocks)), per_block)
+            chosen_blocks = np.repeat(blocks[:num_full], per_block)
             put_back(space - per_block * length, blocks[:num_full])
-            if in_last:
-                used = np.append(used, np.repeat(blocks[num_full], in_last))
-                put_back(space - in_last * length, blocks[num_full : num_full + 1])
-            put_back(space, blocks[num_full + (in_last > 0) :])
-            block_of[done : done + len(used)] = used
-            done += len(used)
-            count -= len(used)
+            if num_in_last:
+                chosen_blocks = np.append(chosen_blocks, np.repeat(blocks[num_full], num_in_last))
+                put_back(space - num_in_last * length, blocks[num_full : num_full + 1])
+            put_back(space, blocks[num_full + (num_in_last > 0) :])
+            block_of[num_packed : num_packed + len(chosen_blocks)] = chosen_blocks
+            num_packed += len(chosen_blocks)
+            count -= len(chosen_blocks)
     order = np.argsort(block_of, kind="stable")
     firsts = np.searchsorted(block_of[order], np.arange(num_blocks + 1))
     return by_length[order], firsts

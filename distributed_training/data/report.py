@@ -36,23 +36,23 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
     packs = will_pack(meta["form"], config, can_pack=can_pack)
-    starts, seen = find_parts(split, meta["form"], config.max_length, packs=packs)
-    targets = seen
+    starts, part_lengths = find_parts(split, meta["form"], config.max_length, packs=packs)
+    num_targets = part_lengths
     is_cut = np.zeros(0, bool)
-    ends_cut = longest_prompt = 0
+    num_answers_cut = longest_prompt = 0
     left_out = dict(counts["left_out"])
     notes = {note: count for note, count in counts["notes"].items() if count}
     if meta["form"] != RUNNING and (num_short := int((lengths < 2).sum())):
         left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split and len(lengths):
-        targets = count_targets(split["loss_mask"], starts, seen)
+        num_targets = count_targets(split["loss_mask"], starts, part_lengths)
         firsts = split["starts"][:-1][lengths > 1]
         full_lengths = lengths[lengths > 1] - 1
         cut_lengths = np.minimum(full_lengths, config.max_length)
         is_cut = full_lengths > config.max_length
         kept_targets = count_targets(split["loss_mask"], firsts, cut_lengths)
         all_targets = count_targets(split["loss_mask"], firsts, full_lengths)
-        ends_cut = int(((kept_targets > 0) & (kept_targets < all_targets)).sum())
+        num_answers_cut = int(((kept_targets > 0) & (kept_targets < all_targets)).sum())
         is_filled = kept_targets == 0
         if is_filled.any():
             # If a record may have several samples, one per answer, count the samples in a note.
@@ -68,20 +68,20 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     # Neighboring samples of running text share a token: the last token of one sample is the first
     # token of the next.
     is_shared = meta["form"] == RUNNING and packs
-    in_samples = (seen[targets > 0] + (0 if is_shared else 1)).sum()
+    num_sample_tokens = (part_lengths[num_targets > 0] + (0 if is_shared else 1)).sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
         "form": meta["form"],
         "records": counts["records"],
         "used": counts["records"] - sum(left_out.values()),
         "left_out": left_out,
-        "samples": int((targets > 0).sum()),
+        "samples": int((num_targets > 0).sum()),
         "cut": int(is_cut.sum()),
-        "ends_cut": ends_cut,
+        "ends_cut": num_answers_cut,
         "longest_prompt": longest_prompt,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
         "num_tokens": int(lengths.sum()),
-        "loss_share": float(targets.sum() / max(1, in_samples)),
+        "loss_share": float(num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
 
@@ -90,7 +90,7 @@ def headline(counts: dict[str, Any]) -> list[str]:
     """Return the most important statistics as lines of text: two lines for records, or one line for
     running text."""
     if counts["form"] == RUNNING:
-        documents = _number(counts["records"], "document")
+        documents = _format_count(counts["records"], "document")
         return [
             f"the dataset has {documents} with {counts['num_tokens']:,} tokens, all in the loss"
         ]
@@ -121,7 +121,9 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         lines.append(line)
     if counts["cut"]:
         verb = "is" if counts["cut"] == 1 else "are"
-        line = f"{_number(counts['cut'], 'sample')} {verb} truncated to max_length={max_length}"
+        line = (
+            f"{_format_count(counts['cut'], 'sample')} {verb} truncated to max_length={max_length}"
+        )
         if counts["ends_cut"] == counts["cut"]:
             line += " within an answer"
         elif counts["ends_cut"]:
@@ -136,16 +138,16 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         subject, verb, rest = note.split(" ", 2)  # such as "records have ..."
         if count == 1:
             verb = "has" if verb == "have" else f"{verb}s"
-        line = f"{_number(count, subject.removesuffix('s'))} {verb} {rest}"
+        line = f"{_format_count(count, subject.removesuffix('s'))} {verb} {rest}"
         if note == FILLED:
-            samples = f"{_number(count, 'sample')} from records with several answers"
+            samples = f"{_format_count(count, 'sample')} from records with several answers"
             verb = "is" if count == 1 else "are"
             line = f"{samples} {verb} left out ({note}). {_remedy(counts)}"
         lines.append(line)
     return lines
 
 
-def _number(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -162,11 +164,11 @@ def read_samples(
     packs = will_pack(form, config, can_pack=can_pack)
     parts = find_parts(split, form, config.max_length, packs=packs)
     for start, length in zip(*parts, strict=True):
-        inside = slice(start, start + length + 1)
+        token_range = slice(start, start + length + 1)
         mask = np.ones(length + 1, bool)
         if "loss_mask" in split:
-            mask = np.array(split["loss_mask"][inside])
+            mask = np.array(split["loss_mask"][token_range])
         mask[0] = False  # The first token is never a target.
         if mask.any() and count > 0:
             count -= 1
-            yield split["ids"][inside], mask
+            yield split["ids"][token_range], mask

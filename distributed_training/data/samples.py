@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.cache import digest_of, load_bytes, load_tokens
+from distributed_training.data.cache import load_bytes, load_tokens, read_tokens_digest
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -21,7 +21,8 @@ IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample", which pads the last step of an epoch
 AUTO_SAMPLES = 1000
 _CHUNK_TOKENS = 2**20  # tokens whose bytes are counted at a time
-HELD_OUT = 0.05  # fraction of samples kept for validation if the dataset has no validation split
+# Fraction of samples kept for validation if the dataset has no validation split
+VALIDATION_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class Samples:
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
         do not attend to other parts of their block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
-        most = int(np.diff(firsts).max()) + 1
-        return replace(self._select(order), firsts=firsts, max_documents=most)
+        max_documents = int(np.diff(firsts).max()) + 1
+        return replace(self._select(order), firsts=firsts, max_documents=max_documents)
 
     def _select(self, parts: Any) -> "Samples":
         """Return samples with only the given parts, in the given order. `parts` is a slice or an
@@ -92,24 +93,24 @@ class Samples:
         parts, rows = self.parts_of(indices)
         lengths = self.lengths[parts]
         ends = _running_sum(lengths, rows)  # end of each part within its row
-        within = _count_up(lengths)
-        source = np.repeat(self.starts[parts], lengths) + within
-        destination = np.repeat(rows * self.seq_len + ends - lengths, lengths) + within
+        offsets = _count_up(lengths)
+        source = np.repeat(self.starts[parts], lengths) + offsets
+        destination = np.repeat(rows * self.seq_len + ends - lengths, lengths) + offsets
         inputs = np.full(shape, self.padding_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORE_INDEX)
         inputs.flat[destination] = self.tokens[source]
-        following = self.tokens[source + 1].astype(np.int64)
+        next_tokens = self.tokens[source + 1].astype(np.int64)
         if self.loss_mask is not None:
-            following = np.where(self.loss_mask[source + 1], following, IGNORE_INDEX)
-        targets.flat[destination] = following
+            next_tokens = np.where(self.loss_mask[source + 1], next_tokens, IGNORE_INDEX)
+        targets.flat[destination] = next_tokens
         if self.firsts is None:
             return inputs, targets
         sizes = np.bincount(rows, weights=lengths, minlength=len(indices)).astype(np.int64)
         positions = np.arange(self.seq_len) - sizes[:, None]  # positions within the padding
-        positions.flat[destination] = within
-        documents = np.full((len(indices), self.max_documents), self.seq_len, dtype=np.int64)
-        documents[rows, _running_sum(np.ones_like(rows), rows) - 1] = ends
-        return inputs, targets, positions, documents
+        positions.flat[destination] = offsets
+        document_ends = np.full((len(indices), self.max_documents), self.seq_len, dtype=np.int64)
+        document_ends[rows, _running_sum(np.ones_like(rows), rows) - 1] = ends
+        return inputs, targets, positions, document_ends
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
         """Return (number of targets in the loss, number of input tokens) of the samples in
@@ -117,14 +118,14 @@ class Samples:
         parts, _ = self.parts_of(indices)
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
-    def count_bytes(self, bytes_of: np.ndarray) -> int:
+    def count_bytes(self, bytes_per_token: np.ndarray) -> int:
         """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
-        `bytes_of` contains the number of bytes for each token id."""
+        `bytes_per_token` contains the number of bytes for each token id."""
         total = 0
-        calls = -(-len(self) * self.seq_len // _CHUNK_TOKENS)
-        for indices in np.array_split(np.arange(len(self)), max(1, min(calls, len(self)))):
+        num_batches = -(-len(self) * self.seq_len // _CHUNK_TOKENS)
+        for indices in np.array_split(np.arange(len(self)), max(1, min(num_batches, len(self)))):
             targets = self.batch(indices)[1]
-            total += int(bytes_of[targets[targets != IGNORE_INDEX]].sum(dtype=np.int64))
+            total += int(bytes_per_token[targets[targets != IGNORE_INDEX]].sum(dtype=np.int64))
         return total
 
     @property
@@ -146,12 +147,12 @@ class Data:
     packs: bool = True  # True for full blocks and packed records, False for padded samples
     counts: dict[str, Any] = field(default_factory=dict)  # statistics (data/report.py)
     # Number of bytes of text that each token represents (data/text_bytes.py)
-    bytes_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    bytes_per_token: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def is_chat(self) -> bool:
         """True if the training text is treated as conversations."""
-        return self.tokenizer.talks(self.form)
+        return self.tokenizer.is_chat_form(self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +190,9 @@ def cut_samples(
     if other_splits:
         validation = other_splits[0]
     else:
-        num_left = len(train) - max(1, round(HELD_OUT * len(train)))
-        validation = train.take(num_left, len(train))
-        train = train.take(0, num_left)
+        num_train = len(train) - max(1, round(VALIDATION_SHARE * len(train)))
+        validation = train.take(num_train, len(train))
+        train = train.take(0, num_train)
     why = f"the run would have {len(train):,} training and {len(validation):,} validation samples "
     why += f"of {seq_len} tokens"
     if len(train) == 0 or len(validation) == 0:
@@ -216,7 +217,7 @@ def cut_samples(
         train = train.take(0, num_samples)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
-    identity = f"{digest_of(folder)} {packs} {seq_len} {len(train)}"
+    identity = f"{read_tokens_digest(folder)} {packs} {seq_len} {len(train)}"
     if packs and not as_blocks:
         train = train.packed()
         validation = validation.packed()
@@ -224,7 +225,7 @@ def cut_samples(
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return Data(
         train, validation, fingerprint, tokenizer, folder.name, form, packs,
-        bytes_of=load_bytes(folder),
+        bytes_per_token=load_bytes(folder),
     )  # fmt: skip
 
 
@@ -271,8 +272,8 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
         offsets = _count_up(counts) * seq_len
         starts = np.repeat(starts, counts) + offsets
         lengths = np.repeat(lengths, counts) - offsets
-    kept = lengths > 0
-    return starts[kept], np.minimum(lengths[kept], seq_len)
+    is_nonempty = lengths > 0
+    return starts[is_nonempty], np.minimum(lengths[is_nonempty], seq_len)
 
 
 def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
@@ -310,8 +311,8 @@ def _count_up(counts: np.ndarray) -> np.ndarray:
 def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the cumulative sum of `values` within each row. `rows` must ascend."""
     sums = np.cumsum(values)
-    first = np.searchsorted(rows, rows)  # first index with the same row
-    return sums - (sums[first] - values[first])
+    row_starts = np.searchsorted(rows, rows)  # first index with the same row
+    return sums - (sums[row_starts] - values[row_starts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +344,7 @@ class Sampler:
         order = _order(self.seed, epoch, self.num_samples)
         first = position * self.global_batch_size
         shape = (self.num_microbatches, self.num_replicas, self.micro_batch_size)
-        return _fill(order[first : first + self.global_batch_size], shape)
+        return _pad_to_shape(order[first : first + self.global_batch_size], shape)
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         """Return this replica's micro-batches of optimizer step `step` (0-based)."""
@@ -356,19 +357,19 @@ class Sampler:
         """Return whether the batch of `step` is full, that is, contains no EMPTY index."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
-    def most_documents(self, samples: Samples, num_steps: int) -> int:
+    def count_max_documents(self, samples: Samples, num_steps: int) -> int:
         """Return the largest number of documents in a micro-batch of packed `samples`, over all
         replicas and all epochs that begin within `num_steps` steps. Padding counts as one document
         per sample."""
         assert samples.firsts is not None
         counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for EMPTY
-        most = 0
+        max_count = 0
         for epoch in range(math.ceil(num_steps / self.steps_per_epoch)):
             order = _order(self.seed, epoch, self.num_samples)
             num_micro_batches = self.steps_per_epoch * self.num_microbatches * self.num_replicas
-            micro_batches = _fill(order, (num_micro_batches, self.micro_batch_size))
-            most = max(most, int(counts[micro_batches].sum(axis=1).max()))
-        return most
+            micro_batches = _pad_to_shape(order, (num_micro_batches, self.micro_batch_size))
+            max_count = max(max_count, int(counts[micro_batches].sum(axis=1).max()))
+        return max_count
 
     def eval_indices(self, num_samples: int) -> np.ndarray:
         """Return the sample indices of this replica's micro-batches for one pass over `num_samples`
@@ -378,7 +379,7 @@ class Sampler:
         replica makes the same number of calls."""
         num_calls = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
         shape = (num_calls, self.num_replicas, self.micro_batch_size)
-        return _fill(np.arange(num_samples), shape)[:, self.replica]
+        return _pad_to_shape(np.arange(num_samples), shape)[:, self.replica]
 
 
 @functools.lru_cache(maxsize=1)  # With millions of samples, a permutation takes longer than a step.
@@ -386,6 +387,6 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
-def _fill(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    missing = math.prod(shape) - len(indices)
-    return np.pad(indices, (0, missing), constant_values=EMPTY).reshape(shape)
+def _pad_to_shape(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    num_missing = math.prod(shape) - len(indices)
+    return np.pad(indices, (0, num_missing), constant_values=EMPTY).reshape(shape)

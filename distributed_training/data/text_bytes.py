@@ -19,18 +19,18 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
     transformers or from the `tokenizers` library."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    library = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    described = json.loads(library.to_str()) if hasattr(library, "to_str") else {}
-    added = {token["id"] for token in described.get("added_tokens", [])}
-    if '"ByteLevel"' in json.dumps(described.get("decoder")):  # One character per byte
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    backend_settings = json.loads(backend.to_str()) if hasattr(backend, "to_str") else {}
+    added_ids = {token["id"] for token in backend_settings.get("added_tokens", [])}
+    if '"ByteLevel"' in json.dumps(backend_settings.get("decoder")):  # One character per byte
         for token, i in vocabulary.items():
-            sizes[i] = len(token.encode()) if i in added else len(token)
+            sizes[i] = len(token.encode()) if i in added_ids else len(token)
     else:
-        first = list(tokenizer.encode("a", add_special_tokens=False))
-        alone = _decoded_size(tokenizer, first)
+        first_ids = list(tokenizer.encode("a", add_special_tokens=False))
+        first_size = _decoded_size(tokenizer, first_ids)
         for token, i in vocabulary.items():
-            decoded = _decoded_size(tokenizer, [*first, i]) - alone
-            sizes[i] = 1 if _BYTE.fullmatch(token) else max(0, decoded)
+            decoded_size = _decoded_size(tokenizer, [*first_ids, i]) - first_size
+            sizes[i] = 1 if _BYTE.fullmatch(token) else max(0, decoded_size)
     sizes[special_ids[special_ids < num_tokens]] = 0
     return sizes
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data import hub, pieces
-from distributed_training.data.chats.align import own_spans
+from distributed_training.data.chats.align import render_builtin
 from distributed_training.data.chats.render import Conversation, Rendered, Renderer
 from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_ID
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
@@ -38,7 +38,7 @@ MAX_ADDED = 100_000
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
-CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `own_spans`
+CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `render_builtin`
 SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
 # Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
 # documents.
@@ -94,18 +94,18 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_gpt2 = _is_gpt2(folder)  # loads without transformers
-        self._known: Facts | None = None
+        self._facts: Facts | None = None
 
-    def recall(self, known: dict[str, Any]) -> None:
+    def restore_facts(self, facts: dict[str, Any]) -> None:
         """Use facts that were stored in the token cache instead of loading the tokenizer."""
-        self._known = Facts(**known)
+        self._facts = Facts(**facts)
 
     @property
     def facts(self) -> Facts:
-        """Properties of the tokenizer. The tokenizer is loaded unless `recall` has set them."""
-        if self._known is None:
-            self._known = self._find_facts()
-        return self._known
+        """Properties of the tokenizer. It is loaded unless `restore_facts` has set them."""
+        if self._facts is None:
+            self._facts = self._find_facts()
+        return self._facts
 
     @property
     def eos_id(self) -> int:
@@ -146,39 +146,39 @@ class Tokenizer:
         names = sorted(filter(hub.is_tokenizer_file, files))
         for name in names:
             if files[name].exists() and not (files[name].is_file() or files[name].is_dir()):
-                raise self._unreadable(f"{name} is a pipe or a device")
+                raise self._unreadable_error(f"{name} is a pipe or a device")
         return [name for name in names if files[name].is_file()]
 
-    def _unreadable(self, why: str, fix: str = "") -> UserError:
+    def _unreadable_error(self, why: str, fix: str = "") -> UserError:
         """Return the error for a tokenizer whose files cannot be read."""
         return UserError(
             f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
         )
 
     @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _backend_errors_as_user_errors(self) -> Iterator[None]:
         """Convert an error from the `tokenizers` library into a UserError. Such an error occurs,
         for example, if the vocabulary lacks the unk_token."""
         try:
             yield
         except BaseException as error:
             _pass_on_interrupts(error)
-            raise self._unreadable(str(error)) from None
+            raise self._unreadable_error(str(error)) from None
 
     @cached_property
-    def _loaded(self) -> Any:
+    def _hf_tokenizer(self) -> Any:
         """Tokenizer object from transformers or, for GPT-2's files, from the `tokenizers` library.
         Raises UserError if the tokenizer cannot be loaded."""
         for name in self._files:
             if (self.folder / name).stat().st_size > MAX_BYTES:
-                raise self._unreadable(f"{name} is larger than {MAX_BYTES // 10**6} MB")
+                raise self._unreadable_error(f"{name} is larger than {MAX_BYTES // 10**6} MB")
             if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED:
-                raise self._unreadable(f"{name} adds more than {MAX_ADDED:,} tokens")
+                raise self._unreadable_error(f"{name} adds more than {MAX_ADDED:,} tokens")
         if self.is_gpt2:
             return self._load_gpt2()
         fix = "use the folder that the model's tokenizer was saved in"
         if not self._files:
-            raise self._unreadable("the folder contains no tokenizer files", fix)
+            raise self._unreadable_error("the folder contains no tokenizer files", fix)
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -187,7 +187,7 @@ class Tokenizer:
         transformers_logging.disable_default_handler()
         transformers_logging.add_handler(warnings)
         try:
-            loaded = AutoTokenizer.from_pretrained(
+            hf_tokenizer = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
         except BaseException as error:  # transformers can raise any error here.
@@ -201,16 +201,16 @@ class Tokenizer:
                 fix = f"run: pip install {SENTENCEPIECE}"
             if "trust_remote_code" in why:
                 why = f"its {SETTINGS.name} refers to custom code, which is never run"
-            raise self._unreadable(why, fix) from None
+            raise self._unreadable_error(why, fix) from None
         finally:
             transformers_logging.remove_handler(warnings)
             transformers_logging.enable_default_handler()
             transformers_logging.set_verbosity_error()
-        if setting := _random_setting(loaded):
+        if setting := _random_setting(hf_tokenizer):
             what = f"tokenizer {self.folder} gives different ids each time"
             why = f"its setting {setting[0]} randomizes tokenization, in transformers as well"
             raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
-        return loaded
+        return hf_tokenizer
 
     def _load_gpt2(self) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -220,7 +220,7 @@ class Tokenizer:
         except Exception as error:  # the Rust library raises plain Exception
             fix = "use a folder with tokenizer.json, or with vocab.json and merges.txt, or set "
             fix += "tokenizer to auto"
-            raise self._unreadable(str(error), fix) from None
+            raise self._unreadable_error(str(error), fix) from None
         bpe = Tokenizer(model)
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
@@ -231,50 +231,52 @@ class Tokenizer:
         return bpe
 
     @cached_property
-    def _library(self) -> Any:
+    def _backend(self) -> Any:
         """Object from the `tokenizers` library that computes the ids, or None if Python code
         computes them. Raises UserError if the tokenizer can lengthen a string by more than a factor
         of MAX_GROWTH."""
         if self.is_gpt2:
-            return self._loaded
+            return self._hf_tokenizer
         from transformers import PreTrainedTokenizerFast as Fast
 
-        cls = type(self._loaded)
+        cls = type(self._hf_tokenizer)
         overrides_encoding = any(
             getattr(cls, name, None) is not getattr(Fast, name, None)
             for name in ("__call__", "_encode_plus", "_batch_encode_plus")
         )
-        if not self._loaded.is_fast or overrides_encoding:
+        if not self._hf_tokenizer.is_fast or overrides_encoding:
             return None
-        library = self._loaded.backend_tokenizer
+        backend = self._hf_tokenizer.backend_tokenizer
         # transformers resets these settings at each call and ignores their values in the file.
-        library.no_padding()
-        library.no_truncation()
-        library.encode_special_tokens = self._loaded.split_special_tokens
-        for part in (library.normalizer, library.decoder):
-            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = self._hf_tokenizer.split_special_tokens
+        for component in (backend.normalizer, backend.decoder):
+            growth = 1 if component is None else _growth(json.loads(component.__getstate__()))
             if growth > MAX_GROWTH:
                 times = f"{min(growth, 1e18):.3g} times as long"
                 what = f"tokenizer {self.folder} may make text {times}"
                 raise UserError(what, f"at most {MAX_GROWTH} times the length is accepted")
-        return library
+        return backend
 
     def _find_facts(self) -> Facts:
         """Load the tokenizer and return its facts. Raises UserError if the tokenizer has no
         vocabulary or no end-of-text token."""
-        loaded = self._loaded
-        vocabulary: dict[str, int] = loaded.get_vocab()
-        names = {}
+        hf_tokenizer = self._hf_tokenizer
+        vocabulary: dict[str, int] = hf_tokenizer.get_vocab()
+        special_by_name = {}
         if self.is_gpt2:
             eos = END_OF_TEXT
             eos_id: Any = vocabulary[END_OF_TEXT]
         else:
-            eos = loaded.eos_token
-            eos_id = loaded.eos_token_id
-            names = {name: str(token) for name, token in loaded.special_tokens_map.items()}
-            if len(vocabulary) <= len(set(names.values())):
+            eos = hf_tokenizer.eos_token
+            eos_id = hf_tokenizer.eos_token_id
+            special_by_name = {
+                name: str(token) for name, token in hf_tokenizer.special_tokens_map.items()
+            }
+            if len(vocabulary) <= len(set(special_by_name.values())):
                 what = f"tokenizer {self.folder} has no vocabulary"
-                why = f"its class {type(loaded).__name__} found no vocabulary in the folder"
+                why = f"its class {type(hf_tokenizer).__name__} found no vocabulary in the folder"
                 fix = "use the folder that the model's tokenizer was saved in"
                 raise UserError(what, why, fix)
             if not isinstance(eos_id, int) or not eos:
@@ -282,11 +284,11 @@ class Tokenizer:
                 fix = 'set "eos_token" in its tokenizer_config.json'
                 raise UserError(what, f"its eos_token is {eos!r}", fix)
         return Facts(
-            kind="GPT2Tokenizer" if self.is_gpt2 else type(loaded).__name__,
+            kind="GPT2Tokenizer" if self.is_gpt2 else type(hf_tokenizer).__name__,
             num_tokens=max(vocabulary.values()) + 1,
             eos_id=eos_id,
             has_template=self._templates is not None,
-            special={**names, "eos_token": str(eos)},
+            special={**special_by_name, "eos_token": str(eos)},
             beyond=sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)[:3],
         )
 
@@ -297,8 +299,10 @@ class Tokenizer:
         """Ids of all special tokens."""
         if self.is_gpt2:
             return np.array([self.eos_id])
-        added = self._loaded.added_tokens_decoder
-        ids = {i for i, token in added.items() if token.special} | set(self._loaded.all_special_ids)
+        added = self._hf_tokenizer.added_tokens_decoder
+        ids = {i for i, token in added.items() if token.special} | set(
+            self._hf_tokenizer.all_special_ids
+        )
         return np.array(sorted(ids))
 
     @property
@@ -306,7 +310,7 @@ class Tokenizer:
         """Id of the token that replaces unknown characters, or -1 if there is no such token. The id
         is also -1 if the end-of-text token serves as the unknown token, as in byte-level BPE, which
         can encode all characters."""
-        token = None if self.is_gpt2 else self._loaded.unk_token_id
+        token = None if self.is_gpt2 else self._hf_tokenizer.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
     @cached_property
@@ -315,7 +319,8 @@ class Tokenizer:
         if self.is_gpt2:
             return [END_OF_TEXT]
         return [
-            str(token) for token in self._loaded.convert_ids_to_tokens(self.special_ids.tolist())
+            str(token)
+            for token in self._hf_tokenizer.convert_ids_to_tokens(self.special_ids.tolist())
         ]
 
     @cached_property
@@ -326,7 +331,7 @@ class Tokenizer:
     def count_bytes(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]
         (data/text_bytes.py)."""
-        return count_bytes(self._loaded, self.special_ids, self.num_tokens)
+        return count_bytes(self._hf_tokenizer, self.special_ids, self.num_tokens)
 
     @cached_property
     def can_cut(self) -> bool:
@@ -340,16 +345,16 @@ class Tokenizer:
         - no added token contains a space or line feed, or strips white space."""
         if self.is_gpt2:
             return True
-        if self._library is None:
+        if self._backend is None:
             return False
-        described = json.loads(self._library.to_str())
-        normalizer = described["normalizer"]
-        splits = described["pre_tokenizer"] or {}
+        backend_settings = json.loads(self._backend.to_str())
+        normalizer = backend_settings["normalizer"]
+        splits = backend_settings["pre_tokenizer"] or {}
         splits = splits.get("pretokenizers", [splits])
         *first_splits, last = splits
         patterns = [split.get("pattern", {}).get("Regex") for split in first_splits]
         return (
-            described["model"]["type"] == "BPE"
+            backend_settings["model"]["type"] == "BPE"
             and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
             and last.get("type") == "ByteLevel"
             and not last["add_prefix_space"]
@@ -362,36 +367,36 @@ class Tokenizer:
             and not any(
                 token["lstrip"] or token["rstrip"] or token["single_word"]
                 or not {" ", "\n"}.isdisjoint(token["content"])
-                for token in described["added_tokens"]
+                for token in backend_settings["added_tokens"]
             )
         )  # fmt: skip
 
     @cached_property
-    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+    def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids added at the beginning of every string, such as bos, and ids added at the end. Raises
         UserError if too many ids are added, or if an added id is not in the vocabulary."""
-        bare = np.array(self._encode(["a"], special=False)[0])
-        full = np.array(self._encode(["a"], special=True)[0])
-        if full.max(initial=0) >= self.num_tokens:
-            raise self._unreadable(
-                f"it adds the id {full.max()} to every string, but no token has this id"
+        bare_ids = np.array(self._encode(["a"], special=False)[0])
+        full_ids = np.array(self._encode(["a"], special=True)[0])
+        if full_ids.max(initial=0) >= self.num_tokens:
+            raise self._unreadable_error(
+                f"it adds the id {full_ids.max()} to every string, but no token has this id"
             )
-        num_added = len(full) - len(bare)
+        num_added = len(full_ids) - len(bare_ids)
         if num_added > MAX_GROWTH:
             what = f"tokenizer {self.folder} adds {num_added:,} tokens to every string"
             raise UserError(what, f"at most {MAX_GROWTH} are accepted")
-        for first in range(num_added + 1):
-            if np.array_equal(full[first : first + len(bare)], bare):
-                return full[:first], full[first + len(bare) :]
-        return full[:0], full[:0]
+        for start in range(num_added + 1):
+            if np.array_equal(full_ids[start : start + len(bare_ids)], bare_ids):
+                return full_ids[:start], full_ids[start + len(bare_ids) :]
+        return full_ids[:0], full_ids[:0]
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        if self._library is not None:
+        if self._backend is not None:
             # The "fast" variant omits character offsets, which would double the time.
-            with self._readable():
-                coded = self._library.encode_batch_fast(list(texts), add_special_tokens=special)
-            return [encoding.ids for encoding in coded]
-        return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
+            with self._backend_errors_as_user_errors():
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+            return [encoding.ids for encoding in encodings]
+        return list(self._hf_tokenizer(list(texts), add_special_tokens=special)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
         """Return an int32 array of ids for each string. If `special` is set, add the special tokens
@@ -416,11 +421,11 @@ class Tokenizer:
             for index in spanned:
                 encoded[index] = self._encode_spans(batch[index], special=special)
         rows = []
-        before, after = self.ends
+        prefix, suffix = self.added_ids
         for index, piece in enumerate(batch):
             ids, mask = encoded[index]
             if not piece.templated and piece.begins != piece.ends:
-                ids = np.concatenate([before, ids] if piece.begins else [ids, after])
+                ids = np.concatenate([prefix, ids] if piece.begins else [ids, suffix])
             rows.append((ids.astype(np.int32, copy=False), mask))
         return rows
 
@@ -431,30 +436,30 @@ class Tokenizer:
         However, the first or last token of a span is excluded if it shares only white space with
         the span but contains other characters."""
         assert piece.spans is not None
-        borders = None
-        if self._library is not None:
-            with self._readable():
-                encoding = self._library.encode(piece.text, add_special_tokens=special)
+        offsets = None
+        if self._backend is not None:
+            with self._backend_errors_as_user_errors():
+                encoding = self._backend.encode(piece.text, add_special_tokens=special)
             ids = np.array(encoding.ids, np.int32)
-            borders = self._read_offsets(piece.text, encoding.offsets)
+            offsets = self._read_offsets(piece.text, encoding.offsets)
         else:
             ids = np.array(self._encode([piece.text], special=special)[0], np.int32)
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
-            if borders is None:
+            if offsets is None:
                 begin = self._count_before(piece.text, first, ids=ids, special=special)
                 mask[begin : self._count_before(piece.text, last, ids=ids, special=special)] = True
                 continue
-            firsts, lasts = borders
-            inside = np.flatnonzero((lasts > first) & (firsts < last))
+            firsts, lasts = offsets
+            token_indices = np.flatnonzero((lasts > first) & (firsts < last))
             for edge in (0, -1):
-                if len(inside):
-                    start, end = int(firsts[inside[edge]]), int(lasts[inside[edge]])
+                if len(token_indices):
+                    start, end = int(firsts[token_indices[edge]]), int(lasts[token_indices[edge]])
                     shared = piece.text[max(start, first) : min(end, last)]
                     if not shared.strip() and piece.text[start:end].strip():
-                        inside = np.delete(inside, edge)
-            if len(inside):
-                mask[inside[0] : inside[-1] + 1] = True
+                        token_indices = np.delete(token_indices, edge)
+            if len(token_indices):
+                mask[token_indices[0] : token_indices[-1] + 1] = True
         return ids, mask
 
     def _read_offsets(
@@ -467,18 +472,18 @@ class Tokenizer:
         same word. No token then covers the end of the word."""
         offsets = np.array(pairs, np.int64).reshape(-1, 2)
         lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
-        previous = np.concatenate([[0], lasts])
-        following = np.concatenate([offsets[:, 0], [len(text)]])
-        normalizer = self._library.normalizer
-        for index in np.flatnonzero(following > previous):
-            gap = text[previous[index] : following[index]].strip()
+        previous_ends = np.concatenate([[0], lasts])
+        next_starts = np.concatenate([offsets[:, 0], [len(text)]])
+        normalizer = self._backend.normalizer
+        for index in np.flatnonzero(next_starts > previous_ends):
+            gap = text[previous_ends[index] : next_starts[index]].strip()
             if gap and normalizer is not None:
                 gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
             if gap.strip(" \u2581"):
                 return None
         # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
         # previous token ends.
-        return np.minimum(offsets[:, 0], previous[:-1]), lasts
+        return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
         """Return the number of tokens before the character at `edge`, for a tokenizer without
@@ -486,12 +491,12 @@ class Tokenizer:
         the ids of the whole text begin with the ids of the text before `edge`."""
         if edge == len(text):
             return len(ids)
-        first = len(self.ends[0]) if special else 0
+        num_prefix = len(self.added_ids[0]) if special else 0
         # Also try without the spaces before the edge, because the next token may include them.
-        for start in (text[:edge], text[:edge].rstrip()):
-            before = np.array(self._encode([start], special=False)[0], np.int32)
-            if np.array_equal(ids[first : first + len(before)], before):
-                return first + len(before)
+        for text_before in (text[:edge], text[:edge].rstrip()):
+            ids_before = np.array(self._encode([text_before], special=False)[0], np.int32)
+            if np.array_equal(ids[num_prefix : num_prefix + len(ids_before)], ids_before):
+                return num_prefix + len(ids_before)
         what = f"tokenizer {self.folder} does not show which tokens belong to an answer"
         why = f"{self.facts.kind} does not give correct offsets, and the ids of the whole text do "
         raise UserError(what, f"{why}not begin with the ids of the text before the answer")
@@ -499,10 +504,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Decode `ids` to a string. Special tokens are omitted unless `special` is set."""
         if self.is_gpt2:
-            kept = [i for i in ids if special or i != self.eos_id]
-            return str(self._loaded.decode(kept, skip_special_tokens=False))
+            shown_ids = [i for i in ids if special or i != self.eos_id]
+            return str(self._hf_tokenizer.decode(shown_ids, skip_special_tokens=False))
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-        return str(self._loaded.decode(list(ids), **options))
+        return str(self._hf_tokenizer.decode(list(ids), **options))
 
     # Conversations
 
@@ -511,11 +516,15 @@ class Tokenizer:
         """The tokenizer's own chat templates as (template without tools, template with tools), or
         None if there are no templates. Raises UserError if there are several templates but no
         default."""
-        if self.is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
+        if (
+            self.is_gpt2
+            or self._hf_tokenizer.chat_template is None
+            or has_builtin_template(self.folder)
+        ):
             return None
-        choose = self._loaded.get_chat_template
+        get_template = self._hf_tokenizer.get_chat_template
         try:
-            plain, with_tools = choose(None, tools=None), choose(None, tools=[{}])
+            plain, with_tools = get_template(None, tools=None), get_template(None, tools=[{}])
         except ValueError as error:
             what = f"tokenizer {self.folder} has no default chat template"
             raise UserError(what, str(error)) from None
@@ -530,7 +539,7 @@ class Tokenizer:
         template."""
         if self._templates is None:
             return None
-        names = dict(self._loaded.special_tokens_map)
+        names = dict(self._hf_tokenizer.special_tokens_map)
         return Renderer(self._templates, names, self.special_tokens)
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
@@ -541,20 +550,20 @@ class Tokenizer:
         if self.renderer is not None:
             return self.renderer.align(batch)
         eos = self.facts.special["eos_token"]
-        return [own_spans(conversation, eos, where) for where, conversation in batch]
+        return [render_builtin(conversation, eos, where) for where, conversation in batch]
 
     @property
     def is_templated(self) -> bool:
         """True if the tokenizer's own template writes all special tokens in a conversation."""
         return self.facts.has_template
 
-    def talks(self, form: str | None) -> bool:
+    def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
         conversations."""
         return form == pieces.MESSAGES or (form == pieces.PROMPT and self.facts.has_template)
 
     @cached_property
-    def end_of_answer(self) -> int:
+    def answer_end_id(self) -> int:
         """Id of the token that ends an answer: the first special token after the answer, or
         end-of-text if there is none."""
         if self.renderer is None:
@@ -568,10 +577,10 @@ class Tokenizer:
                 return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
         return self.eos_id
 
-    def ends_of(self, *, chat: bool) -> list[int]:
+    def stop_ids(self, *, chat: bool) -> list[int]:
         """Return the ids of the tokens that stop generation: end-of-text and, if `chat` is set, the
         token that ends an answer."""
-        return list(dict.fromkeys([self.eos_id, self.end_of_answer] if chat else [self.eos_id]))
+        return list(dict.fromkeys([self.eos_id, self.answer_end_id] if chat else [self.eos_id]))
 
     @property
     def generation_tokens(self) -> dict[str, int]:
@@ -581,26 +590,26 @@ class Tokenizer:
             return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
         tokens = {"pad_token_id": self.eos_id}
         for name in ("bos_token_id", "pad_token_id"):
-            token = getattr(self._loaded, name)
+            token = getattr(self._hf_tokenizer, name)
             if token is not None:
                 tokens[name] = token
         return tokens
 
-    def begin(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of the prompt `text`, preceded by the ids that the tokenizer adds at the
         beginning of every string. Generation continues after these ids."""
-        before = self.ends[0].tolist()
-        return [*before, *self.encode_batch([text])[0].tolist()]
+        prefix = self.added_ids[0].tolist()
+        return [*prefix, *self.encode_batch([text])[0].tolist()]
 
-    def ask(self, messages: list[Message]) -> list[int]:
+    def encode_chat_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
         if self.renderer is not None:
-            return self.encode_batch([self.renderer.ask(messages)])[0].tolist()
+            return self.encode_batch([self.renderer.render_prompt(messages)])[0].tolist()
         answer = {"role": ASSISTANT, "content": ""}
         conversation = Conversation([*messages, answer])
-        (sample,) = own_spans(conversation, self.facts.special["eos_token"], "")
-        return self.begin(sample.text[: sample.spans[-1][0]])
+        (sample,) = render_builtin(conversation, self.facts.special["eos_token"], "")
+        return self.encode_prompt(sample.text[: sample.spans[-1][0]])
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If
@@ -613,7 +622,7 @@ class Tokenizer:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)
         if chat and not self.facts.has_template:
-            bos = "{{ bos_token }}" if len(self.ends[0]) else ""
+            bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
             (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
 
 
@@ -624,28 +633,28 @@ def _pass_on_interrupts(error: BaseException) -> None:
         raise error
 
 
-def _random_setting(loaded: Any) -> tuple[str, str] | None:
+def _random_setting(hf_tokenizer: Any) -> tuple[str, str] | None:
     """Return (setting, name of its file) for a setting that makes a tokenizer's ids random, or None
     if there is no such setting."""
-    backend = getattr(loaded, "backend_tokenizer", None)
+    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     dropout = getattr(backend.model, "dropout", None) if backend is not None else None
     if dropout and dropout < 1:  # 0 applies all merges and 1 applies none
         return f"dropout={dropout:.3g}", "tokenizer.json"
-    if (getattr(loaded, "sp_model_kwargs", None) or {}).get("enable_sampling"):
+    if (getattr(hf_tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling"):
         return "enable_sampling", SETTINGS.name
     return None
 
 
-def _growth(part: dict[str, Any]) -> int:
+def _growth(component: dict[str, Any]) -> int:
     """Return the factor by which a normalizer or decoder can lengthen a string."""
-    members = part.get("normalizers") or part.get("decoders")
+    members = component.get("normalizers") or component.get("decoders")
     if members:
         return math.prod(map(_growth, members))
-    replacement = part.get("content") or part.get("prepend") or ""
+    replacement = component.get("content") or component.get("prepend") or ""
     return max(1, len(replacement))
 
 
-def is_chat(folder: Path) -> bool:
+def has_builtin_template(folder: Path) -> bool:
     """Return whether `folder` contains this package's chat template. Exports of models that were
     trained on conversations include this template."""
     file = folder / CHAT_TEMPLATE.name
@@ -664,7 +673,7 @@ def _is_gpt2(folder: Path) -> bool:
     other_files = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
     if any((folder / name).exists() for name in other_files):
         return False
-    if (folder / CHAT_TEMPLATE.name).exists() and not is_chat(folder):
+    if (folder / CHAT_TEMPLATE.name).exists() and not has_builtin_template(folder):
         return False
     if settings.exists():
         return filecmp.cmp(settings, SETTINGS, shallow=False)  # False for a pipe

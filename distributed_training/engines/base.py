@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.models.decoder import Past
+from distributed_training.models.decoder import KVCache
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -57,14 +57,14 @@ class Engine(abc.ABC):
         Gradients are not computed."""
 
     @abc.abstractmethod
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         """Return the logits [1, T, vocab] for token ids [1, T], without gradients. All ranks pass
         the same ids and receive the same logits."""
 
-    def past(self) -> Past | None:
+    def past(self) -> KVCache | None:
         """Return a cache that lets `logits` process each token only once, or None under tp or
         pp."""
-        return Past() if (self.topology.pp, self.topology.tp) == (1, 1) else None
+        return KVCache() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate for the next step."""

@@ -16,7 +16,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import to_device
-from distributed_training.models.decoder import Decoder, Past, parameter_groups
+from distributed_training.models.decoder import Decoder, KVCache, parameter_groups
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
@@ -106,7 +106,7 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluation_mode(self.engine):
             return self.engine(*to_device(self.topology.device, *arrays))
 
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         with base.evaluation_mode(self.engine):
             return self.engine(input_ids.to(self.topology.device), past=past)
 

@@ -19,7 +19,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.engines.optimizers import build_optimizer, moment_part
-from distributed_training.models.decoder import Decoder, Past, parameter_groups
+from distributed_training.models.decoder import Decoder, KVCache, parameter_groups
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.gradients import local_part
@@ -296,7 +296,7 @@ class NativeEngine(base.Engine):
                 total += loss.sum()
         return total
 
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.plan.tp_parts
         # Attention is causal, so padding does not change the logits before it.
@@ -307,7 +307,7 @@ class NativeEngine(base.Engine):
                 logits = self.pipeline.broadcast_logits(logits, ids)
         return logits[:batch, :length]
 
-    def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
+    def _forward(self, *tensors: torch.Tensor, **options: KVCache) -> torch.Tensor | None:
         """Run the forward pass and return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.forward
         output = run(*tensors, **options)

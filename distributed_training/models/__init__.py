@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.hub import cannot_fetch, fetch_folder, is_repo_id
+from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE, read_generation_config
 from distributed_training.models.weights import (
     FLOATS,
     TORCH_DTYPES,
-    Stored,
+    StoredTensor,
     all_finite,
     convert_command,
     open_weights,
@@ -41,7 +41,7 @@ from distributed_training.settings.own_code import load_code
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Box, Decoder, Source
+    from distributed_training.models.decoder import Decoder, Slices, WeightSource
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
 # Largest accepted values for fields of ModelSize
@@ -55,24 +55,25 @@ ALL = slice(None)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
-Line = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
+LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
+class TracedCosts:
     """Traced per-token costs of a block in bf16. The `kept_*` fields count the bytes kept for the
     backward pass. The `forward_*` and `backward_*` fields count the bytes that element-wise kernels
     read and write."""
 
     attention_width: int  # combined width of all heads
     fused: bool  # whether attention is one kernel that skips masked tokens
-    kept_eager: Line
-    kept_compiled: Line
-    kept_selective: Line  # if only the results of matrix multiplications and attention are kept
-    forward_eager: Line
-    forward_compiled: Line
-    backward_eager: Line
-    backward_compiled: Line
+    kept_eager: LinearCost
+    kept_compiled: LinearCost
+    # If only the results of matrix multiplications and attention are kept
+    kept_selective: LinearCost
+    forward_eager: LinearCost
+    forward_compiled: LinearCost
+    backward_eager: LinearCost
+    backward_compiled: LinearCost
 
     def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
         """Return the number of bytes per token in samples of `length` tokens. `quantity` is "kept",
@@ -111,7 +112,7 @@ class ModelSize:
     # Module names of `block_matrices`, in the same order; `lora_targets` selects from them
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     splits: bool = True  # whether tp and pp can split the model
-    traced: Traced | None = None  # traced costs; if given, they replace the formulas
+    traced: TracedCosts | None = None  # traced costs; if given, they replace the formulas
     packs: bool = True  # whether attention can separate packed records
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
@@ -126,13 +127,13 @@ class ModelSize:
         return self.block_matrices[1][1]
 
     @property
-    def values_in(self) -> int:
+    def column_parallel_outputs(self) -> int:
         """Return the number of values per token in the outputs of a block's matrices. Only matrices
         that tp shards by rows count."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
-    def values_out(self) -> int:
+    def row_parallel_inputs(self) -> int:
         """Return the number of values per token in the inputs of a block's matrices. Only matrices
         that tp shards by columns count."""
         return sum(columns for _, columns in self.block_matrices[1::2])
@@ -153,11 +154,11 @@ class ModelSize:
     @property
     def num_parameters(self) -> int:
         """Return the exact parameter count. A tied embedding is counted once."""
-        outside = self.embedding_parameters * (1 if self.tied else 2)
-        outside += self.position_parameters + self.final_norm_parameters
-        return outside + self.num_layers * self.block_parameters
+        outside_blocks = self.embedding_parameters * (1 if self.tied else 2)
+        outside_blocks += self.position_parameters + self.final_norm_parameters
+        return outside_blocks + self.num_layers * self.block_parameters
 
-    def adapted(self, targets: str | None) -> tuple[str, ...]:
+    def adapted_matrices(self, targets: str | None) -> tuple[str, ...]:
         """Return the names of the matrices selected by `targets`, the value of `lora_targets` in
         CONFIG. None selects all matrices. Raises UserError for a name that is not a matrix."""
         if targets is None:
@@ -172,16 +173,16 @@ class ModelSize:
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
-        names = self.adapted(targets)
-        per_process = shared = 0
+        names = self.adapted_matrices(targets)
+        per_rank = shared = 0
         for index, (rows, columns) in enumerate(self.block_matrices):
             if self.matrix_names[index] in names:
                 split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
                 shared += rank * common
-                per_process += rank * (common + split // tp)
-        return per_process, shared
+                per_rank += rank * (common + split // tp)
+        return per_rank, shared
 
-    def num_learning(self, rank: int, targets: str | None) -> int:
+    def num_trained_parameters(self, rank: int, targets: str | None) -> int:
         """Return the number of trained parameters: those of LoRA adapters with rank `rank`, or all
         parameters if `rank` is 0."""
         if rank == 0:
@@ -197,8 +198,10 @@ class ModelSize:
         combined width of all heads, and T is `seq_len`. The FLOPs of attention are counted for all
         T x T pairs of tokens, as in PaLM (appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
-        used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
-        return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
+        num_used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
+        return (
+            4 if frozen else 6
+        ) * num_used + 12 * self.num_layers * self.attention_width * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,25 +236,25 @@ class ModelSpec:
         weights depend only on `seed`."""
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
-    def outline(self, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
+    def build_meta_model(self, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
         """Build the model without weights, on the meta device."""
         import torch
 
         with torch.device("meta"):
             return self.build(dropout=dropout, seed=seed)
 
-    def weights_source(self, folder: Path) -> Source:
+    def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each
         parameter keeps its stored dtype, or is fp32 if it combines several dtypes. Vocabulary
         padding is 0. Raises UserError if the files do not fit this model."""
         import torch
 
-        parameters = dict(self.outline().named_parameters())
-        pieces = self._match(parameters, folder)
+        parameters = dict(self.build_meta_model().named_parameters())
+        pieces = self._match_tensors(parameters, folder)
 
-        def read(our_name: str, box: Box) -> torch.Tensor:
+        def read(our_name: str, slices: Slices) -> torch.Tensor:
             shape = parameters[our_name].shape
-            bounds: Any = zip_longest(box, shape, fillvalue=ALL)
+            bounds: Any = zip_longest(slices, shape, fillvalue=ALL)
             ranges = [part.indices(size) for part, size in bounds]
             first, stop, _ = ranges[0]
             columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
@@ -260,11 +263,11 @@ class ModelSpec:
             pieces_read = []  # (row indices within the box, values of these rows)
             for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
                 rows = rows.flatten()
-                (inside,) = torch.where((rows >= first) & (rows < stop))
-                for run in consecutive(inside):
-                    their_rows = slice(int(run[0]), int(run[-1]) + 1)
-                    box_in_file = [*columns, their_rows] if transposed else [their_rows, *columns]
-                    piece = tensor.read(*box_in_file)
+                (matching,) = torch.where((rows >= first) & (rows < stop))
+                for run in split_consecutive(matching):
+                    file_rows = slice(int(run[0]), int(run[-1]) + 1)
+                    file_slices = [*columns, file_rows] if transposed else [file_rows, *columns]
+                    piece = tensor.read(*file_slices)
                     pieces_read.append((rows[run] - first, piece.t() if transposed else piece))
             if len(pieces_read) == 1:
                 rows, piece = pieces_read[0]
@@ -280,9 +283,9 @@ class ModelSpec:
 
         return read
 
-    def _match(
+    def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
-    ) -> dict[str, list[tuple[Stored, bool]]]:
+    ) -> dict[str, list[tuple[StoredTensor, bool]]]:
         """For each parameter, return the stored tensors that form it, each paired with True if the
         tensor is transposed. Raises UserError if tensors in `folder` are missing or unexpected, or
         have the wrong shape or dtype."""
@@ -293,7 +296,7 @@ class ModelSpec:
                 new_name: stored[name] for name, new_name in module_names(stored, self.size).items()
             }
         unexpected = set(stored)
-        pieces: dict[str, list[tuple[Stored, bool]]] = {}
+        pieces: dict[str, list[tuple[StoredTensor, bool]]] = {}
         for our_name, values in parameters.items():
             row_shape = values.shape[1:]
             transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
@@ -329,7 +332,7 @@ class ModelSpec:
 
     def save(
         self,
-        weights: Source | Mapping[str, torch.Tensor],
+        weights: WeightSource | Mapping[str, torch.Tensor],
         folder: Path,
         *,
         eos_token_id: int,
@@ -343,28 +346,32 @@ class ModelSpec:
         import torch
 
         dtype = dtype or torch.float32
-        outline = self.outline()
-        meta = {name: value.to(dtype) for name, value in outline.named_parameters()}
+        meta_model = self.build_meta_model()
+        meta = {name: value.to(dtype) for name, value in meta_model.named_parameters()}
         header = {
-            name: rows for our_name in meta for name, rows in self._stored(our_name, meta[our_name])
+            name: rows
+            for our_name in meta
+            for name, rows in self._stored_tensors(our_name, meta[our_name])
         }
 
-        def converted() -> Iterator[torch.Tensor]:
+        def iter_converted() -> Iterator[torch.Tensor]:
             for our_name in meta:
                 values = weights(our_name, ()) if callable(weights) else weights[our_name]
-                for name, rows in self._stored(our_name, values):
-                    written = rows.to(dtype)
-                    if not all_finite(written):
-                        what = f"{name} has non-finite values in {name_of(dtype)}"
+                for name, rows in self._stored_tensors(our_name, values):
+                    converted_rows = rows.to(dtype)
+                    if not all_finite(converted_rows):
+                        what = f"{name} has non-finite values in {dtype_name(dtype)}"
                         raise RunError(what, fix="lower learning_rate")
-                    yield written
+                    yield converted_rows
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(header, converted(), folder / "model.safetensors", {"format": "pt"})
-        document = {**self.code.to_config(self.size, eos_token_id), "dtype": name_of(dtype)}
+        write_tensors(header, iter_converted(), folder / "model.safetensors", {"format": "pt"})
+        document = {**self.code.to_config(self.size, eos_token_id), "dtype": dtype_name(dtype)}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
-    def _stored(self, our_name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stored_tensors(
+        self, our_name: str, values: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (stored name, tensor) for each Hugging Face tensor that our tensor `our_name`
         contains."""
         file_name = getattr(self.code, "file_name", lambda name, size: name)
@@ -397,10 +404,10 @@ class ModelSpec:
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         read_generation_config(folder)  # An export keeps the values, so check them.
-        self._match(dict(self.outline().named_parameters()), folder)
+        self._match_tensors(dict(self.build_meta_model().named_parameters()), folder)
 
 
-def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
+def split_consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
     """Split ascending numbers into runs of consecutive numbers."""
     import torch
 
@@ -408,7 +415,7 @@ def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
     return numbers.tensor_split(breaks + 1) if len(numbers) else ()
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -420,24 +427,24 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
 
 
 def write_tensors(
-    outline: Mapping[str, torch.Tensor],
+    meta_tensors: Mapping[str, torch.Tensor],
     tensors: Iterable[torch.Tensor],
     file: Path,
     metadata: dict[str, str],
 ) -> None:
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
-    `outline` has the names, shapes and dtypes of the tensors in the same order, and may be on the
-    meta device. The `save_file` function of safetensors would need all tensors at once."""
+    `meta_tensors` has the names, shapes and dtypes of the tensors in the same order, and may be on
+    the meta device. The `save_file` function of safetensors would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}
-    ends = accumulate((part.numel() * part.itemsize for part in outline.values()), initial=0)
+    ends = accumulate((part.numel() * part.itemsize for part in meta_tensors.values()), initial=0)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    for (name, part), offsets in zip(outline.items(), pairwise(ends), strict=True):
+    for (name, part), offsets in zip(meta_tensors.items(), pairwise(ends), strict=True):
         shape = list(part.shape)
         header[name] = {
-            "dtype": codes[name_of(part.dtype)],
+            "dtype": codes[dtype_name(part.dtype)],
             "shape": shape,
             "data_offsets": offsets,
         }
@@ -445,11 +452,11 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     # A process may have mapped the old file into memory, so do not overwrite it.
     file.unlink(missing_ok=True)
-    with open(file, "wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for part, expected in zip(tensors, outline.values(), strict=True):
+    with open(file, "wb") as output:
+        output.write(len(text).to_bytes(8, "little") + text)
+        for part, expected in zip(tensors, meta_tensors.values(), strict=True):
             assert (part.shape, part.dtype) == (expected.shape, expected.dtype)
-            opened.write(part.reshape(-1).view(torch.uint8).numpy().data)
+            output.write(part.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def find_model(name: str) -> ModelSpec:
@@ -478,10 +485,10 @@ def find_model(name: str) -> ModelSpec:
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")
         model_type = config.get("model_type") if isinstance(config, dict) else None
-        native = None
+        native_family = None
         if is_native and isinstance(model_type, str):
-            native = family_of_type.get(model_type)
-        family, size = _read_size(folder, native)
+            native_family = family_of_type.get(model_type)
+        family, size = _read_size(folder, native_family)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)
         weights_dir = None if hub_id else folder
         return ModelSpec(
@@ -491,17 +498,17 @@ def find_model(name: str) -> ModelSpec:
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training them, leave model at auto and set weights to {shown(name)}"
         raise UserError(what, "adapters need a base model", fix)
-    path, _, chosen = name.partition(":")
+    path, _, chosen_size = name.partition(":")
     folder = Path(path).resolve()
     full_name = name
     if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
-        label = chosen or next(iter(sizes))
+        label = chosen_size or next(iter(sizes))
         if label in sizes:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         full_name = f"{folder}:{label}"
-    if chosen == "" and (name.count("/") > 1 or name.startswith(("/", "./", "~"))):
+    if chosen_size == "" and (name.count("/") > 1 or name.startswith(("/", "./", "~"))):
         what = f"the folder model={shown(name)} does not exist"
         if folder.is_dir():
             what = f"the folder model={shown(name)} has neither config.json nor __init__.py"
@@ -521,23 +528,23 @@ def folder_label(folder: Path) -> str:
     return f"{run}-{folder.name}" if run else folder.name
 
 
-def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
-    """Return (family, size) of the model in `folder`. The family is `native` if that family
+def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]:
+    """Return (family, size) of the model in `folder`. The family is `native_family` if that family
     supports the model and its options. Otherwise, it is the family that uses transformers' code.
     Raises UserError if neither family supports the model."""
-    refusal: UserError | None = None
-    for family in filter(None, (native, HUB)):
+    first_error: UserError | None = None
+    for family in filter(None, (native_family, HUB)):
         try:
             (size,) = _load(family).sizes(folder).values()
-            _refuse_absurd(size, folder)
+            _check_size_limits(size, folder)
             return family, size
         except UserError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
-def _refuse_absurd(size: ModelSize, folder: Path) -> None:
+def _check_size_limits(size: ModelSize, folder: Path) -> None:
     """Raise UserError for sizes far beyond those of real models, because planning for such sizes
     could take hours."""
     for name, limit in _MAX_VALUES.items():
@@ -552,7 +559,7 @@ def _fetch_config(hub_id: str) -> Path:
         return fetch_folder(hub_id, ("config.json",))
     except OSError as error:
         why = OSError(f"no folder has this name, and the download failed. {error}")
-        raise cannot_fetch(f"model={hub_id!r} is", why, f"hf download {hub_id}") from None
+        raise fetch_error(f"model={hub_id!r} is", why, f"hf download {hub_id}") from None
 
 
 @functools.cache

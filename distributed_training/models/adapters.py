@@ -97,4 +97,4 @@ def base_folder(folder: Path) -> Path:
     except OSError as error:
         command = f"hf download {name}"
         missing = f"base_model_name_or_path={name!r} is"
-        raise hub.cannot_fetch(missing, error, command) from None
+        raise hub.fetch_error(missing, error, command) from None

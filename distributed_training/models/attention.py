@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-_PARAMETERS: Mapping[str, Any] = {}
+_VARLEN_PARAMETERS: Mapping[str, Any] = {}
 if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
 
-    _PARAMETERS = inspect.signature(varlen_attn).parameters
+    _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 # False in torch 2.11, which requires as many key heads as query heads
-_GROUPS = "enable_gqa" in _PARAMETERS
+_HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
 # True in newer versions, which have this argument instead of is_causal
-_WINDOWS = "window_size" in _PARAMETERS
+_HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 # FlashAttention's kernels accept head sizes that are multiples of 8, up to this size.
-_LARGEST_HEAD = 256
+_MAX_HEAD_SIZE = 256
 
 
 class Documents(NamedTuple):
@@ -54,13 +54,13 @@ def describe_documents(
     documents, the result has only this many ends, because the kernel is slow if many documents are
     empty."""
     batch, seq_len = positions.shape
-    fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
-    if positions.is_cuda and dtype is torch.bfloat16 and fits and not dropout:
+    is_supported = head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
+    if positions.is_cuda and dtype is torch.bfloat16 and is_supported and not dropout:
         rows = torch.arange(batch, device=ends.device)[:, None] * seq_len
-        flat = (ends + rows).flatten().to(torch.int32)
+        flat_ends = (ends + rows).flatten().to(torch.int32)
         if max_documents is not None:
-            flat = drop_empty(flat, max_documents)
-        return Documents(positions, F.pad(flat, (1, 0)))
+            flat_ends = drop_empty(flat_ends, max_documents)
+        return Documents(positions, F.pad(flat_ends, (1, 0)))
     return Documents(positions, mask=mask_documents(positions, dtype))
 
 
@@ -103,14 +103,14 @@ def attend(
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask
-    grouped = k.shape[1] < q.shape[1]
+    uses_gqa = k.shape[1] < q.shape[1]
     # On CUDA, the kernels for fp32, for older GPUs and for masks do not support grouped heads.
-    if grouped and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
+    if uses_gqa and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
         k, v = _repeat_heads(q, k, v)
-        grouped = False
+        uses_gqa = False
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
-        enable_gqa=grouped, scale=scale,
+        enable_gqa=uses_gqa, scale=scale,
     )  # fmt: skip
     # The result is made contiguous so that its gradient always has the same strides. cuDNN's
     # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes. A
@@ -123,10 +123,10 @@ def _attend_in_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    options: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWS else {"is_causal": True}
+    options: dict[str, Any] = {"window_size": (-1, 0)} if _HAS_WINDOWS else {"is_causal": True}
     options["scale"] = scale
     if k.shape[1] < q.shape[1]:
-        if _GROUPS:
+        if _HAS_GQA:
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(q, k, v)
@@ -139,7 +139,7 @@ def _repeat_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return k and v with each head repeated, so that they have as many heads as q."""
-    times = q.shape[1] // k.shape[1]
-    k = k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
-    v = v[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+    repeats = q.shape[1] // k.shape[1]
+    k = k[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2)
+    v = v[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2)
     return k, v

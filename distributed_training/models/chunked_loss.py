@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models.decoder import limit
+from distributed_training.models.decoder import softcap
 
 
 class GatherFirst(Protocol):
@@ -19,7 +19,7 @@ class GatherFirst(Protocol):
     def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
 
 
-class Split(NamedTuple):
+class VocabularySplit(NamedTuple):
     """Shard of the vocabulary's rows on one rank of a group."""
 
     first: int  # token id of the first row
@@ -49,14 +49,14 @@ class ChunkedCrossEntropy:
         weight: torch.Tensor,
         targets: torch.Tensor,
         vocab_size: int,
-        split: Split | None = None,
+        split: VocabularySplit | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
         """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D] and the output
         layer's `weight` [P, D].
 
         With a `split`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
-        sum the gradient of `x` over the group. `cap` limits the logits (`decoder.limit`)."""
+        sum the gradient of `x` over the group. `cap` limits the logits (`decoder.softcap`)."""
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()
@@ -102,7 +102,7 @@ def loss_and_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
-    split: Split | None = None,
+    split: VocabularySplit | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for logits [N, P / R] and targets [N]. Overwrite the
@@ -110,8 +110,8 @@ def loss_and_gradient(
     group."""
     first = 0 if split is None else split.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)
-    z = limit(logits.float(), cap)
-    slope = 1 - (z / cap) ** 2 if cap else 1.0
+    z = softcap(logits.float(), cap)
+    cap_gradient = 1 - (z / cap) ** 2 if cap else 1.0
     if first + logits.shape[1] > vocab_size:
         z = z.masked_fill(columns >= vocab_size, -torch.inf)
     normalizer = torch.logsumexp(z, -1, keepdim=True)
@@ -125,5 +125,5 @@ def loss_and_gradient(
         target_logit = target_logits.sum(0)
     loss_mask = (targets != IGNORE_INDEX)[:, None]
     gradient = torch.where(loss_mask, torch.exp(z - normalizer) - one_hot.float(), 0.0)
-    logits.copy_(gradient * slope)
+    logits.copy_(gradient * cap_gradient)
     return torch.where(loss_mask, normalizer - target_logit, 0.0).sum()

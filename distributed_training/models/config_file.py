@@ -78,10 +78,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     document = load_json(file, "model")
     if not isinstance(document, dict):
         raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
-    ends = document.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if not isinstance(end, int | None) or isinstance(end, bool):
-            what = f"{file}: eos_token_id={shown(ends)} is not accepted"
+    eos_ids = document.get("eos_token_id")
+    for eos_id in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
+        if not isinstance(eos_id, int | None) or isinstance(eos_id, bool):
+            what = f"{file}: eos_token_id={shown(eos_ids)} is not accepted"
             raise UserError(what, "it must be an id or a list of ids")
     return document
 
@@ -111,21 +111,21 @@ def _read_with_transformers(text: str, folder: Path) -> str:
     return cached_json(f"2 {version('transformers')} {text}", read, dict[str, Any])
 
 
-def cached_json(question: str, find_answer: Callable[[], str], kind: Any) -> str:
-    """Return an answer of type `kind` as JSON, from the user's cache or from `find_answer`.
+def cached_json(key: str, compute: Callable[[], str], value_type: Any) -> str:
+    """Return a value of type `value_type` as JSON, from the user's cache or from `compute`.
 
-    The answer must depend only on `question`. Importing transformers takes seconds, so the answer
-    is cached for other processes and later runs. If the cache is not writable, the answer is not
+    The value must depend only on `key`. Importing transformers takes seconds, so the value is
+    cached for other processes and later runs. If the cache is not writable, the value is not
     stored."""
-    cached = cache_folder() / "configs" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
+    cache_file = cache_folder() / "configs" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError):
-        answer = cached.read_text()
-        TypeAdapter(kind).validate_json(answer)
-        return answer
-    answer = find_answer()
+        value = cache_file.read_text()
+        TypeAdapter(value_type).validate_json(value)
+        return value
+    value = compute()
     with contextlib.suppress(OSError):
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new_file:
-            new_file.write(answer)
-        os.replace(new_file.name, cached)
-    return answer
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_file.parent, delete=False) as new_file:
+            new_file.write(value)
+        os.replace(new_file.name, cache_file)
+    return value

@@ -57,9 +57,9 @@ class Linear(nn.Linear):
 
     # False for row-parallel layers under tp, whose bias is added after the sum over ranks
     adds_bias = True
-    # Function of (layer, x) that replaces `product`. All layers use the same function, because
+    # Function of (layer, x) that replaces `matmul`. All layers use the same function, because
     # torch.compile shares one graph only between blocks that call the same functions.
-    product_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    matmul_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
@@ -68,21 +68,21 @@ class Linear(nn.Linear):
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        override = self.product_override
-        y = self.product(x) if override is None else override(self, x)
+        override = self.matmul_override
+        y = self.matmul(x) if override is None else override(self, x)
         return y if self.adapter is None else self.adapter(x, y)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T, plus the bias if this layer adds it."""
-        return F.linear(x, self.weight.to(x.dtype), self.own_bias(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), self.cast_bias(x.dtype))
 
-    def own_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def cast_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bias that this layer adds, in `dtype`. Return None if the layer adds no
         bias."""
         return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
 
 
-class Past:
+class KVCache:
     """Cache of the keys and values of all tokens that a model without tp and pp has processed."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
+        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
@@ -127,7 +127,7 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
 
     def attention(
-        self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
+        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
         """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
         each token attends only within its document."""
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> torch.Tensor:
         """Return logits [B, T, V] from token ids [B, T], or the loss if `targets` are given.
 
@@ -189,14 +189,14 @@ class Decoder(nn.Module):
         except the first accept hidden states [B, T, D], and all stages except the last return
         hidden states."""
         x = self.hidden(x, positions, ends, past)
-        return self.leave(x, targets) if self.is_last else x
+        return self.apply_head(x, targets) if self.is_last else x
 
     def hidden(
         self,
         x: torch.Tensor,
         positions: torch.Tensor | None,
         ends: torch.Tensor | None,
-        past: Past | None,
+        past: KVCache | None,
     ) -> torch.Tensor:
         """Return the output [B, T, D] of this stage's blocks for token ids [B, T] or hidden states
         [B, T, D]."""
@@ -210,7 +210,11 @@ class Decoder(nn.Module):
         return x
 
     def run(
-        self, x: torch.Tensor, positions: Positions, documents: Documents | None, past: Past | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        documents: Documents | None,
+        past: KVCache | None,
     ) -> torch.Tensor:
         """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
         states [B, T, D]."""
@@ -218,7 +222,7 @@ class Decoder(nn.Module):
         if documents is not None:
             options["documents"] = documents
         if self.is_first:
-            x = self.enter(x, positions)
+            x = self.embed(x, positions)
         for block in self.blocks.values():
             x = block(x, **options)
         return x
@@ -235,11 +239,11 @@ class Decoder(nn.Module):
             max_documents=self.max_documents if self.training else None,
         )
 
-    def enter(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Return the embeddings of token ids at `positions`, [B, T] -> [B, T, D]."""
         return self.place(self.token_embedding(ids), positions)
 
-    def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the final norm and the output layer, [B, T, D] -> logits [B, T, V]. With targets
         [B, T], return the summed loss instead."""
         x = self.norm_out(x)
@@ -266,23 +270,23 @@ class Decoder(nn.Module):
         The first stage includes the modules before the blocks, and the last stage the modules after
         them. The stage shares its modules with this model. However, a last stage that is not also
         the first gets a copy of a tied embedding."""
-        part = copy.copy(self)
-        nn.Module.__init__(part)  # the new stage starts without modules and hooks
-        part.is_first = blocks.start == 0
-        part.is_last = blocks.stop == self.size.num_layers
+        stage = copy.copy(self)
+        nn.Module.__init__(stage)  # the new stage starts without modules and hooks
+        stage.is_first = blocks.start == 0
+        stage.is_last = blocks.stop == self.size.num_layers
         modules = list(self.named_children())
         index = modules.index(("blocks", self.blocks))
-        first_modules = modules[:index] if part.is_first else []
+        first_modules = modules[:index] if stage.is_first else []
         for name, module in first_modules:
-            setattr(part, name, module)
-        part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
-        if part.is_last and self.size.tied and not part.is_first:
+            setattr(stage, name, module)
+        stage.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
+        if stage.is_last and self.size.tied and not stage.is_first:
             weight = self.token_embedding.weight.detach().clone()
-            part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        last_modules = modules[index + 1 :] if part.is_last else []
+            stage.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        last_modules = modules[index + 1 :] if stage.is_last else []
         for name, module in last_modules:
-            setattr(part, name, module)
-        return part
+            setattr(stage, name, module)
+        return stage
 
     def find_roles(self) -> dict[str, Role]:
         """Return the tensor-parallel role of each module in this model or stage, keyed by module
@@ -294,7 +298,7 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
-    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "WeightSource":
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
         Values of matrices are normally distributed with a standard deviation of 0.02. The standard
@@ -307,22 +311,22 @@ class Decoder(nn.Module):
         roles = self.find_roles()
         padded = self.vocabulary_parameters()
 
-        def draw(name: str, box: Box) -> torch.Tensor:
+        def draw(name: str, slices: Slices) -> torch.Tensor:
             shape = shapes[name]
             if len(shape) < 2:
-                values = torch.empty(shape, device=device)[box]
+                values = torch.empty(shape, device=device)[slices]
                 return values.fill_(0.0 if name.endswith("bias") else 1.0)
             adds_to_residuals = roles.get(name.removesuffix(".weight")) == "row"
             deviation = 0.02 / math.sqrt(2 * self.size.num_layers) if adds_to_residuals else 0.02
             key = seed * 100_003 + indices[name]
             if hashed:
-                values = hashed_normal(shape, box, key, device).mul_(deviation)
+                values = hashed_normal(shape, slices, key, device).mul_(deviation)
             else:
                 values = torch.empty(shape, device="cpu")
                 values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
-                values = values[box]
+                values = values[slices]
             if name in padded:
-                first = box[0].start if box else 0
+                first = slices[0].start if slices else 0
                 values[max(0, self.size.vocab_size - first) :].zero_()
             return values
 
@@ -339,10 +343,10 @@ def project_to_vocabulary(
 ) -> torch.Tensor:
     """Return logits [B, T, V] from hidden states [B, T, D] and the output layer's weight [P, D]. A
     nonzero `cap` limits the logits to between -cap and cap."""
-    return limit(F.linear(x, weight)[..., :vocab_size], cap)
+    return softcap(F.linear(x, weight)[..., :vocab_size], cap)
 
 
-def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """Limit logits smoothly to between -cap and cap. A cap of 0 leaves the logits unchanged."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -352,7 +356,7 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""
-    logits = limit(F.linear(x, weight).float().flatten(0, -2), cap)
+    logits = softcap(F.linear(x, weight).float().flatten(0, -2), cap)
     logits = mask_padding(logits, vocab_size)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -380,27 +384,27 @@ class Fingerprint:
         # (parameter name, indices of samples, values of samples) in this rank's shards
         self.samples: list[tuple[str, list[int], list[float]]] = []
 
-    def watching(self, source: "Source") -> "Source":
+    def watch(self, source: "WeightSource") -> "WeightSource":
         """Return a source that also samples the values that it reads from `source`. The returned
         source is thread-safe."""
 
-        def read(name: str, box: Box) -> torch.Tensor:
-            values = source(name, box)
-            start = tuple(part.start or 0 for part in box) or (0,) * values.dim()
-            self._take(name, start, values)
+        def read(name: str, slices: Slices) -> torch.Tensor:
+            values = source(name, slices)
+            start = tuple(part.start or 0 for part in slices) or (0,) * values.dim()
+            self._take_samples(name, start, values)
             return values
 
         return read
 
-    def _take(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
+    def _take_samples(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
         shape = self.shapes[name]
         step = max(1, shape.numel() // 1000)
         sampled = torch.arange(0, shape.numel(), step, device="cpu")
         coordinates = torch.unravel_index(sampled, shape)  # one tensor per dimension
-        inside = torch.ones_like(coordinates[0], dtype=torch.bool)
+        is_inside = torch.ones_like(coordinates[0], dtype=torch.bool)
         for along_dim, first, size in zip(coordinates, start, values.shape, strict=True):
-            inside &= (along_dim >= first) & (along_dim < first + size)
-        (indices,) = torch.where(inside)
+            is_inside &= (along_dim >= first) & (along_dim < first + size)
+        (indices,) = torch.where(is_inside)
         shifted = [
             along_dim[indices] - first for along_dim, first in zip(coordinates, start, strict=True)
         ]
@@ -420,9 +424,9 @@ class Fingerprint:
 
 
 # Box of a tensor, given as slices of its first dimensions; () means the whole tensor
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 # Function of (name, box) that returns a box of the named parameter's initial values
-Source = Callable[[str, Box], torch.Tensor]
+WeightSource = Callable[[str, Slices], torch.Tensor]
 # Function that returns this rank's shard of a parameter, without copying it, and the indices at
 # which the shard begins
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
@@ -461,7 +465,7 @@ def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
 
 def fill_parameters(
     model: nn.Module,
-    source: Source,
+    source: WeightSource,
     device: torch.device,
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
@@ -496,13 +500,15 @@ def fill_parameters(
         torch.cuda.empty_cache()
 
 
-def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:
+def hashed_normal(
+    shape: Sequence[int], slices: Slices, key: int, device: torch.device
+) -> torch.Tensor:
     """Return a box of a matrix of random numbers that are identical on every device.
 
     Each number depends only on `key` and its position in the matrix. It is the sum of four uniform
     numbers, which is close to normal, with standard deviation 1 and magnitudes up to 3.5. The hash
     is SplitMix64 (Steele et al. 2014)."""
-    bounds: Any = itertools.zip_longest(box, shape, fillvalue=slice(None))
+    bounds: Any = itertools.zip_longest(slices, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)
     out = torch.empty(stop - first, len(column_indices), device=device)

@@ -13,7 +13,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Box, Decoder, Linear, Source, is_block_matrix
+from distributed_training.models.decoder import (
+    Decoder,
+    Linear,
+    Slices,
+    WeightSource,
+    is_block_matrix,
+)
 
 BLOCK = 64
 
@@ -24,9 +30,9 @@ class NF4Linear(Linear):
 
     scales: nn.Parameter
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = nf4_product(x, self.weight, self.scales, self.in_features)
-        bias = self.own_bias(x.dtype)
+        bias = self.cast_bias(x.dtype)
         return y if bias is None else y + bias
 
 
@@ -117,7 +123,7 @@ def replace_by_dequantized(module: nn.Module) -> None:
             linear.__class__ = Linear  # type: ignore[assignment]
 
 
-def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
+def quantize_matrices(model: Decoder, source: WeightSource, device: torch.device) -> None:
     """Read the matrices of a model's blocks from `source` and quantize them to NF4 on `device`, one
     at a time. Replace the model's parameters with the codes. Each matrix is first rounded to the
     dtype of the parameter that it replaces."""
@@ -125,20 +131,20 @@ def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> N
     for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):
             codes, scales[name] = quantize(source(name, ()).to(device).to(parameter.dtype))
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_parameter(last, nn.Parameter(codes))
+            module_name, _, parameter_name = name.rpartition(".")
+            model.get_submodule(module_name).register_parameter(parameter_name, nn.Parameter(codes))
     attach_scales(model, scales)
 
 
-def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
+def rounded_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
     """Return a source of the weights that training uses if the base model is quantized to NF4 and
     the compute dtype is `dtype`."""
 
-    def read(name: str, box: Box) -> torch.Tensor:
+    def read(name: str, slices: Slices) -> torch.Tensor:
         values = source(name, ())
         if is_block_matrix(name, size):
             codes, scales = quantize(values.to(dtype))
             values = dequantize(codes, scales, values.shape[1], dtype)
-        return values[box]
+        return values[slices]
 
     return read

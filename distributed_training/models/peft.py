@@ -14,14 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from distributed_training.models import ModelSize, ModelSpec, consecutive, save_tensors
+from distributed_training.models import ModelSize, ModelSpec, save_tensors, split_consecutive
 from distributed_training.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     AdapterConfig,
     read_adapters,
 )
-from distributed_training.models.decoder import Box, Source
+from distributed_training.models.decoder import Slices, WeightSource
 from distributed_training.models.weights import all_finite
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
@@ -31,7 +31,7 @@ PREFIX = "base_model.model."
 _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
 
 
-class Initial(NamedTuple):
+class InitialAdapters(NamedTuple):
     """Initial adapters for a run that continues training earlier adapters."""
 
     rank: int
@@ -62,51 +62,51 @@ class Adapters:
     scale: float  # factor by which B A is scaled before it is added to the weights
     base: str | None  # fingerprint of the base weights
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
-    whose: object  # folder or run of the adapters, for messages
+    origin: object  # folder or run of the adapters, for messages
 
-    def rounded_to(self) -> torch.dtype | None:
+    def rounding_dtype(self) -> torch.dtype | None:
         """Return the compute dtype if the base was in NF4, or None if the base was not quantized.
         Raises UserError if the format is unknown or bitsandbytes is not installed."""
         if self.rounding is None:
             return None
         if self.rounding not in _ROUNDINGS:
-            what = f"adapters {self.whose}: base_rounding {shown(self.rounding)} is not known"
+            what = f"adapters {self.origin}: base_rounding {shown(self.rounding)} is not known"
             raise UserError(what, f"supported values are {', '.join(_ROUNDINGS)}")
         if importlib.util.find_spec("bitsandbytes") is None:
-            what = f"{self.whose}: these adapters were trained on an NF4 base model"
+            what = f"{self.origin}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
             raise UserError(what, why, "run: pip install bitsandbytes")
         return _ROUNDINGS[self.rounding]
 
-    def trained_base(self, base: Source, size: ModelSize) -> Source:
+    def trained_base(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was
         quantized, the source returns dequantized NF4 values."""
-        dtype = self.rounded_to()
+        dtype = self.rounding_dtype()
         if dtype is None:
             return base
         from distributed_training.models.nf4 import rounded_source
 
         return rounded_source(base, size, dtype)
 
-    def merged(self, base: Source, size: ModelSize) -> Source:
+    def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights with the adapters merged in. The sum is computed in
         fp32."""
         weights = self.trained_base(base, size)
 
-        def read(name: str, box: Box) -> torch.Tensor:
+        def read(name: str, slices: Slices) -> torch.Tensor:
             values = weights(name, ())
             if adapters := self.by_matrix.get(name.removesuffix(".weight")):
                 values = values.to(torch.float32, copy=True)
                 for adapter in adapters:
                     update = (adapter.b @ adapter.a).mul_(self.scale)
-                    runs = consecutive(adapter.rows)
-                    for run, part in zip(runs, update.split([*map(len, runs)]), strict=True):
-                        values[run[0] : run[-1] + 1] += part  # index_add_ takes 10 times as long
-            return values[box]
+                    runs = split_consecutive(adapter.rows)
+                    for run, delta in zip(runs, update.split([*map(len, runs)]), strict=True):
+                        values[run[0] : run[-1] + 1] += delta  # index_add_ takes 10 times as long
+            return values[slices]
 
         return read
 
-    def initial(self, size: ModelSize) -> Initial:
+    def initial(self, size: ModelSize) -> InitialAdapters:
         """Return the adapters in a form from which training can continue.
 
         If one of our matrices combines several Hugging Face matrices, its A stacks the distinct A
@@ -121,23 +121,23 @@ class Adapters:
         shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
         for name, adapters in matrices:
             rows, columns = shapes[name.split(".", 2)[2]]
-            stacked = torch.zeros(rank, columns)
+            stacked_a = torch.zeros(rank, columns)
             b_rows = torch.zeros(rows, rank)
             mask = torch.zeros(rows, rank)
-            used = torch.zeros(rank)
+            is_used = torch.zeros(rank)
             for adapter in adapters:
-                equal = (i for i, a in enumerate(distinct[name]) if torch.equal(adapter.a, a))
-                first = self.rank * next(equal)
+                matches = (i for i, a in enumerate(distinct[name]) if torch.equal(adapter.a, a))
+                first = self.rank * next(matches)
                 ranks = slice(first, first + self.rank)
-                stacked[ranks] = adapter.a
+                stacked_a[ranks] = adapter.a
                 b_rows[adapter.rows, ranks] = adapter.b
-                mask[adapter.rows, ranks] = used[ranks] = 1.0
-            tensors[f"{name}.adapter.a"] = stacked
+                mask[adapter.rows, ranks] = is_used[ranks] = 1.0
+            tensors[f"{name}.adapter.a"] = stacked_a
             tensors[f"{name}.adapter.b"] = b_rows
-            if not torch.equal(mask, used.expand_as(mask)):
+            if not torch.equal(mask, is_used.expand_as(mask)):
                 tensors[f"{name}.adapter.mask"] = mask
         targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in self.by_matrix)
-        return Initial(rank, self.scale * rank, targets, tensors, self.base)
+        return InitialAdapters(rank, self.scale * rank, targets, tensors, self.base)
 
 
 def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
@@ -147,24 +147,24 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     tensors, metadata = _read_tensors(config, spec, folder)
     base, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
     return Adapters(
-        by_matrix=_match(tensors, spec, folder), rank=config.r, scale=config.scale,
-        base=base, rounding=rounding, whose=folder,
+        by_matrix=_group_by_matrix(tensors, spec, folder), rank=config.r, scale=config.scale,
+        base=base, rounding=rounding, origin=folder,
     )  # fmt: skip
 
 
-def of_state(
+def adapters_from_state(
     state: Mapping[str, torch.Tensor],
     spec: ModelSpec,
     config: RunConfig,
     fingerprint: int,
-    whose: object,
+    origin: object,
 ) -> Adapters:
     """Return the adapters of a run. `state` maps this package's parameter names to the run's
     tensors."""
     return Adapters(
-        by_matrix=_match(to_peft(state, spec), spec, whose), rank=config.lora_rank,
+        by_matrix=_group_by_matrix(to_peft(state, spec), spec, origin), rank=config.lora_rank,
         scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
-        rounding=base_rounding(config), whose=whose,
+        rounding=base_rounding(config), origin=origin,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def save_adapters(
     """Write the adapters in `state` to a folder that PEFT can load. `state` maps this package's
     parameter names to tensors. `base` is the folder of the base model or its name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, rank = _without_zeros(to_peft(state, spec))
+    tensors, rank = _drop_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
     if (rounding := base_rounding(config)) is not None:
         metadata["base_rounding"] = rounding
@@ -203,7 +203,7 @@ def base_rounding(config: RunConfig) -> str | None:
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
-def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+def _drop_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
     """Remove unneeded zeros from adapters with PEFT's names. Return (adapters, their rank).
 
     Adapters whose B is zero are removed. In the remaining adapters, zero columns of B are removed
@@ -240,7 +240,7 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
     return tensors
 
 
-def read_initial(spec: ModelSpec, folder: Path) -> Initial:
+def read_initial(spec: ModelSpec, folder: Path) -> InitialAdapters:
     """Return the adapters in `folder` in a form from which training can continue. Raises UserError
     if they are not plain LoRA adapters for the model."""
     return read_folder(spec, folder).initial(spec.size)
@@ -254,15 +254,15 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     initial = read_initial(model, folder)
     targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
     keys: dict[str, Any] = {}
-    theirs = {
+    adapter_values = {
         "lora_rank": (adapters.r, initial.rank),
         "lora_alpha": (adapters.lora_alpha, initial.alpha),
         "lora_targets": (targets, targets),
     }
-    for key, (shown_value, value) in theirs.items():
-        given = getattr(config, key)
-        if config.is_set(key) and given not in (shown_value, value):
-            what = f"{key}={given!r} does not match the adapters in {folder}"
+    for key, (shown_value, value) in adapter_values.items():
+        config_value = getattr(config, key)
+        if config.is_set(key) and config_value not in (shown_value, value):
+            what = f"{key}={config_value!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
             raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
         keys[key] = value
@@ -285,12 +285,12 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
-def check_base(fingerprint: int, base: str | None, whose: object) -> None:
+def check_base(fingerprint: int, base: str | None, origin: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
     fingerprint of the weights on which adapters were trained. If `base` is None, the latter is
-    unknown, and any weights are accepted. `whose` names the adapters in the message."""
+    unknown, and any weights are accepted. `origin` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
-        what = f"{whose}: these adapters were trained on other weights"
+        what = f"{origin}: these adapters were trained on other weights"
         raise UserError(
             what,
             "the base model's weights do not match those used in training",
@@ -298,38 +298,38 @@ def check_base(fingerprint: int, base: str | None, whose: object) -> None:
         )
 
 
-def is_rounded(folder: Path) -> bool:
+def has_quantized_base(folder: Path) -> bool:
     """Return whether the adapters in `folder` were trained on a quantized base model."""
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
-        return "base_rounding" in (opened.metadata() or {})
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weight_file:
+        return "base_rounding" in (weight_file.metadata() or {})
 
 
-def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
+def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
     """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks. The
     Hugging Face matrix is stored in the `rows` of the matrix `our_name` in this package."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
             name = f"blocks.{layer}.{matrix}"
-            for hf_name, numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
-                yield name, columns, hf_name, numbers[:, 0]
+            for hf_name, row_numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
+                yield name, columns, hf_name, row_numbers[:, 0]
 
 
-def _match(
-    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
+def _group_by_matrix(
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, origin: object
 ) -> dict[str, list[_Adapter]]:
     """Group adapters, given with PEFT's names, by the matrix in this package that they adapt.
     Raises UserError if A or B of an adapter is missing or does not fit the matrix."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
-    for name, columns, hf_name, rows in _matrices(spec):
-        a, b = (tensors.get(name) for name in _names(hf_name))
+    for name, columns, hf_name, rows in _iter_matrices(spec):
+        a, b = (tensors.get(name) for name in _peft_names(hf_name))
         if a is not None or b is not None:
-            a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {hf_name}")
+            a, b = _check_pair(a, b, (len(rows), columns), f"{origin}: {hf_name}")
             by_matrix[name].append(_Adapter(name, rows, a.float(), b.float()))
     return dict(by_matrix)
 
 
-def _names(matrix: str) -> tuple[str, str]:
+def _peft_names(matrix: str) -> tuple[str, str]:
     """Return PEFT's names for A and B of a Hugging Face matrix."""
     return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
 
@@ -337,13 +337,13 @@ def _names(matrix: str) -> tuple[str, str]:
 def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
     """Raise UserError if one of `names`, the tensor names in an adapter file, does not belong to an
     adapter of a matrix in the blocks."""
-    allowed = {name for _, _, hf_name, _ in _matrices(spec) for name in _names(hf_name)}
+    allowed = {name for _, _, hf_name, _ in _iter_matrices(spec) for name in _peft_names(hf_name)}
     if unexpected := next((name for name in names if name not in allowed), None):
         what = f"{shown(unexpected)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
 
 
-def _checked_pair(
+def _check_pair(
     a: torch.Tensor | None, b: torch.Tensor | None, shape: tuple[int, int], what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A and B. Raises UserError unless both are finite and fit a matrix of `shape`
@@ -373,11 +373,11 @@ def _read_tensors(
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
+        with safe_open(file, "pt") as weight_file:
+            metadata = weight_file.metadata() or {}
             # Check the names first, because loading hundreds of thousands of tensors takes a
             # minute.
-            _refuse_others(opened.keys(), spec)
+            _refuse_others(weight_file.keys(), spec)
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -409,7 +409,7 @@ def _check_names(
     targets = config.target_modules
     if not isinstance(targets, list):  # a pattern, which may select blocks, or None
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
-    for _, _, hf_name, _ in _matrices(spec):
+    for _, _, hf_name, _ in _iter_matrices(spec):
         is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)
         if is_target != (hf_name in adapted):
             has = (

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 # (single file, index of several files). The first format found in the folder is used.
-FORMS = (
+WEIGHT_FORMATS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
-_MOST_INDEX_BYTES = 20_000_000  # the index of DeepSeek-V3, with 91,000 tensors, has 9 MB
+_MAX_INDEX_BYTES = 20_000_000  # the index of DeepSeek-V3, with 91,000 tensors, has 9 MB
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
@@ -50,7 +50,7 @@ class _Index(BaseModel, strict=True):
     weight_map: Annotated[dict[str, str], Field(min_length=1, max_length=100_000)]
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """Tensor in a weight file."""
 
     dtype: str  # name in safetensors
@@ -71,7 +71,7 @@ def convert_command(folder: Path) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
     UserError if an index cannot be read."""
-    for single, index in FORMS:
+    for single, index in WEIGHT_FORMATS:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
@@ -83,7 +83,7 @@ def fetch_weights(repo_id: str) -> Path:
     """Download a model's weights from the Hub and return their folder. Raises OSError if neither
     the Hub nor the local Hub cache has the weights."""
     first_error: OSError | None = None
-    for single, index in FORMS:
+    for single, index in WEIGHT_FORMATS:
         try:
             return hub.fetch_folder(repo_id, (CONFIG_FILE, single))
         except OSError as error:
@@ -93,14 +93,14 @@ def fetch_weights(repo_id: str) -> Path:
         except OSError:
             continue
         return hub.fetch_folder(repo_id, (CONFIG_FILE, *indexed_files(folder / index)))
-    assert first_error is not None, "FORMS is not empty"
+    assert first_error is not None, "WEIGHT_FORMATS is not empty"
     raise first_error
 
 
 def indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises UserError if the index is invalid
     or lists a file outside its folder."""
-    values = load_json(index, "weights", most_bytes=_MOST_INDEX_BYTES)
+    values = load_json(index, "weights", most_bytes=_MAX_INDEX_BYTES)
     document = parse_as(_Index, values, str(index), "download it again")
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
@@ -118,29 +118,29 @@ def require_weights(folder: Path) -> list[Path]:
     if not files:
         patterns = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
         names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
-        why = f"it has none of {', '.join(name for form in FORMS for name in form)}"
+        why = f"it has none of {', '.join(name for form in WEIGHT_FORMATS for name in form)}"
         if names:
             why += f", only {', '.join(names[:3])}"
         fix = "to train this model from scratch, set weights to random"
         raise UserError(f"{folder} contains no readable weights", why, fix)
-    if absent := [file.name for file in files if not file.exists()]:
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        what = f"weights {folder}: {', '.join(absent[:3])}{more} cannot be read"
+    if missing_files := [file.name for file in files if not file.exists()]:
+        more = f" and {len(missing_files) - 3} more" if len(missing_files) > 3 else ""
+        what = f"weights {folder}: {', '.join(missing_files[:3])}{more} cannot be read"
         raise UserError(what, "the index lists files that do not exist", "download them again")
     return files
 
 
-def open_weights(folder: Path) -> dict[str, Stored]:
+def open_weights(folder: Path) -> dict[str, StoredTensor]:
     """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
     Raises UserError if a file is missing or damaged, or if torch.load rejects it with
     weights_only=True."""
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
 
-    def read(file: Path, name: str, *box: slice) -> Any:
+    def read(file: Path, name: str, *slices: slice) -> Any:
         # The file is opened for each tensor, because a mapping that stays open keeps its pages in
         # RAM.
-        with safe_open(file, "pt") as opened:
-            return opened.get_slice(name)[box] if box else opened.get_tensor(name)
+        with safe_open(file, "pt") as weight_file:
+            return weight_file.get_slice(name)[slices] if slices else weight_file.get_tensor(name)
 
     for file in require_weights(folder):
         try:
@@ -153,7 +153,7 @@ def open_weights(folder: Path) -> dict[str, Stored]:
                 for name in header.keys():  # noqa: SIM118, it is not a dict
                     tensor = header.get_slice(name)
                     read_tensor = partial(read, file, name)
-                    stored[name] = Stored(tensor.get_dtype(), tensor.get_shape(), read_tensor)
+                    stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read_tensor)
         except (SafetensorError, OSError) as error:
             what = f"weights {folder}: {file.name} cannot be read"
             why = getattr(error, "strerror", None) or str(error)
@@ -161,14 +161,14 @@ def open_weights(folder: Path) -> dict[str, Stored]:
     return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
 
 
-def _open_bin(file: Path) -> dict[str, Stored]:
+def _open_bin(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file that torch.save wrote, without running code from the file."""
     import torch
 
     try:
         # Only zip archives can be mapped. Older files are read as a whole.
-        mapped = zipfile.is_zipfile(file)
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        can_map = zipfile.is_zipfile(file)
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         why = first_line(error)
@@ -176,9 +176,9 @@ def _open_bin(file: Path) -> dict[str, Stored]:
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {
-        name: Stored(
+        name: StoredTensor(
             _BIN_DTYPES.get(str(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
-            partial(lambda tensor, *box: tensor[box], tensor),
+            partial(lambda tensor, *slices: tensor[slices], tensor),
         )
         for name, tensor in tensors.items()
     }  # fmt: skip

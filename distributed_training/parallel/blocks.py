@@ -110,9 +110,9 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
         for block in model.blocks.values():
             block.forward = _compile(block.forward)
         if compile_outer_layers:
-            model.enter = _compile(model.enter)
+            model.embed = _compile(model.embed)
     if compile_outer_layers and not has_chunked_loss:
-        model.leave = _compile(model.leave)
+        model.apply_head = _compile(model.apply_head)
     elif compile_outer_layers and model.is_last:
         model.norm_out.forward = _compile(model.norm_out.forward)
     elif not has_chunked_loss:

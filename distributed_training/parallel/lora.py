@@ -27,7 +27,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
     initial_values = model.initial_adapters
     model.requires_grad_(False)
     tp_partial_names = set()
-    targets = model.size.adapted(config.lora_targets)
+    targets = model.size.adapted_matrices(config.lora_targets)
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue

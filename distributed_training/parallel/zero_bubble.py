@@ -45,7 +45,7 @@ class WeightGradients:
                 continue
             for linear in linears:
                 linear.tap = linear.saved_input = None
-                linear.product_override = _matmul_with_tap
+                linear.matmul_override = _matmul_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def build_dw_runner(self) -> Callable[[], None]:
@@ -86,10 +86,10 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a Linear. If the Linear has a tap, save the input and pass the gradient
     of the output to the tap."""
     if linear.tap is None:
-        return linear.product(x)
+        return linear.matmul(x)
     assert linear.saved_input is None, "a block calls each of its Linears once"
     linear.saved_input = local_part(x.detach())
-    y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))
+    y = F.linear(x, linear.weight.detach().to(x.dtype), linear.cast_bias(x.dtype))
     if not isinstance(y, DTensor):
         return _AttachTap.apply(y, linear.tap)
     # The gradient of a sum is also the gradient of each term.

@@ -129,7 +129,7 @@ def check_disk(plan: Draft) -> None:
     """Raise UserError if a disk has too little free space for checkpoints, exports and offloaded
     state, or if a folder for them is not writable."""
     config = plan.config
-    num_trained = plan.size.num_learning(config.lora_rank, config.lora_targets)
+    num_trained = plan.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
     num_exported = [config.export, config.keep_best].count(True)
     output_bytes = (12 * num_saved + 4 * num_exported) * num_trained

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed_training.data import hub, report
-from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenize
+from distributed_training.data.cache import is_intact, read_meta, token_cache_dir, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -119,7 +119,7 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
     datasets = {"dataset": dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in datasets.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
-        hub.ask_for_dataset(key, name, download=False)
+        hub.fetch_dataset(key, name, download=False)
     if on_hub:
         return None
     corpus = read_corpus(dataset, config.validation_dataset, config.columns)
@@ -131,17 +131,19 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
 
 def read_data(draft: Draft, sources: Sources) -> Data:
     """Return a run's samples. Tokenize the text if its tokens are not in the token cache."""
-    return _tokenize(draft, sources.config_values["dataset"], sources.tokenizer_dir, token_cache())
+    return _tokenize(
+        draft, sources.config_values["dataset"], sources.tokenizer_dir, token_cache_dir()
+    )
 
 
 def cut_data(plan: Plan) -> Data:
     """Return a plan's samples. Tokenize the text if its tokens are not in the token cache."""
-    folder = token_cache() / (plan.cache or "")
-    if plan.cache and is_whole(folder):
+    folder = token_cache_dir() / (plan.cache or "")
+    if plan.cache and is_intact(folder):
         tokenizer = Tokenizer(plan.tokenizer_dir)
-        tokenizer.recall(read_meta(folder)["tokenizer"])
+        tokenizer.restore_facts(read_meta(folder)["tokenizer"])
         return _cut(folder, tokenizer, plan, [])
-    return _tokenize(plan, plan.config.dataset, plan.tokenizer_dir, token_cache())
+    return _tokenize(plan, plan.config.dataset, plan.tokenizer_dir, token_cache_dir())
 
 
 def _tokenize(
@@ -218,7 +220,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
         sampler = Sampler(num_samples=len(train), **batch, replica=0, seed=config.seed)
         lengths = train.lengths.astype(float)
         packing = Packing(
-            max_documents=sampler.most_documents(train, num_steps),
+            max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
     return Fit(config_values=config_values, packing=packing, num_steps=num_steps)
@@ -235,7 +237,7 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
     except OSError as error:
         if strict:
             command = hub.WIKITEXT_COMMAND
-            raise hub.cannot_fetch(f"dataset={WIKITEXT!r} is", error, command) from None
+            raise hub.fetch_error(f"dataset={WIKITEXT!r} is", error, command) from None
         note = f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
         notes.append(f"{note}source code and help topics of this Python installation")
         return EMBEDDED
@@ -291,7 +293,7 @@ def _choose_weights(
         if is_required:
             missing = f"the published weights of {model} are"
             command = f"hf download {hub_id}"
-            raise hub.cannot_fetch(missing, error, command, scratch_advice) from None
+            raise hub.fetch_error(missing, error, command, scratch_advice) from None
         note = f"pretrained weights are not available ({error}), so training starts from random "
         notes.append(f"{note}weights")
         return "random", None
@@ -350,7 +352,7 @@ def choose_tokenizer(
     except OSError as error:
         is_needed = source != "random" and (source != AUTO or request.is_set("model"))
         if tokenizer != AUTO or is_needed or request.strict:
-            raise hub.cannot_fetch(f"tokenizer={repo_id!r} is", error, command) from None
+            raise hub.fetch_error(f"tokenizer={repo_id!r} is", error, command) from None
         owner = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{owner}'s tokenizer is not available ({error}), so the run uses the embedded "
         notes.append(

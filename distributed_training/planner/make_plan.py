@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distributed_training.data.cache import token_cache
+from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
@@ -34,7 +34,7 @@ def make_plan(
     draft = draft_plan(request, cluster, notes)
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)
-    cached_names = {path.name for path in token_cache().glob("*")}
+    cached_names = {path.name for path in token_cache_dir().glob("*")}
     data = read(draft, sources)
     fit = Fit() if data is None else fit_to_data(draft, data, notes)
     config = draft.config.model_copy(update=sources.config_values | fit.config_values)

@@ -76,7 +76,7 @@ class PipelineRank:
         self.hidden_shards = self.tp if config.sequence_parallel else 1
         self.hidden_share = 1 / self.hidden_shards
         # Values that tp splits in a block, relative to the hidden size
-        split_values = size.values_in + size.values_out + size.kept_values
+        split_values = size.column_parallel_outputs + size.row_parallel_inputs + size.kept_values
         self.split_values = split_values / size.hidden_size
         self.compile_mode = "compiled" if config.compile else "eager"
         # The sizes below depend on the rank.

@@ -78,22 +78,24 @@ class Display:
         if compiles:
             self.say("Compiling. The first step takes a while ...")
         if self.enabled and sys.stderr.isatty():
-            form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-            self._bar = tqdm(total=total, initial=num_done, dynamic_ncols=True, bar_format=form)
+            bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+            self._bar = tqdm(
+                total=total, initial=num_done, dynamic_ncols=True, bar_format=bar_format
+            )
 
-    def progress(self, rows: list[dict[str, Any]], first: int) -> None:
+    def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
         """Show the last of `rows`, which are rows of metrics.jsonl. The speed excludes the run's
-        first step (number `first`), which is slower than the others."""
+        first step (number `first_step`), which is slower than the others."""
         last = rows[-1]
         step = last["step"]
-        warm = [row for row in rows if row["step"] != first]
-        seconds = sum(row["step_time_s"] for row in warm or rows)
+        warm_rows = [row for row in rows if row["step"] != first_step]
+        seconds = sum(row["step_time_s"] for row in warm_rows or rows)
         text = f"epoch {last['epoch'] + 1}  loss {last['loss']:.4f}  lr {last['learning_rate']:.1e}"
         if seconds <= 0:
             text += "  speed unknown: the clock does not advance"
-        elif warm:
-            speed = sum(row["num_tokens"] for row in warm) / seconds
-            remaining_s = (self._total - step) * seconds / len(warm)
+        elif warm_rows:
+            speed = sum(row["num_tokens"] for row in warm_rows) / seconds
+            remaining_s = (self._total - step) * seconds / len(warm_rows)
             remaining = tqdm.format_interval(round(remaining_s)).removeprefix("0")
             text += f"  {speed:,.0f} tok/s  {remaining} left"
         else:
@@ -169,7 +171,7 @@ def short_path(path: str | Path) -> str:
     return printable(str(path) if relative.startswith("..") else relative)
 
 
-def last_part(source: str) -> str:
+def short_name(source: str) -> str:
     """Return a short name for a dataset or for weights. For a path, the name is its last
     component."""
     return folder_label(Path(source.rstrip("/"))) or source
@@ -181,7 +183,7 @@ def in_markdown(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
 
 
-def fill(template: str, **values: Any) -> str:
+def fill_template(template: str, **values: Any) -> str:
     """Fill a template in pages/ with `values` and return the text. HTML templates escape the
     values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
@@ -208,8 +210,8 @@ def header_rows(r: Record) -> dict[str, str]:
     axes = f", {' x '.join(used_axes)}" if len(used_axes) > 1 else ""
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
-    real = "" if real_share == 1 else f" ({100 * (1 - real_share):.1f}% padding)"
-    samples = f"{data['num_train_samples']} samples of {length} tokens{real}"
+    padding_note = "" if real_share == 1 else f" ({100 * (1 - real_share):.1f}% padding)"
+    samples = f"{data['num_train_samples']} samples of {length} tokens{padding_note}"
     validation = data["num_validation_samples"]
     if records := data.get("num_train_records"):
         blocks = data["num_train_samples"]
@@ -222,12 +224,12 @@ def header_rows(r: Record) -> dict[str, str]:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
         advice = f". To reduce padding, use {fix}"
     pipeline = ""
-    if cut := r.pipeline:
-        blocks = ", ".join(map(str, cut["blocks_per_stage"]))
-        pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches per step, "
+    if entry := r.pipeline:
+        blocks = ", ".join(map(str, entry["blocks_per_stage"]))
+        pipeline = f"{entry['schedule']}, {entry['num_microbatches']} micro-batches per step, "
         pipeline += f"blocks per stage {blocks}"
-        if cut["ideal_bubble"] is not None:
-            pipeline += f"; {cut['ideal_bubble']:.0%} idle if all stages take the same time"
+        if entry["ideal_bubble"] is not None:
+            pipeline += f"; {entry['ideal_bubble']:.0%} idle if all stages take the same time"
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
@@ -241,7 +243,7 @@ def header_rows(r: Record) -> dict[str, str]:
         ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
-        "data": f"{last_part(config['dataset'])}: {samples}, {validation} for validation"
+        "data": f"{short_name(config['dataset'])}: {samples}, {validation} for validation"
                 f"{advice}",
         "steps": f"{r.num_steps}, {data['steps_per_epoch']} per epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
@@ -261,9 +263,9 @@ def _options(r: Record) -> str:
     compression = r.config.get("gradient_compression", "none")
     texts = [] if compression == "none" else [f"{compression} gradients"]
     texts += [f"{name} {value}" for name, value in r.engine_options.items()]
-    sent = (r.prediction or {}).get("sent_bytes")
-    if texts and sent is not None:
-        texts.append(f"{gib(sum(sent.values()))} sent per step by each process")
+    sent_bytes = (r.prediction or {}).get("sent_bytes")
+    if texts and sent_bytes is not None:
+        texts.append(f"{gib(sum(sent_bytes.values()))} sent per step by each process")
     return ", ".join(texts)
 
 
@@ -301,8 +303,8 @@ def describe_prediction(
 
 def bottleneck(bound_by: str) -> str:
     """Return the display name of a step's main bottleneck."""
-    words = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
-    return words.get(bound_by, bound_by)
+    display_names = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
+    return display_names.get(bound_by, bound_by)
 
 
 def _precision(r: Record) -> str:
@@ -310,9 +312,11 @@ def _precision(r: Record) -> str:
         tensor: dtype.replace("torch.bfloat", "bf").replace("torch.float", "fp")
         for tensor, dtype in (r.dtypes or {}).items()
     }
-    used = {dtypes.get(name) for name in ("arithmetic", "parameters", "gradients", "reduction")}
+    used_dtypes = {
+        dtypes.get(name) for name in ("arithmetic", "parameters", "gradients", "reduction")
+    }
     text = "{arithmetic} compute; parameters {parameters}; gradients {gradients}"
-    text = "fp32" if used == {"fp32"} else text.format(**dtypes)
+    text = "fp32" if used_dtypes == {"fp32"} else text.format(**dtypes)
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
     if r.config.get("cuda_graphs"):
@@ -320,7 +324,7 @@ def _precision(r: Record) -> str:
     return text
 
 
-def best_before(r: Record) -> dict[str, Any] | None:
+def best_if_overfitted(r: Record) -> dict[str, Any] | None:
     """Return the evaluation with the lowest loss if the run overfitted. Otherwise, return None. A
     run has overfitted if its last loss is more than 1% higher than its lowest loss."""
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
@@ -343,7 +347,7 @@ def summary_rows(r: Record) -> dict[str, str]:
             if all(name in evaluation for evaluation in ends):
                 first, last = (text_of(evaluation[name]) for evaluation in ends)
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
-    if (best := best_before(r)) and best["step"]:
+    if (best := best_if_overfitted(r)) and best["step"]:
         text = f"perplexity was {format_perplexity(best['perplexity'])} after "
         text += f"{plural(best['step'], 'step')}. "
         advice = "To keep that model, add --keep_best True."
@@ -365,11 +369,11 @@ def summary_rows(r: Record) -> dict[str, str]:
     if r.skipped_steps:
         steps = plural(len(r.skipped_steps), "step")
         rows["skipped"] = f"{steps} with non-finite gradients"
-    if wrote := r.profile:
-        files = f"{wrote['traces']} in the run's folder (open at ui.perfetto.dev)"
-        if wrote["memory"]:
-            files += f" and {wrote['memory']} (open at pytorch.org/memory_viz)"
-        steps = f"steps {wrote['first_step']} to {wrote['last_step']}"
+    if profile := r.profile:
+        files = f"{profile['traces']} in the run's folder (open at ui.perfetto.dev)"
+        if profile["memory"]:
+            files += f" and {profile['memory']} (open at pytorch.org/memory_viz)"
+        steps = f"steps {profile['first_step']} to {profile['last_step']}"
         program = f"python results/lab/overlap.py {short_path(r.run_dir)}"
         rows["profile"] = (
             f"{steps}, in {files}. To compute the share of communication, run: {program}"

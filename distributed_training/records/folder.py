@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 

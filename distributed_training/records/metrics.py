@@ -74,8 +74,9 @@ def summarize_performance(
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
-    gpu = find_gpu(device_name)
-    peak = gpu.flops if gpu else None  # None for unknown GPUs and for partial GPUs (MIG)
+    known_gpu = find_gpu(device_name)
+    # None for unknown GPUs and for partial GPUs (MIG)
+    peak_flops = known_gpu.flops if known_gpu else None
     return {
         "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),
@@ -84,8 +85,10 @@ def summarize_performance(
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_process": tokens_per_s / world_size,
         "flops_per_token": flops_per_token,
-        "peak_flops_per_gpu": peak,
-        "mfu": None if peak is None else tokens_per_s * flops_per_token / (peak * world_size),
+        "peak_flops_per_gpu": peak_flops,
+        "mfu": None
+        if peak_flops is None
+        else tokens_per_s * flops_per_token / (peak_flops * world_size),
     }
 
 
@@ -109,8 +112,8 @@ class PeakMemory:
 
     def as_dict(self) -> dict[str, int | None]:
         """Return this rank's peak memory in bytes. The GPU memory values are None on a CPU."""
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {**self._peaks, "peak_host_bytes": host}
+        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {**self._peaks, "peak_host_bytes": host_bytes}
 
 
 def disk_bytes() -> dict[str, int]:
@@ -248,10 +251,10 @@ def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Track
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then drops later steps, which an earlier process of the run wrote.
-    purge = {"purge_step": step + 1} if step else {}
-    writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
-    accepted = (bool, int, float, str)
-    hparams = {k: v if isinstance(v, accepted) else str(v) for k, v in about.items()}
+    purge_options = {"purge_step": step + 1} if step else {}
+    writer = SummaryWriter(str(run_dir / "tensorboard"), **purge_options)
+    accepted_types = (bool, int, float, str)
+    hparams = {k: v if isinstance(v, accepted_types) else str(v) for k, v in about.items()}
 
     def send(values: dict[str, float], step: int | None = None) -> None:
         if step is None:

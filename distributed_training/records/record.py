@@ -32,28 +32,28 @@ METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 FAULTS_FILE = ".faults"  # file with one line of JSON for each failure that a process has reported
-LOST = "lost the connection to another process"
+LOST_PEER = "lost the connection to another process"
 # Axis -> size. The earliest records lack tp and pp.
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_AXES, 1) | mesh)]
 
 
-def _has(*names: str) -> AfterValidator:
+def _require_keys(*names: str) -> AfterValidator:
     """Return a validator that requires an object to have these keys."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
-        if absent := [name for name in names if name not in values]:
-            raise ValueError(f"it lacks {absent[0]}")
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"it lacks {missing[0]}")
         return values
 
     return AfterValidator(check)
 
 
-def _are_numbers(values: Any) -> Any:
+def _check_numbers(values: Any) -> Any:
     """Return `values` after checking that they contain only numbers and None, at any depth. Raises
     ValueError for other values."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, dict | list | tuple):
-            _are_numbers(value)
+            _check_numbers(value)
         elif not (value is None or isinstance(value, float) or _is_count(value)):
             raise ValueError(f"{shown(value)} is not a valid number")
     return values
@@ -65,9 +65,9 @@ def _is_count(value: object) -> bool:
 
 
 _Step = Annotated[int, Field(ge=0, lt=2**53)]
-_Row = Annotated[dict[str, Any], _has("step"), AfterValidator(_are_numbers)]
-_Numbers = Annotated[dict[str, Any], AfterValidator(_are_numbers)]
-_OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
+_Row = Annotated[dict[str, Any], _require_keys("step"), AfterValidator(_check_numbers)]
+_Numbers = Annotated[dict[str, Any], AfterValidator(_check_numbers)]
+_OPEN_CONFIG = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
 
 
@@ -117,7 +117,7 @@ class History(BaseModel):
         lowest = min(losses)
         return f"{lowest:.4f} at step {self.evaluations[losses.index(lowest)]['step']}"
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Drop all results that were recorded after `step`."""
         self.step = step
         self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
@@ -132,7 +132,7 @@ class Record(History):
     """Fields of a run's record that this package reads. A record has more fields.
     REAL_MODELS_GUIDE.md documents the main fields."""
 
-    model_config = _OPEN
+    model_config = _OPEN_CONFIG
     schema_version: Literal[1, 2]
     status: Literal["running", "ok", "oom", "failed", "interrupted"]
     error: str | None = None  # the reason why the run failed
@@ -142,12 +142,12 @@ class Record(History):
     pid: int | None = None  # process id of that process
     run_dir: str  # "" if the run left no folder
     # CONFIG after all "auto" values have been resolved
-    config: Annotated[dict[str, Any], _has("model", "dataset", "max_length", "precision")]
+    config: Annotated[dict[str, Any], _require_keys("model", "dataset", "max_length", "precision")]
     engine_options: dict[str, Any] = {}  # keys that only this strategy's engine declares
     config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
     from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy set
     # Keys: name, as in CONFIG, and sharding, a description of the sharded state
-    strategy: Annotated[dict[str, Any], _has("name")]
+    strategy: Annotated[dict[str, Any], _require_keys("name")]
     work: dict[str, Any]  # equal for runs that can be compared
     world_size: Annotated[int, Field(ge=1)]
     mesh: Mesh = Field(validation_alias=AliasChoices("mesh", "topology"))
@@ -157,7 +157,7 @@ class Record(History):
     # Keys: first_step and last_step of the trace, and the names of the files (traces, memory)
     profile: dict[str, Any] | None = None
     # Machine of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
-    machine: Annotated[dict[str, Any], _has("gpu_name")]
+    machine: Annotated[dict[str, Any], _require_keys("gpu_name")]
     num_parameters: int  # parameters of the whole model
     num_learning: int | None = None  # trained parameters, including adapters; None if not recorded
     dtypes: dict[str, str] | None = None  # tensor -> dtype; None until the engine is built
@@ -185,17 +185,17 @@ class Record(History):
         """Return the strategy's name. If the layout uses tp, pp, or both replicas and shards, the
         name also contains the axes, the pipeline schedule and the number of micro-batches."""
         axes = self.mesh
-        parts = [self.strategy["name"]]
+        name_parts = [self.strategy["name"]]
         is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
         if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1:
-            parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+            name_parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
             if axes["tp"] > 1 and not self.config.get("sequence_parallel", True):
-                parts.append("whole-norms")
-            if cut := self.config.get("pipeline_cut"):
-                parts.append("cut-" + cut.replace(" ", "").replace(",", "-"))
+                name_parts.append("whole-norms")
+            if pipeline_cut := self.config.get("pipeline_cut"):
+                name_parts.append("cut-" + pipeline_cut.replace(" ", "").replace(",", "-"))
             if pipeline := self.pipeline:
-                parts.append("{schedule}-m{num_microbatches}".format(**pipeline))
-        return " ".join(parts)
+                name_parts.append("{schedule}-m{num_microbatches}".format(**pipeline))
+        return " ".join(name_parts)
 
 
 @dataclass
@@ -253,10 +253,10 @@ def is_alive(r: Record) -> bool:
     # An exception means that the process has ended or that the record is invalid.
     with contextlib.suppress(psutil.Error, ValueError):
         process = psutil.Process(r.pid)
-        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         # A process that started after the run began has reused the pid.
-        began = datetime.fromisoformat(r.started_at).timestamp()
-        return r.pid is not None and not ended and process.create_time() <= began + 1
+        process_start = datetime.fromisoformat(r.started_at).timestamp()
+        return r.pid is not None and not has_ended and process.create_time() <= process_start + 1
     return False
 
 
@@ -326,7 +326,7 @@ def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any)
 
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file. NaN and infinities become null, because JSON has no such values."""
-    _replace(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
+    _replace_file(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
@@ -348,10 +348,10 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
                 kept_lines.append(line + b"\n")
         except (ValueError, TypeError, KeyError):
             logger.warning("%s: dropped a damaged line", path)
-    _replace(path, b"".join(kept_lines))
+    _replace_file(path, b"".join(kept_lines))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace_file(path: Path, content: bytes) -> None:
     """Write a file so that readers see either the complete old content or the complete new
     content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")

@@ -16,9 +16,15 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from distributed_training.records.display import WIDTH, fill, fold, short_path
+from distributed_training.records.display import WIDTH, fill_template, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
+from distributed_training.records.tables import (
+    MEASURED,
+    Comparison,
+    LayoutRow,
+    Table,
+    group_by_work,
+)
 from distributed_training.settings.errors import UserError, print_error, printable
 from distributed_training.settings.files import plural, require_writable, resolve_user_path
 
@@ -75,9 +81,11 @@ def build_figures(comparison: Comparison) -> dict[str, Figure]:
     """Return the plots by name. Plots without data are left out."""
     layouts = comparison.finished
     figures = {
-        "loss": _losses(layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"),
-        "loss-by-time": _losses(layouts, lambda r: r.loss_seconds, "seconds of training"),
-        "throughput": _speeds(layouts),
+        "loss": _plot_losses(
+            layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"
+        ),
+        "loss-by-time": _plot_losses(layouts, lambda r: r.loss_seconds, "seconds of training"),
+        "throughput": _plot_speeds(layouts),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}
 
@@ -91,15 +99,15 @@ def _new_figure(height: float) -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def _losses(
-    layouts: Sequence[Layout], x_values: Callable[[Record], Sequence[float]], x_label: str
+def _plot_losses(
+    layouts: Sequence[LayoutRow], x_values: Callable[[Record], Sequence[float]], x_label: str
 ) -> Figure | None:
     """Plot training losses as lines: means over the seeds, with bands of one standard deviation.
     Plot the validation losses of all runs as dots. A non-finite loss (None in a record) leaves a
     gap. Return None if there is no finite training loss."""
     figure, axes = _new_figure(4.2)
     for index, layout in enumerate(layouts):
-        runs = [(x_values(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
+        runs = [(x_values(r), [loss for _, loss in r.loss_curve]) for r in layout.finished_records]
         shortest = min(min(len(x), len(y)) for x, y in runs)
         x = np.mean([x[:shortest] for x, _ in runs], axis=0)
         y = np.array([y[:shortest] for _, y in runs], dtype=float)
@@ -112,8 +120,10 @@ def _losses(
         if len(runs) > 1:
             std = y.std(axis=0, ddof=1)
             axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
-        steps = [0, *(step for step, _ in layout.done[0].loss_curve[:shortest])]
-        evaluations = [(row["step"], row["loss"]) for r in layout.done for row in r.evaluations]
+        steps = [0, *(step for step, _ in layout.finished_records[0].loss_curve[:shortest])]
+        evaluations = [
+            (row["step"], row["loss"]) for r in layout.finished_records for row in r.evaluations
+        ]
         eval_steps, eval_losses = np.array(evaluations, dtype=float).reshape(-1, 2).T
         axes.plot(
             np.interp(eval_steps, steps, [0, *x]), eval_losses, "o", color=color, markersize=5
@@ -128,15 +138,17 @@ def _losses(
     return figure
 
 
-def _speeds(layouts: Sequence[Layout]) -> Figure | None:
+def _plot_speeds(layouts: Sequence[LayoutRow]) -> Figure | None:
     """Plot tokens/s as bars: means over the seeds, with standard deviations as error bars. Return
     None if no run was measured."""
     tokens_per_s = MEASURED["tokens/s"]
-    measured = [layout for layout in layouts if tokens_per_s.values(layout.done)]
-    if not measured:
+    measured_layouts = [
+        layout for layout in layouts if tokens_per_s.values(layout.finished_records)
+    ]
+    if not measured_layouts:
         return None
-    names = [textwrap.fill(layout.name, 24) for layout in measured]
-    speeds = [tokens_per_s.values(layout.done) for layout in measured]
+    names = [textwrap.fill(layout.name, 24) for layout in measured_layouts]
+    speeds = [tokens_per_s.values(layout.finished_records) for layout in measured_layouts]
     means = [statistics.fmean(values) for values in speeds]
     errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in speeds]
     tallest = max(name.count("\n") for name in names)
@@ -153,14 +165,14 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
     return figure
 
 
-def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
+def format_for_terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
     """Return a section as text for a terminal: the title, the first table and the notes. The title
     leaves out the settings in `shared`, which all sections have in common. On a narrow terminal,
     the least important columns are left out."""
     title = section.title
     if shared:
-        specific = {name: text for name, text in section.settings.items() if name not in shared}
-        title = ": ".join(filter(None, [section.heading, in_words(specific)]))
+        own_settings = {name: text for name, text in section.settings.items() if name not in shared}
+        title = ": ".join(filter(None, [section.heading, join_settings(own_settings)]))
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     columns = section.tables[0].columns
     for droppable in ("", *DROPPABLE):
@@ -170,7 +182,7 @@ def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
             # The headings are a row of the table, because tabulate adds padding to its own
             # headings.
             [headings, *zip(*columns.values(), strict=True)],
-            tablefmt="plain", disable_numparse=True, colalign=_align(columns),
+            tablefmt="plain", disable_numparse=True, colalign=_column_alignment(columns),
             maxcolwidths=[NAME_WIDTH, *[None] * (len(columns) - 1)],
         )  # fmt: skip
         if max(map(len, text.splitlines())) <= width:
@@ -180,7 +192,7 @@ def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _align(headers: Iterable[str]) -> list[str]:
+def _column_alignment(headers: Iterable[str]) -> list[str]:
     return ["left" if name in TEXT_COLUMNS else "right" for name in headers]
 
 
@@ -198,16 +210,18 @@ def shared_settings(sections: Sequence[Section]) -> dict[str, str]:
     sections."""
     if len(sections) < 2:
         return {}
-    common = set.intersection(*({*section.settings.items()} for section in sections))
-    return dict(item for item in sections[0].settings.items() if item in common)
+    shared_items = set.intersection(*({*section.settings.items()} for section in sections))
+    return dict(item for item in sections[0].settings.items() if item in shared_items)
 
 
-def in_words(settings: Mapping[str, str]) -> str:
+def join_settings(settings: Mapping[str, str]) -> str:
     """Format settings on one line."""
     return ", ".join(f"{name} {text}" for name, text in settings.items())
 
 
-def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
+def render_page(
+    form: str, title: str, heading: str, sections: Sequence[Section], note: str = ""
+) -> str:
     """Return a page that begins with the settings that all sections share. `form` is "md", with
     plots in separate files, or "html", a single file without scripts or network access."""
     shared = shared_settings(sections)
@@ -215,9 +229,9 @@ def page(form: str, title: str, heading: str, sections: Sequence[Section], note:
     def own_settings(section: Section) -> dict[str, str]:
         return {name: text for name, text in section.settings.items() if name not in shared}
 
-    return fill(
+    return fill_template(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        shared=shared, own_settings=own_settings, tabulate=tabulate, align=_align,
+        shared=shared, own_settings=own_settings, tabulate=tabulate, align=_column_alignment,
         b64encode=base64.b64encode,
     )  # fmt: skip
 
@@ -266,25 +280,27 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     require_writable(folder, fix, *([target.name] if arguments.html else []))
     comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
     sections = build_sections(comparisons)
-    about = short_path(os.path.commonpath([r.run_dir for r in records]))
+    runs_text = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
-        about = f"{len(records)} runs in {about}"
+        runs_text = f"{len(records)} runs in {runs_text}"
     num_hidden = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = ""
     if num_hidden:
-        hidden = plural(num_hidden, "older run")
-        note = f"Not shown: {hidden} with other settings. To show all runs, add --all."
+        hidden_text = plural(num_hidden, "older run")
+        note = f"Not shown: {hidden_text} with other settings. To show all runs, add --all."
     shared = shared_settings(sections)
-    above = "\n".join(filter(None, [about, fold(in_words(shared))]))
-    texts = [above, *(terminal(section, shared) for section in sections), note]
+    header = "\n".join(filter(None, [runs_text, fold(join_settings(shared))]))
+    texts = [header, *(format_for_terminal(section, shared) for section in sections), note]
     print("\n\n".join(filter(None, texts)), flush=True)
-    written = short_path(target)
+    written_text = short_path(target)
     if arguments.html:
         folder.mkdir(parents=True, exist_ok=True)
-        target.write_text(page("html", "Training runs", about, sections, note), encoding="utf-8")
+        target.write_text(
+            render_page("html", "Training runs", runs_text, sections, note), encoding="utf-8"
+        )
     else:
         names = ", ".join(save_plots(sections, target))
-        written = names and f"{written}/{names}"
-    if written:
-        print(textwrap.fill(f"Wrote {written}.", WIDTH, break_long_words=False))
+        written_text = names and f"{written_text}/{names}"
+    if written_text:
+        print(textwrap.fill(f"Wrote {written_text}.", WIDTH, break_long_words=False))
     return 0

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.display import best_before, bottleneck, gib, last_part
+from distributed_training.records.display import best_if_overfitted, bottleneck, gib, short_name
 from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
-NOTHING = "-"
+EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberColumn:
     """Column of numbers. A cell shows the value of one run, or the mean over several runs."""
 
     value: Value
     show: Callable[[float], str]
-    missing: str = NOTHING
+    missing: str = EMPTY_CELL
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
@@ -61,14 +61,14 @@ def _trained(name: str) -> Value:
     return value
 
 
-def _peak(r: Record) -> float | None:
+def _peak_bytes(r: Record) -> float | None:
     """Return the peak size in bytes of the tensors on the fullest GPU. Without GPUs, return the
     peak RAM in bytes of the process that uses the most."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
 
-def _predicted_peak(r: Record) -> float | None:
+def _predicted_peak_bytes(r: Record) -> float | None:
     return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
 
 
@@ -78,42 +78,44 @@ def _milliseconds(seconds: float) -> str:
 
 # Columns that show the settings of runs, except the strategy
 SETTINGS: dict[str, Callable[..., str]] = {
-    "model": lambda r: last_part(r.config["model"]),
+    "model": lambda r: short_name(r.config["model"]),
     "processes": lambda r: str(r.world_size),
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
     "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
-    "dataset": lambda r: last_part(r.config["dataset"]),
+    "dataset": lambda r: short_name(r.config["dataset"]),
 }
-MS_A_STEP = Number(
+STEP_MS = NumberColumn(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
-MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds)
+PREDICTED_STEP_MS = NumberColumn(predicted("step_time_s"), _milliseconds)
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
 # the buffers of CUDA graphs.
 MEASURED = {
-    "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
-    "ms per step": MS_A_STEP,
-    "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
-    "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
-    "peak RAM": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "training loss": Number(
+    "tokens/s": NumberColumn(
+        lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True
+    ),
+    "ms per step": STEP_MS,
+    "MFU": NumberColumn(lambda r: r.performance.get("mfu"), "{:.1%}".format),
+    "peak GPU memory": NumberColumn(lambda r: r.memory.get("peak_reserved_bytes"), gib),
+    "peak RAM": NumberColumn(lambda r: r.memory.get("peak_host_bytes"), gib),
+    "training loss": NumberColumn(
         lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
         "{:.3f}".format,
         spread=True,
     ),
-    "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
-    "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
-    "bits per byte": Number(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
+    "validation loss": NumberColumn(_trained("loss"), "{:.4f}".format, spread=True),
+    "validation perplexity": NumberColumn(_trained("perplexity"), "{:.1f}".format, spread=True),
+    "bits per byte": NumberColumn(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
 }
 PREDICTED = {  # name -> heading, measured, predicted
-    "time": ("ms", MS_A_STEP, MS_PREDICTED),
-    "memory": ("peak", Number(_peak, gib), Number(_predicted_peak, gib)),
+    "time": ("ms", STEP_MS, PREDICTED_STEP_MS),
+    "memory": ("peak", NumberColumn(_peak_bytes, gib), NumberColumn(_predicted_peak_bytes, gib)),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class LayoutRow:
     """Row of a table: a layout with one run per seed, or a single run."""
 
     name: str
@@ -122,12 +124,12 @@ class Layout:
     why: str = ""  # reason why there are fewer records than requested runs
 
     @property
-    def done(self) -> list[Record]:
+    def finished_records(self) -> list[Record]:
         """Return the records of runs that have results."""
         return [r for r in self.records if r.performance]
 
     @property
-    def ended(self) -> str:
+    def status_text(self) -> str:
         """Describe the status of the runs in a few words."""
         num_missing = self.num_runs - len(self.records)
         if self.why:
@@ -152,7 +154,7 @@ class Table:
 class Comparison:
     """Layouts whose runs did the same work."""
 
-    layouts: list[Layout]
+    layouts: list[LayoutRow]
     work: str = ""  # description of the work, if there are no records
     # Key of the work -> value, for keys whose values differ between comparisons
     differs: dict[str, str] = field(default_factory=dict)
@@ -163,8 +165,8 @@ class Comparison:
         return [record for layout in self.layouts for record in layout.records]
 
     @property
-    def finished(self) -> list[Layout]:
-        return [layout for layout in self.layouts if layout.done]
+    def finished(self) -> list[LayoutRow]:
+        return [layout for layout in self.layouts if layout.finished_records]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -196,32 +198,32 @@ class Comparison:
                 end = " ..." if len(error) > _LONGEST_ERROR else ""
                 notes.append(f"{layout.name} {r.status}: {error[:_LONGEST_ERROR]}{end}")
             for r in layout.records:
-                if best := best_before(r):
+                if best := best_if_overfitted(r):
                     text = f"{layout.name} overfitted: its validation loss was {best['loss']:.3f} "
                     text += (
                         f"after step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
                     )
                     notes.append(text)
         works = [record.work for record in self.records]
-        if keys := [key for key in differing(works) if key != "seed"]:
+        if keys := [key for key in differing_keys(works) if key != "seed"]:
             notes.append(f"The runs are not comparable, because they differ in {', '.join(keys)}.")
         return notes
 
     def tables(self) -> list[Table]:
         """Return the tables that have data."""
-        memory = "Predicted peak memory of the process that uses the most memory."
-        sent = "Predicted bytes that the busiest process sends, from the formulas for ring "
-        sent += "collectives in strategies/LAWS.md."
+        memory_about = "Predicted peak memory of the process that uses the most memory."
+        sent_about = "Predicted bytes that the busiest process sends, from the formulas for ring "
+        sent_about += "collectives in strategies/LAWS.md."
         tables = [
-            results(self),
-            predictions(self),
-            _breakdown("Memory by component", memory, self, _memory),
-            _breakdown("Bytes sent per step", sent, self, _sent),
+            build_results_table(self),
+            build_predictions_table(self),
+            _build_breakdown("Memory by component", memory_about, self, _memory_by_component),
+            _build_breakdown("Bytes sent per step", sent_about, self, _sent_by_axis),
         ]
         return [table for table in tables if len(table.columns) > 1]
 
 
-def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ between the runs."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
@@ -231,8 +233,8 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
     """Return the settings in SETTINGS that are equal in all runs. Each setting's name is mapped to
     its displayed value."""
     settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
-    differ = differing(settings)
-    return {name: text for name, text in settings[0].items() if name not in differ}
+    different_names = differing_keys(settings)
+    return {name: text for name, text in settings[0].items() if name not in different_names}
 
 
 def status(r: Record) -> str:
@@ -249,7 +251,7 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     """Group runs that did the same work into comparisons, beginning with the comparison of the
     newest run. Each run has its own row."""
     records = sorted(records, key=lambda r: r.started_at)
-    different_keys = differing([record.work for record in records])
+    different_keys = differing_keys([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}
     for name, r in reversed([*zip(run_names(records), records, strict=True)]):
         work = repr([r.work.get(key) for key in different_keys])
@@ -264,9 +266,9 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
         for name, r in group:
             texts = [f"{name} {r.layout_name}".lstrip()]
             texts += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
-            layouts.append(Layout(name=", ".join(texts), records=[r]))
+            layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
         first = group[0][1].work
-        differs = {key: last_part(str(first.get(key)))[:12] for key in shown_keys}
+        differs = {key: short_name(str(first.get(key)))[:12] for key in shown_keys}
         comparisons.append(Comparison(layouts=layouts, differs=differs, rows="run"))
     return comparisons
 
@@ -286,17 +288,17 @@ def run_names(records: Sequence[Record]) -> list[str]:
     return ["-".join(name[first:last]) for name in names]
 
 
-def results(comparison: Comparison) -> Table:
+def build_results_table(comparison: Comparison) -> Table:
     """Return the table of speed, memory and losses. Failed layouts also have a row."""
     layouts = comparison.layouts
     columns = {comparison.rows: [layout.name for layout in layouts]}
     for name, number in MEASURED.items():
-        columns[name] = [number(*layout.done) for layout in layouts]
+        columns[name] = [number(*layout.finished_records) for layout in layouts]
     columns["runs"] = [
-        f"{len(layout.records)} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
+        f"{len(layout.records)} of {layout.num_runs}" if layout.num_runs > 1 else EMPTY_CELL
         for layout in layouts
     ]
-    columns["status"] = [layout.ended for layout in layouts]
+    columns["status"] = [layout.status_text for layout in layouts]
     about = "Times are for the median step of each run."
     if any(len(layout.records) > 1 for layout in layouts):
         about += " Cells show the mean ± standard deviation over the seeds."
@@ -305,7 +307,7 @@ def results(comparison: Comparison) -> Table:
     return _table("Results", about, columns)
 
 
-def predictions(comparison: Comparison) -> Table:
+def build_predictions_table(comparison: Comparison) -> Table:
     """Return the table that compares each plan's prediction with the measurements of its run."""
     records = comparison.records
     memory = "the peak RAM, including libraries, of the process that uses the most memory"
@@ -315,10 +317,14 @@ def predictions(comparison: Comparison) -> Table:
     layouts = comparison.finished if any(r.prediction for r in records) else []
     columns = {comparison.rows: [layout.name for layout in layouts]}
     for name, (heading, measurement, prediction) in PREDICTED.items():
-        columns[f"{heading} measured"] = [measurement(*layout.done) for layout in layouts]
-        columns[f"{heading} predicted"] = [prediction(*layout.done) for layout in layouts]
-        errors = [_error(prediction, measurement, layout.done) for layout in layouts]
-        columns[f"{heading} error"] = [NOTHING if e is None else f"{e:+.0%}" for e in errors]
+        columns[f"{heading} measured"] = [
+            measurement(*layout.finished_records) for layout in layouts
+        ]
+        columns[f"{heading} predicted"] = [
+            prediction(*layout.finished_records) for layout in layouts
+        ]
+        errors = [_error(prediction, measurement, layout.finished_records) for layout in layouts]
+        columns[f"{heading} error"] = [EMPTY_CELL if e is None else f"{e:+.0%}" for e in errors]
         run_errors = [_error(prediction, measurement, [r]) for r in records]
         if sizes := [abs(error) for error in run_errors if error is not None]:
             num_close = sum(size <= 0.10 for size in sizes)
@@ -326,12 +332,16 @@ def predictions(comparison: Comparison) -> Table:
             about += f"median error {statistics.median(sizes):.0%}."
     columns["bottleneck"] = []
     for layout in layouts:
-        bottlenecks = {r.prediction["bound_by"] for r in layout.done if r.prediction} - {None}
-        columns["bottleneck"].append(", ".join(sorted(map(bottleneck, bottlenecks))) or NOTHING)
+        bottlenecks = {
+            r.prediction["bound_by"] for r in layout.finished_records if r.prediction
+        } - {None}
+        columns["bottleneck"].append(", ".join(sorted(map(bottleneck, bottlenecks))) or EMPTY_CELL)
     return _table("Prediction and measurement", about, columns)
 
 
-def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -> float | None:
+def _error(
+    prediction: NumberColumn, measurement: NumberColumn, records: Sequence[Record]
+) -> float | None:
     """Return the error of the mean prediction relative to the mean measurement. Return None if a
     value is missing."""
     expected = prediction.values(records)
@@ -341,7 +351,7 @@ def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -
     return statistics.fmean(expected) / statistics.fmean(actual) - 1
 
 
-def _memory(r: Record) -> dict[str, float]:
+def _memory_by_component(r: Record) -> dict[str, float]:
     prediction = r.prediction or {}
     components = dict(prediction.get("memory_bytes", {}))
     if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
@@ -349,27 +359,27 @@ def _memory(r: Record) -> dict[str, float]:
     return components
 
 
-def _sent(r: Record) -> dict[str, float]:
-    sent = (r.prediction or {}).get("sent_bytes", {})
-    return {f"over {axis}": size for axis, size in sent.items()}
+def _sent_by_axis(r: Record) -> dict[str, float]:
+    sent_bytes = (r.prediction or {}).get("sent_bytes", {})
+    return {f"over {axis}": size for axis, size in sent_bytes.items()}
 
 
-def _breakdown(
+def _build_breakdown(
     title: str, about: str, comparison: Comparison, bytes_of: Callable[[Record], dict[str, float]]
 ) -> Table:
     """Return a table of sizes, with one row per layout, one column per component and a column for
     the total."""
     columns = {comparison.rows: [layout.name for layout in comparison.finished]}
-    rows = [bytes_of(layout.done[0]) for layout in comparison.finished]
+    rows = [bytes_of(layout.finished_records[0]) for layout in comparison.finished]
     names = dict.fromkeys(name for row in rows for name in row)
     for row in rows:
         row["total"] = sum(row.values())
     for name in (*names, "total"):
-        columns[name] = [gib(size) if (size := row.get(name)) else NOTHING for row in rows]
+        columns[name] = [gib(size) if (size := row.get(name)) else EMPTY_CELL for row in rows]
     return _table(title, about, columns)
 
 
 def _table(title: str, about: str, columns: dict[str, list[str]]) -> Table:
     """Return a table without empty columns."""
-    nonempty = {name: cells for name, cells in columns.items() if {*cells} - {NOTHING}}
+    nonempty = {name: cells for name, cells in columns.items() if {*cells} - {EMPTY_CELL}}
     return Table(title=title, about=about, columns=nonempty)

@@ -47,7 +47,7 @@ def reserve_run_dir(
             launchers=list(launchers),
             notes=tuple(notes),
         )
-        claims.claim(plan.run_dir, resume.identity(plan))
+        claims.claim(plan.run_dir, resume.run_identity(plan))
         write_plan(plan)
         with contextlib.suppress(OSError):  # the file system does not support links
             latest = plan.output_dir / f".latest-{plan.run_dir.name}"

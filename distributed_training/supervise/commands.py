@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import best_before, short_path
+from distributed_training.records.display import best_if_overfitted, short_path
 from distributed_training.records.record import LAST, Record
 from distributed_training.settings.config import KEYS
 from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE
@@ -30,7 +30,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
     suggestions = {}
     if (plan.run_dir / LAST).is_dir():
         prompt = [] if config.generate is None else ["--prompt", config.generate]
-        best = ["--best"] if best_before(record) and record.best else []
+        best = ["--best"] if best_if_overfitted(record) and record.best else []
         arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
         suggestions["generate text"] = shlex.join(arguments)
     folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
@@ -41,7 +41,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
         return suggestions
     # A resumed run reads settings from its directory, so its command may not contain them.
     is_resumed = plan.requested.resume is not None
-    best_row = best_before(record)
+    best_row = best_if_overfitted(record)
     if best_row and best_row["step"]:
         if not record.best and not is_resumed:
             repeat = build_repeat_command(plan, keep_best=True)

@@ -76,7 +76,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     is_on_all_ranks = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {summary}"
     if lost_connection:
-        reason = message = f"{rank} {records.LOST}: {summary}"
+        reason = message = f"{rank} {records.LOST_PEER}: {summary}"
     elif isinstance(error, UserError):
         reason = str(error)
         message = error.terminal_text
@@ -99,7 +99,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
             else:
                 store.wait([CAUSE_KEY], timedelta(seconds=2))
                 reason = store.get(CAUSE_KEY).decode()
-                message = f"{rank} {records.LOST}. Cause: {reason}"
+                message = f"{rank} {records.LOST_PEER}. Cause: {reason}"
                 lost_connection = False
     is_first_cause = True
     try:

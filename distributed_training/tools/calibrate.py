@@ -38,7 +38,7 @@ LENGTH = 1024  # sequence length at which attention is measured
 CALLS = 30  # number of timed calls per part of a training step
 
 
-def matrix_products(group: Group) -> list[dict[str, Any]]:
+def time_matmuls(group: Group) -> list[dict[str, Any]]:
     """Return the FLOP/s of matrix multiplications by shape and dtype, in the forward pass and for
     the gradients of the inputs and the weights."""
     entries = []
@@ -66,7 +66,7 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
     return entries
 
 
-def memory_traffic(group: Group) -> dict[str, float]:
+def time_memory_traffic(group: Group) -> dict[str, float]:
     """Return the memory bandwidth in bytes/s that GELU and AdamW achieve on a GPU. AdamW moves 28
     bytes per parameter."""
     x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
@@ -79,24 +79,24 @@ def memory_traffic(group: Group) -> dict[str, float]:
     }
 
 
-def attention(group: Group) -> dict[str, Any]:
+def time_attention(group: Group) -> dict[str, Any]:
     """Return the FLOP/s of causal attention over a forward and a backward pass. Only the lower
     triangle of the scores is counted."""
     on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
-    drawn = torch.randn(shape, device=group.device, dtype=dtype, requires_grad=True)
-    query, key, value = drawn.unbind()
+    qkv = torch.randn(shape, device=group.device, dtype=dtype, requires_grad=True)
+    query, key, value = qkv.unbind()
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
 
     flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
-    return {"length": LENGTH, "flops_per_s": {"both": flops / group.seconds(both)}}
+    return {"length": LENGTH, "flops_per_s": {"both": flops / group.seconds(forward_and_backward)}}
 
 
-def launches(group: Group) -> dict[str, float]:
+def time_launches(group: Group) -> dict[str, float]:
     """Return the time in seconds to launch a tiny kernel and, on a GPU, to run a compiled GPT-2
     block forward and backward. The block processes few tokens, so the GPU waits for the host."""
     x = torch.zeros(1024, device=group.device)
@@ -109,7 +109,7 @@ def launches(group: Group) -> dict[str, float]:
     return seconds
 
 
-def in_step(call: Callable[[], Any]) -> float:
+def time_in_step(call: Callable[[], Any]) -> float:
     """Run `call` CALLS times and return its median duration in seconds. All processes start each
     call together, as in a training run."""
     durations_s = []
@@ -121,7 +121,7 @@ def in_step(call: Callable[[], Any]) -> float:
     return statistics.median(durations_s)
 
 
-def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
+def time_training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Return the time that each part of a training step takes on CPUs, in seconds, and the memory
     bandwidth derived from these times, in bytes/s.
 
@@ -141,9 +141,9 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
         optimizer.step()
 
     seconds = {
-        "model": in_step(lambda: model(ids, ids).backward()),
-        "block": in_step(lambda: block(hidden).backward(hidden.detach())),
-        "update": in_step(update),
+        "model": time_in_step(lambda: model(ids, ids).backward()),
+        "block": time_in_step(lambda: block(hidden).backward(hidden.detach())),
+        "update": time_in_step(update),
     }
     # On a busy machine, a block alone can be slower than in the model. The head is assumed to take
     # at least a tenth of the model's time.
@@ -181,17 +181,17 @@ def calibrate(group: Group) -> dict[str, Any]:
         collectives = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
     if on_gpu and process.rank > 0:  # only rank 0 measures; the others wait at the end of the group
         return {}
-    group = replace(group, together=not on_gpu)
+    group = replace(group, synchronized=not on_gpu)
     results: dict[str, Any] = {
-        "matrix_products": matrix_products(group),
-        "attention": [attention(group)],
-        "seconds": launches(group),
+        "matrix_products": time_matmuls(group),
+        "attention": [time_attention(group)],
+        "seconds": time_launches(group),
         "collectives": collectives,
     }
     if on_gpu:
-        results["memory_bytes_per_s"] = memory_traffic(group)
+        results["memory_bytes_per_s"] = time_memory_traffic(group)
     else:
-        results |= training_on_cpu(results, detect_machine())
+        results |= time_training_on_cpu(results, detect_machine())
     return results
 
 

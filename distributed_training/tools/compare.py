@@ -34,8 +34,14 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, duration, last_part, short_path
-from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
+from distributed_training.records.display import WIDTH, duration, short_name, short_path
+from distributed_training.records.tables import (
+    EMPTY_CELL,
+    MEASURED,
+    Comparison,
+    LayoutRow,
+    differing_keys,
+)
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
@@ -56,17 +62,17 @@ from distributed_training.tools.jobs import num_steps
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override
 # them.
-QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
+QUIET_DEFAULTS = {"checkpoint_every": 0, "export": False, "generate": None}
 # Keys that define the work. The batch size is part of the work, although its keys are not marked as
 # such.
-WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
-RECORDS = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
+WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
+RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 # Approximate time in seconds to start and end a run (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
 # Seconds to compile each DeepSpeed extension on two cores of a Xeon (90 and 332 CPU seconds)
 EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
-OTHER_OUT = "name another folder with --out"
-PATIENCE_S = 30.0  # seconds after which an interrupted run is killed
+OTHER_OUT_FIX = "name another folder with --out"
+INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
@@ -121,9 +127,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
-    runs, out = plan_runs(arguments, build, script, QUIETLY)
-    require_writable(out, OTHER_OUT, "compare.md", "compare.html", "log.txt")
-    take_finished(runs, out)
+    runs, out = plan_runs(arguments, build, script, QUIET_DEFAULTS)
+    require_writable(out, OTHER_OUT_FIX, "compare.md", "compare.html", "log.txt")
+    attach_finished_records(runs, out)
     num_finished = count(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
     summary = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(out)}."
@@ -142,7 +148,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         return 0
     code = 0
     try:
-        train_each(runs, out, lambda run: keep(run, out, arguments.git_commit))
+        train_each(runs, out, lambda run: keep_record(run, out, arguments.git_commit))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         print(f"\nInterrupted with {plural(count(runs, 'remaining'), 'run')} remaining.")
@@ -183,11 +189,10 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
 
 
 def plan_runs(
-    arguments: argparse.Namespace, build: Build, script: Path, always: Values
+    arguments: argparse.Namespace, build: Build, script: Path, defaults: Values
 ) -> tuple[list[Run], Path]:
-    """Return the requested runs and the folder for their records. `always` contains defaults, which
-    are overridden by the plan and by keys on the command line. Raises UserError if CONFIG rejects
-    every run."""
+    """Return the requested runs and the folder for their records. The plan and keys on the command
+    line override `defaults`. Raises UserError if CONFIG rejects every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
@@ -201,9 +206,9 @@ def plan_runs(
         plan = RunPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
     layouts = [
-        always | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
+        defaults | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
     ]
-    typed = parse_overrides(arguments.overrides)
+    typed_overrides = parse_overrides(arguments.overrides)
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
@@ -212,13 +217,22 @@ def plan_runs(
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
-        values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
-    shared_keys = (resolve_aliases(plan.common) | typed).keys()
-    idle = [idle_keys(values, build, machine, processes) & shared_keys for values in layouts]
-    dropped = {key for keys in idle for key in keys if not all(key in other for other in idle)}
-    for values, idle_here in zip(layouts, idle, strict=True):
+        values.update(
+            (key, value) for key, value in typed_overrides.items() if key not in foreign_keys
+        )
+    shared_keys = (resolve_aliases(plan.common) | typed_overrides).keys()
+    idle_by_layout = [
+        idle_keys(values, build, machine, processes) & shared_keys for values in layouts
+    ]
+    dropped_keys = {
+        key
+        for keys in idle_by_layout
+        for key in keys
+        if not all(key in other for other in idle_by_layout)
+    }
+    for values, layout_idle_keys in zip(layouts, idle_by_layout, strict=True):
         # A key without an effect under one strategy may have an effect under the others.
-        for key in idle_here & dropped:
+        for key in layout_idle_keys & dropped_keys:
             del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
@@ -231,15 +245,15 @@ def plan_runs(
         for seed_offset in seeds
         for values in layouts
     ]
-    distinctive = {*differing([run.values for run in runs])} - {"strategy", "seed", *WORK}
-    distinctive -= {  # the strategy already distinguishes a run that has such a key
+    name_keys = {*differing_keys([run.values for run in runs])} - {"strategy", "seed", *WORK_KEYS}
+    name_keys -= {  # the strategy already distinguishes a run that has such a key
         key
-        for key in dropped
+        for key in dropped_keys
         if len({repr(run.values[key]) for run in runs if key in run.values}) == 1
     }
     for run in runs:
-        run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK - {"seed"})
-        settings = [f"{key}={value}" for key, value in run.values.items() if key in distinctive]
+        run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK_KEYS - {"seed"})
+        settings = [f"{key}={value}" for key, value in run.values.items() if key in name_keys]
         run.name = " ".join([run.values["strategy"], *settings])
     configs = [run.config for run in runs if run.config is not None]
     if not configs:
@@ -288,7 +302,7 @@ def print_settings(runs: Sequence[Run]) -> None:
             print(f"  {' '.join(format_overrides(run.values))}")
 
 
-def take_finished(runs: Sequence[Run], out: Path) -> None:
+def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
     """For each run, reuse a finished record in `out` that has the same CONFIG and the same number
     of processes."""
     finished = []
@@ -318,9 +332,9 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
         name = f"{run.name}, seed {run.values['seed']}" if len(seeds) > 1 else run.name
         if run.status == "remaining":
             print(f"{prefix}{name} ...", flush=True)
-            began = time.monotonic()
+            start = time.monotonic()
             train(run, out)
-            run.seconds = time.monotonic() - began
+            run.seconds = time.monotonic() - start
         for same_layout_run in runs:
             is_same_layout = (same_layout_run.work, same_layout_run.name) == (run.work, run.name)
             if is_same_layout and same_layout_run.status == "remaining":
@@ -338,7 +352,7 @@ def train(run: Run, out: Path) -> None:
     """Train in a new process session, and store the record or the error in `run`. On Ctrl-C or
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
-    old_records = set(folder.glob(RECORDS))
+    old_records = set(folder.glob(RECORD_PATTERN))
     settings = ["--set", *format_overrides(run.values), f"output_dir={folder}"]
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
@@ -356,7 +370,7 @@ def train(run: Run, out: Path) -> None:
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
             try:
-                process.wait(PATIENCE_S)
+                process.wait(INTERRUPT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -368,7 +382,7 @@ def train(run: Run, out: Path) -> None:
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.
-    for path in sorted({*folder.glob(RECORDS)} - old_records):
+    for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
         run.record = records.load_record(path)
     if run.record is None:
         run.why = last_message
@@ -376,7 +390,7 @@ def train(run: Run, out: Path) -> None:
         run.why = f"{run.record.status}: {run.record.error or last_message}"
 
 
-def keep(run: Run, out: Path, git_commit: str | None) -> str:
+def keep_record(run: Run, out: Path, git_commit: str | None) -> str:
     """Copy the record of a finished run to `out`, and add `loss_seconds`, the training time in
     seconds up to the end of each step. Return the results in one line, or the reason why the run
     failed."""
@@ -392,13 +406,13 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     run.record = records.Record.model_validate(values)
     records.write_json(record_path(record, out), values)
     cells = {name: MEASURED[name](record) for name in PRINTED_COLUMNS}
-    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOTHING)
+    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != EMPTY_CELL)
 
 
 def record_path(record: records.Record, folder: Path) -> Path:
     """Return an unused path for a record, named after its model, layout and precision. Repeated
     runs get a number."""
-    name = f"{last_part(record.config['model'])} {record.layout_name} {record.config['precision']}"
+    name = f"{short_name(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
     return records.free_path(folder, name.replace(" ", "-"), ".json")
 
@@ -414,7 +428,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         for name, members in rows.items():
             succeeded = [run.record for run in members if run.record and not run.why]
             why = next((run.why for run in members if run.why), "")
-            layouts.append(Layout(name=name, records=succeeded, num_runs=len(members), why=why))
+            layouts.append(LayoutRow(name=name, records=succeeded, num_runs=len(members), why=why))
         # Records already describe the work.
         has_records = any(layout.records for layout in layouts)
         comparisons.append(Comparison(work="" if has_records else work, layouts=layouts))
@@ -425,8 +439,8 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         number = f"{count(runs, 'ok')} of {number}"
     heading = f"{number} finished. The runs were executed one after another, each in new processes."
     for form in ("md", "html"):
-        page = report.page(form, "Strategies side by side", heading, sections)
+        page = report.render_page(form, "Strategies side by side", heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")
     for section in sections:
-        print(f"\n{report.terminal(section)}")
+        print(f"\n{report.format_for_terminal(section)}")
     print(f"\nWrote {short_path(out)}/compare.md and compare.html.")

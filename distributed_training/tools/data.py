@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.data import report
-from distributed_training.data.cache import token_cache, tokenize
+from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
 from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def run(
     config = with_values(config, dataset=dataset)
     tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
-    folder = tokenize(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
+    folder = tokenize(corpus, tokenizer, config, token_cache_dir(), rows=spec.size.vocab_size)
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
     samples = all_samples(folder, config, can_pack=can_pack)
@@ -57,7 +57,7 @@ def run(
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["special_tokens"] = tokenizer.facts.special
-    shown = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
+    shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
     if arguments.json:
         documents = [
             {
@@ -65,14 +65,14 @@ def run(
                 "loss_mask": mask.tolist(),
                 "text": tokenizer.decode(ids.tolist(), special=True),
             }
-            for ids, mask in shown
+            for ids, mask in shown_samples
         ]
         print(json.dumps({"samples": documents, "counts": counts}, indent=1))
         return 0
     marks = _COLORS if sys.stdout.isatty() else _QUOTES
-    for number, (ids, mask) in enumerate(shown, 1):
+    for number, (ids, mask) in enumerate(shown_samples, 1):
         print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
-        print(_marked(tokenizer, ids.tolist(), mask.tolist(), marks))
+        print(_mark_targets(tokenizer, ids.tolist(), mask.tolist(), marks))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
     for note in [*notes, *report.describe(counts, config.max_length)]:
         print(f"note: {printable(note)}")
@@ -84,7 +84,9 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]) -> str:
+def _mark_targets(
+    tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]
+) -> str:
     """Return the text of a sample with marks around each part that is in the loss."""
     text = ""
     first = 0

@@ -73,7 +73,7 @@ def check(is_good: bool, what: str, text: str, fix: str = "") -> Finding:
     return ok(what, text) if is_good else warn(what, text, fix)
 
 
-def answer(*command: str, seconds: float = 10) -> str:
+def run_program(*command: str, seconds: float = 10) -> str:
     """Return the standard output of a program, or "" if the program is missing, fails or times
     out."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -85,7 +85,7 @@ def answer(*command: str, seconds: float = 10) -> str:
     return ""
 
 
-def gpus(machine: Machine) -> Iterator[Finding]:
+def check_gpus(machine: Machine) -> Iterator[Finding]:
     """Check the GPUs, their free memory and their links."""
     if not machine.num_gpus:
         has_driver = shutil.which("nvidia-smi") is not None
@@ -102,29 +102,33 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         fix = f"Describe it, for example: plan --gpu '{GPU_EXAMPLE}'"
         yield warn("rates", "This GPU is not in the planner's table.", fix)
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
-    used = [int(word) for word in answer("nvidia-smi", *query).split() if word.isdecimal()]
-    busy = ", ".join(str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024)
-    if used:
+    used_mebibytes = [
+        int(word) for word in run_program("nvidia-smi", *query).split() if word.isdecimal()
+    ]
+    busy = ", ".join(
+        str(index) for index, mebibytes in enumerate(used_mebibytes) if mebibytes > 1024
+    )
+    if used_mebibytes:
         text = "No GPU is in use."
         if busy:
             text = f"Other programs use the memory of these GPUs: {busy}."
         yield check(not busy, "in use", text, "Find the programs with `nvidia-smi`.")
-    topology = answer("nvidia-smi", "topo", "-m").splitlines()
+    topology = run_program("nvidia-smi", "topo", "-m").splitlines()
     rows = [line.split() for line in topology if line.startswith("GPU")]
     if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
         text = f"{', '.join(sorted(links))} between GPUs"
-        if slow := links & {"SYS", "NODE", "PHB"}:
+        if slow_links := links & {"SYS", "NODE", "PHB"}:
             text += ". Some pairs have no NVLink, so prefer dp or pp to tp."
-        yield check(not slow, "links", text)
+        yield check(not slow_links, "links", text)
 
 
-def torch_and_driver(machine: Machine) -> Iterator[Finding]:
+def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
     """Check torch, the driver, NCCL and bf16."""
     if not machine.num_gpus:  # without GPUs, only the version matters
         with contextlib.suppress(PackageNotFoundError):
             yield ok("torch", version("torch"))
             return
-    output = answer(sys.executable, "-c", ASK_TORCH, seconds=60)
+    output = run_program(sys.executable, "-c", ASK_TORCH, seconds=60)
     if not output:
         fix = "Install it: pip install -r requirements.txt"
         yield fail("torch", "torch cannot be imported, or importing it took over a minute.", fix)
@@ -142,33 +146,35 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         yield fail("torch", f"{text}. torch sees no GPU, but nvidia-smi does.", fix)
 
 
-def memory_and_files() -> Iterator[Finding]:
+def check_memory_and_files() -> Iterator[Finding]:
     """Check cores, RAM, shared memory and the limit on open files."""
     cores = available_cpus()
-    present = os.cpu_count() or cores
-    text = f"{cores} of {present} cores are available, given CPU affinity and the container's quota"
+    num_cores = os.cpu_count() or cores
+    text = (
+        f"{cores} of {num_cores} cores are available, given CPU affinity and the container's quota"
+    )
     yield ok("cores", text)
     ram = available_ram_bytes()
     text = f"{ram / GIB:.1f} GiB is available within the container's limit"
     yield check(ram > 4 * GIB, "RAM", text, "End other programs.")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
-    enough = free > 128 * MIB  # twice Docker's default
-    yield check(enough, "shared", text, "Start the container with: docker run --shm-size=1g ...")
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    text = f"{SHARED_MEMORY} has {free_bytes / MIB:,.0f} MiB free"
+    is_enough = free_bytes > 128 * MIB  # twice Docker's default
+    yield check(is_enough, "shared", text, "Start the container with: docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"up to {files:,} files can be open at the same time"
     yield check(files >= 4096, "files", text, "Raise the limit: ulimit -n 65536")
 
 
-def disk(output_dir: Path) -> Iterator[Finding]:
+def check_disk(output_dir: Path) -> Iterator[Finding]:
     """Check the free space and the speed of the disk that stores runs."""
     folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    text = f"{folder} has {free / GIB:,.0f} GiB free"
+    free_bytes = shutil.disk_usage(folder).free
+    text = f"{folder} has {free_bytes / GIB:,.0f} GiB free"
     fix = "Set --output_dir to a folder on another disk."
     if not os.access(folder, os.W_OK):
         yield fail("disk", f"You cannot write to {folder}.", fix)
-    elif free < 8 * PROBE_BYTES:
+    elif free_bytes < 8 * PROBE_BYTES:
         yield fail("disk", text, fix)
     else:
         # Generating 64 MiB of random bytes would take too long.
@@ -180,10 +186,10 @@ def disk(output_dir: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
         speed = PROBE_BYTES / (time.perf_counter() - start)
         text += f", writes {speed / MIB:,.0f} MiB/s"
-        yield check(free >= 20 * GIB and speed >= SLOW_DISK, "disk", text, fix)
+        yield check(free_bytes >= 20 * GIB and speed >= SLOW_DISK, "disk", text, fix)
 
 
-def building(machine: Machine) -> Iterator[Finding]:
+def check_building(machine: Machine) -> Iterator[Finding]:
     """Check the tools that build DeepSpeed's extensions, and find locks that killed builds left
     behind."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
@@ -205,14 +211,14 @@ def building(machine: Machine) -> Iterator[Finding]:
             yield fail("lock", str(error))
 
 
-def launching() -> Iterator[Finding]:
+def check_launching() -> Iterator[Finding]:
     """Check the port, the host name and the network."""
     with socket.socket() as probe:
-        free = probe.connect_ex(("127.0.0.1", PORT)) != 0
+        is_free = probe.connect_ex(("127.0.0.1", PORT)) != 0
     text = f"{PORT} is free"
-    if not free:
+    if not is_free:
         text = f"Port {PORT}, the default for multi-node jobs, is in use."
-    yield check(free, "port", text, "Set another port with --rdzv_endpoint.")
+    yield check(is_free, "port", text, "Set another port with --rdzv_endpoint.")
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -229,17 +235,17 @@ def launching() -> Iterator[Finding]:
     except OSError:
         text = f"The name {name} does not resolve to an address."
         yield warn("host", text, f"Add {name} to /etc/hosts.")
-    up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
-    text = f"interfaces {', '.join(sorted(up)) or 'none'}"
-    if set_to := os.environ.get("NCCL_SOCKET_IFNAME"):
-        text += f"; NCCL_SOCKET_IFNAME={set_to}"
+    interfaces = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
+    text = f"interfaces {', '.join(sorted(interfaces)) or 'none'}"
+    if chosen_interface := os.environ.get("NCCL_SOCKET_IFNAME"):
+        text += f"; NCCL_SOCKET_IFNAME={chosen_interface}"
     yield ok("network", text)
     text = "With --num_gpus, processes listen on loopback only. With several nodes, torchrun "
     text += "listens on all interfaces and executes code from any peer."
     yield ok("listening", text)
 
 
-def hub() -> Iterator[Finding]:
+def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache_text = f"The cache is {cache}" + ("." if cache.exists() else " (empty).")
@@ -261,8 +267,8 @@ def main(output_dir: Path) -> int:
     otherwise 0."""
     machine = detect_machine()
     checks_to_run: list[Iterator[Finding]] = [
-        gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),
-        building(machine), launching(), hub(),
+        check_gpus(machine), check_torch_and_driver(machine), check_memory_and_files(),
+        check_disk(output_dir), check_building(machine), check_launching(), check_hub(),
     ]  # fmt: skip
     with ThreadPoolExecutor() as pool:  # several checks wait for programs or the network
         findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))

@@ -86,7 +86,7 @@ def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextMana
     return open_group()
 
 
-class KeptTopology(Topology):
+class CachedTopology(Topology):
     """Topology that creates each communicator only once."""
 
     @functools.cached_property
@@ -104,26 +104,26 @@ class KeptTopology(Topology):
         return self._pipeline_group
 
 
-class Kept:
+class RunCache:
     """Cache of objects that are slow to create and that runs share: communicators by mesh, and the
     initial weights of the last run."""
 
     def __init__(self) -> None:
-        self._topologies: dict[Topology, KeptTopology] = {}
+        self._topologies: dict[Topology, CachedTopology] = {}
         self._models: dict[str, Decoder] = {}
 
     def topology(self, topology: Topology) -> Topology:
         """Return a topology that equals `topology` and reuses its communicators."""
         if topology not in self._topologies:
-            self._topologies[topology] = KeptTopology(**dataclasses.asdict(topology))
+            self._topologies[topology] = CachedTopology(**dataclasses.asdict(topology))
         return self._topologies[topology]
 
-    def drawn_model(self, plan: Plan) -> Decoder:
+    def random_model(self, plan: Plan) -> Decoder:
         """Return the plan's model with random weights. Callers must not change the model."""
         key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
-            drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
-            self._models = {key: drawn}
+            model = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
+            self._models = {key: model}
         return self._models[key]
 
 
@@ -133,21 +133,22 @@ def each_run(
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
-    kept: Kept | None = None,
+    run_cache: RunCache | None = None,
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run, call `use` with it, free its memory, and yield its name and results.
 
     A run is defined by some CONFIG values or by a complete CONFIG. The results are the list of the
     values that `use` returned on each rank, or the error message if the run is rejected. The values
-    must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank. `kept`
-    holds objects that runs share. If a run fails, this process exits, because the other ranks wait
-    in a collective that cannot complete. All ranks must iterate over this generator."""
-    began = time.monotonic()
+    must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank.
+    `run_cache` holds objects that runs share. If a run fails, this process exits, because the other
+    ranks wait in a collective that cannot complete. All ranks must iterate over this
+    generator."""
+    start = time.monotonic()
     for name, values in runs.items():
-        if from_rank_0(time.monotonic() - began > deadline_s):
+        if from_rank_0(time.monotonic() - start > deadline_s):
             return
         try:
-            results = _do_run(values, group, use, kept)
+            results = _do_run(values, group, use, run_cache)
         except BaseException:
             print_error(f"{name}: rank {group.process.rank} failed")
             traceback.print_exc()
@@ -161,7 +162,7 @@ def each_run(
         yield name, results
 
 
-def every_run(
+def each_accepted_run(
     group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the results of `each_run`, but exit if a run is rejected. All ranks must iterate over
@@ -173,7 +174,10 @@ def every_run(
 
 
 def _do_run(
-    values: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
+    values: Mapping[str, Any] | Request,
+    group: Group,
+    use: Callable[[Run], Any],
+    run_cache: RunCache | None,
 ) -> list[Any] | str:
     """Build the plan, data, sampler and engine as in a training run, then call `use`. Return a
     list of the values that `use` returned on each rank. If the run is rejected, return the error
@@ -186,14 +190,14 @@ def _do_run(
             config = build_config(settings)
         plan = agree_on_plan(config, group.process, gather)
         topology = build_topology(plan, group.process, group.device)
-        drawn = None
-        if kept is not None:
-            topology = kept.topology(topology)
+        model = None
+        if run_cache is not None:
+            topology = run_cache.topology(topology)
             if group.device.type == "cpu":  # on GPUs, initializing weights takes under a second
-                drawn = kept.drawn_model(plan)
+                model = run_cache.random_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)
-        engine = build_engine(plan, topology, drawn)
+        engine = build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # every rank raises it
         return str(error)

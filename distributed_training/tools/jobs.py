@@ -22,16 +22,16 @@ from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
 from distributed_training.settings.strategies import named_strategy
 
-AROUND_STEPS_S = 900  # seconds per job for starting, compiling, evaluating and saving
-SPARE = 1.25  # factor by which predicted RAM and time are multiplied
+OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
+SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
 # Values that are not paths
 _NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
-_MADE_LATER = {"output_dir", "offload_dir"}
+_CREATED_KEYS = {"output_dir", "offload_dir"}
 # `layout_settings` returns these keys, so they are not compared with the typed keys.
-_OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
+_LAYOUT_KEYS = {"pipeline_schedule", "micro_batch_size"}
 
 
-def options_of(
+def build_options(
     plan: Draft,
     arguments: argparse.Namespace,
     configure: Callable[[Sequence[str]], Request],
@@ -46,15 +46,15 @@ def options_of(
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
         base, _ = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
     requested = plan.requested.to_key_values()
-    decided: dict[str, Any] = {
+    chosen_values: dict[str, Any] = {
         name: requested[name]
         for name, value in base.to_key_values().items()
-        if requested[name] != value and name not in _OF_LAYOUT
+        if requested[name] != value and name not in _LAYOUT_KEYS
     }
     values = (
         parse_overrides(arguments.overrides)
         | {"strategy": strategy}
-        | decided
+        | chosen_values
         | layout_settings(plan)
     )
     preset = arguments.preset
@@ -83,7 +83,7 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
             is_name = plan.model.weights_dir is None and not Path(plan.model.family).is_absolute()
         if is_name or not value or Path(path).is_absolute():
             continue
-        if name in _MADE_LATER or Path(path).exists():
+        if name in _CREATED_KEYS or Path(path).exists():
             absolute_paths[name] = f"{Path(path).absolute()}{colon}{size}"
     return absolute_paths
 
@@ -105,7 +105,7 @@ def num_steps(plan: Draft) -> int | None:
     return config.epochs * math.ceil(samples / plan.batch.global_batch_size)
 
 
-def batch_script(
+def build_batch_script(
     choice: Prediction,
     file: Path,
     script: Path,
@@ -119,7 +119,7 @@ def batch_script(
     writes this job. The job requests 25% more RAM and time than predicted."""
     plan = choice.plan
     processes_here = plan.processes_here
-    ram = choice.memory.host_bytes * processes_here
+    ram_bytes = choice.memory.host_bytes * processes_here
     steps = num_steps(plan)
     name = shlex.quote(file.name)
     header = [
@@ -133,9 +133,11 @@ def batch_script(
             "# --time is a default, because the number of steps or the GPU's speed is unknown."
         )
     else:
-        least, most = choice.likely_s or (choice.step.seconds, choice.step.seconds)
-        header.append(f"# Predicted: {steps:,} steps of {least:.3g} to {most:.3g} s each.")
-        time = slurm_time(SPARE * steps * most + AROUND_STEPS_S)
+        min_step_s, max_step_s = choice.likely_s or (choice.step.seconds, choice.step.seconds)
+        header.append(
+            f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."
+        )
+        time = slurm_time(SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S)
     script_words = [script.name, *options]
     script_words += [] if "--strict" in script_words else ["--strict"]
     script_words += [] if "--resume" in script_words else ["--resume", "auto"]
@@ -145,7 +147,7 @@ def batch_script(
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",
         "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // processes_here}",
         "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
-        "--mem=64G": f"--mem={math.ceil(SPARE * ram / GIB)}G",
+        "--mem=64G": f"--mem={math.ceil(SAFETY_FACTOR * ram_bytes / GIB)}G",
         "--time=04:00:00": f"--time={time}",
         'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
         "(real_model_example.py --strict --resume auto": f"({shlex.join(script_words)}",

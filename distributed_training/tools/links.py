@@ -38,14 +38,16 @@ from distributed_training.supervise.process import Process
 
 BUDGET_S = 0.15  # seconds per measurement
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
-MOST_FOR_PAIRS = 8  # with more processes, each is measured only with the next process
+MAX_RANKS_FOR_PAIRS = 8  # with more processes, each is measured only with the next process
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
 HEADERS = ("operation", "latency us", "GB/s", "fit error", "algorithm", "bus")
-FIX = "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
+SLOW_RANK_FIX = (
+    "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class Group:
     process: Process
     device: torch.device
     budget_s: float = BUDGET_S  # seconds per measurement
-    together: bool = True  # whether all processes make the same calls, equally often
+    synchronized: bool = True  # whether all processes make the same calls, equally often
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Return the mean time per call in seconds, over as many calls as the budget allows (3 to
@@ -63,10 +65,10 @@ class Group:
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         call()
         # `timeit` makes an extra call before the one that it times.
-        once = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)
-        if self.together:
-            dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        return timer.timeit(max(3, min(200, int(self.budget_s / float(once))))).mean
+        single_call_s = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)
+        if self.synchronized:
+            dist.all_reduce(single_call_s, op=dist.ReduceOp.MAX)
+        return timer.timeit(max(3, min(200, int(self.budget_s / float(single_call_s))))).mean
 
 
 @contextlib.contextmanager
@@ -96,7 +98,7 @@ def time_group(
     function."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
-    def there_and_back(tensor: torch.Tensor) -> None:
+    def ping_pong(tensor: torch.Tensor) -> None:
         if dist.get_rank() == ranks[0]:
             dist.send(tensor, ranks[1], group=members)
             dist.recv(tensor, ranks[1], group=members)
@@ -116,12 +118,12 @@ def time_group(
             "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, divisible, group=members),
             "broadcast": partial(dist.broadcast, tensor, ranks[0], group=members),
             "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
-            "send": partial(there_and_back, tensor),
+            "send": partial(ping_pong, tensor),
         }
         by_rank = gather({name: group.seconds(calls[name]) for name in operations})
         seconds = {name: max(rank_seconds[name] for rank_seconds in by_rank) for name in operations}
         if "send" in seconds:
-            seconds["send"] /= 2  # `there_and_back` sends the tensor twice
+            seconds["send"] /= 2  # `ping_pong` sends the tensor twice
         entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
     return entries
 
@@ -135,9 +137,11 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     coefficients = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
     columns = np.stack([1 / seconds, sizes / seconds])  # a perfect fit predicts 1 for each point
     if coefficients.min() < 0:
-        only = int(coefficients.argmax())
+        nonzero_index = int(coefficients.argmax())
         coefficients = np.zeros(2)
-        coefficients[only] = columns[only].sum() / np.square(columns[only]).sum()
+        coefficients[nonzero_index] = (
+            columns[nonzero_index].sum() / np.square(columns[nonzero_index]).sum()
+        )
     latency_s, s_per_byte = map(float, coefficients)
     error = math.sqrt(np.square(coefficients @ columns - 1).mean())
     return latency_s, 1 / s_per_byte if s_per_byte else math.inf, error
@@ -179,7 +183,7 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def draw(groups: dict[str, Any], path: Path) -> None:
+def plot_times(groups: dict[str, Any], path: Path) -> None:
     """Plot seconds against size for each operation on logarithmic axes: measured points, the fit,
     and the formula for a ring."""
     from matplotlib.figure import Figure  # slow to import
@@ -210,9 +214,11 @@ def main(options: argparse.Namespace) -> int:
         process = group.process
         device_type = group.device.type
         axes = mesh_of(options, process.world_size)
-        used = {axis: size for axis, size in axes.items() if size > 1}
-        mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-        members: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used}
+        used_axes = {axis: size for axis, size in axes.items() if size > 1}
+        mesh = init_device_mesh(
+            device_type, tuple(used_axes.values()), mesh_dim_names=tuple(used_axes)
+        )
+        members: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used_axes}
         if len(members) > 1:
             members["all"] = None
         largest = (options.largest or LARGEST_MIB[device_type]) * 2**20
@@ -240,7 +246,7 @@ def main(options: argparse.Namespace) -> int:
     folder: Path = options.out
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "links.json", record)
-    draw(groups, folder / "links.png")
+    plot_times(groups, folder / "links.png")
     print(f"{format_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
     print("Fitted model: time = latency + bytes sent / bandwidth. The last two columns are")
     print("the algorithm bandwidth and the bus bandwidth for the largest tensor, in GB/s.\n")
@@ -249,9 +255,9 @@ def main(options: argparse.Namespace) -> int:
         for operation, row in axis_group["operations"].items():
             last = row["points"][-1]
             rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, *of_largest = (f"{value / 1e9:.2f}".replace("inf", "-") for value in rates)
-            fit = (f"{1e6 * row['latency_s']:.0f}", rate, f"{row['fit_error']:.0%}")
-            rows.append([operation, *fit, *of_largest])
+            rate, *largest_rates = (f"{value / 1e9:.2f}".replace("inf", "-") for value in rates)
+            fit_cells = (f"{1e6 * row['latency_s']:.0f}", rate, f"{row['fit_error']:.0%}")
+            rows.append([operation, *fit_cells, *largest_rates])
         text = tabulate(rows, HEADERS, disable_numparse=True, stralign="right")
         print(f"{axis}, {axis_group['members']} processes\n\n{text}\n")
     if process.world_size > process.local_world_size:
@@ -287,9 +293,9 @@ class Link:
         return f"{1e6 * self.latency_s:,.0f} us, {self.bytes_per_s / 1e9:.2f} GB/s"
 
 
-def pairs(world_size: int) -> list[tuple[int, int]]:
+def choose_pairs(world_size: int) -> list[tuple[int, int]]:
     """Return the pairs of ranks whose links are measured."""
-    if world_size <= MOST_FOR_PAIRS:
+    if world_size <= MAX_RANKS_FOR_PAIRS:
         return list(itertools.combinations(range(world_size), 2))
     return list(itertools.pairwise(range(world_size)))
 
@@ -301,7 +307,7 @@ def check_nodes() -> int:
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
         small, large = SIZES[group.device.type]
-        for ends in pairs(group.process.world_size):
+        for ends in choose_pairs(group.process.world_size):
             entries = time_group(group, None, (small, large) * ROUNDS, ("send",), ends)
             latency, seconds = (
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
@@ -322,26 +328,26 @@ def describe(links: Sequence[Link]) -> str:
         location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"
         by_location.setdefault(location, []).append(link)
     lines = []
-    slow = []
-    for location, similar in by_location.items():
-        latency = min(link.latency_s for link in similar)
-        rate = max(link.bytes_per_s for link in similar)
+    slow_pairs = []
+    for location, similar_links in by_location.items():
+        latency = min(link.latency_s for link in similar_links)
+        rate = max(link.bytes_per_s for link in similar_links)
         best = Link(ends={}, latency_s=latency, bytes_per_s=rate)
-        lines.append(f"{plural(len(similar), 'link')} {location}. Best values: {best}")
-        for link in similar:
+        lines.append(f"{plural(len(similar_links), 'link')} {location}. Best values: {best}")
+        for link in similar_links:
             ends = " - ".join(f"{rank} ({host})" for rank, host in link.ends.items())
             text = f"  rank {ends}: {link}"
             latency_ratio = link.latency_s / latency
             rate_ratio = rate / link.bytes_per_s
             if rate_ratio > SLOW_RATE or latency_ratio > SLOW_LATENCY:
-                slow.append(set(link.ends))
+                slow_pairs.append(set(link.ends))
                 text += ", slow: "
                 if rate_ratio > SLOW_RATE:
                     text += f"the best link has {rate_ratio:.1f} times the bandwidth"
                 else:
                     text += f"{latency_ratio:.1f} times the latency of the best link"
             lines.append(text)
-    if common := slow and set.intersection(*slow):
-        ranks = " and ".join(map(str, sorted(common)))
-        lines.append(f"All slow links end at rank {ranks}. {FIX}")
+    if common_ranks := slow_pairs and set.intersection(*slow_pairs):
+        ranks = " and ".join(map(str, sorted(common_ranks)))
+        lines.append(f"All slow links end at rank {ranks}. {SLOW_RANK_FIX}")
     return "\n".join(lines)

@@ -12,19 +12,24 @@ import torch
 from tqdm import tqdm
 
 from distributed_training.checkpoint import export, resume
-from distributed_training.checkpoint.trained import Saved, Trained, trained_by, trained_folder
+from distributed_training.checkpoint.trained import (
+    SavedWeights,
+    TrainedModel,
+    open_trained_folder,
+    trained_model_of_run,
+)
 from distributed_training.data import hub, report
-from distributed_training.data.cache import load_bytes, token_cache, tokenize
+from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, Message
 from distributed_training.data.samples import Samples, all_samples
-from distributed_training.data.tokenizer import Tokenizer, is_chat
+from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
 from distributed_training.models import CONFIG_FILE, ModelSize, ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
-from distributed_training.models.decoder import Decoder, Past
+from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.planner.data import choose_dataset, choose_tokenizer, cut_data
@@ -63,12 +68,12 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(str(base_folder(folder))), folder
-        if not folder.exists() and (spec := _published(name)) is not None and spec.hub_id:
+        if not folder.exists() and (spec := _find_published(name)) is not None and spec.hub_id:
             try:
                 return spec, weights.fetch_weights(spec.hub_id)
             except OSError as error:
                 command = f"hf download {spec.hub_id}"
-                raise hub.cannot_fetch(f"model={name!r} is", error, command) from None
+                raise hub.fetch_error(f"model={name!r} is", error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
     if not (run / weights_name).is_dir():
@@ -80,7 +85,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     return load_plan(run).model, run / weights_name
 
 
-def _published(name: str) -> ModelSpec | None:
+def _find_published(name: str) -> ModelSpec | None:
     """Return the model with this name, or None if the name looks like a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return None
@@ -105,26 +110,26 @@ def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
     return base if hub.has_tokenizer(base) or Path(name).is_dir() else hub.fetch_tokenizer(name)
 
 
-def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool]:
+def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
     """Return the weights and the tokenizer of a run, and whether the run trained on conversations.
     If the run has no hf/, use the weights of its newest checkpoint."""
     checkpoint = newest_checkpoint(resolve_user_path(name).resolve())
     if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(name, weights_name)
-        trained = trained_folder(spec, folder, base_folder(folder))
+        trained = open_trained_folder(spec, folder, base_folder(folder))
         tokenizer = Tokenizer(find_tokenizer(folder, spec))
-        chat = is_chat(tokenizer.folder) or tokenizer.is_templated
+        chat = has_builtin_template(tokenizer.folder) or tokenizer.is_templated
         if (folder.parent / RECORD_FILE).is_file():
-            chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
+            chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
     print_error(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
-    trained = trained_by(plan, state, meta.base_fingerprint)
-    return trained, tokenizer, tokenizer.talks(record.data.get("form"))
+    trained = trained_model_of_run(plan, state, meta.base_fingerprint)
+    return trained, tokenizer, tokenizer.is_chat_form(record.data.get("form"))
 
 
-def load(trained: Trained) -> tuple[Decoder, torch.device]:
+def load(trained: TrainedModel) -> tuple[Decoder, torch.device]:
     """Load a model onto the first GPU, in bf16 if the GPU supports bf16. Without a GPU, load the
     model onto the CPU. Return the model and its device."""
     if not torch.cuda.is_available():
@@ -141,29 +146,29 @@ def generate(arguments: argparse.Namespace) -> int:
     trained, tokenizer, chat = find_trained(arguments.run, BEST if arguments.best else LAST)
     model, device = load(trained)
     dialog = list[Message]()
-    mark = "> " if sys.stdin.isatty() else ""
-    if arguments.prompt is None and mark:
+    prompt_mark = "> " if sys.stdin.isatty() else ""
+    if arguments.prompt is None and prompt_mark:
         print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
-    def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
+    def logits(ids: torch.Tensor, past: KVCache | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
     while arguments.prompt is None or not dialog:
         try:
-            text = input(mark) if arguments.prompt is None else arguments.prompt
+            text = input(prompt_mark) if arguments.prompt is None else arguments.prompt
         except EOFError:
             break
         dialog.append({"role": "user", "content": text})
-        ids = export.continuation(
-            logits, tokenizer.ask(dialog) if chat else tokenizer.begin(text),
+        ids = export.generate_ids(
+            logits, tokenizer.encode_chat_prompt(dialog) if chat else tokenizer.encode_prompt(text),
             num_tokens=arguments.num_tokens, context=model.size.num_positions, seed=arguments.seed,
-            past=Past(), top_k=arguments.top_k, temperature=arguments.temperature,
-            eos_ids=export.find_ends(tokenizer, chat, trained.base),
+            past=KVCache(), top_k=arguments.top_k, temperature=arguments.temperature,
+            eos_ids=export.find_stop_ids(tokenizer, chat, trained.base),
         )  # fmt: skip
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
-        for piece in _decoded(tokenizer, ids):
+        for piece in _decode_pieces(tokenizer, ids):
             # Generated text can contain terminal control sequences.
             print(escape_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
@@ -172,7 +177,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """Yield the text of the ids in pieces, each as soon as its characters are complete."""
     tokens = list[int]()
     printed = ""
@@ -189,12 +194,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
     samples of the model's run. Then print lm-eval's results for the requested tasks. Return the
     exit code."""
-    plan = _plan_of(arguments.run)
+    plan = _load_plan(arguments.run)
     weights_name = BEST if arguments.best else LAST
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if arguments.dataset is None and plan is None and not arguments.tasks:
-        if not resolve_user_path(arguments.run).exists() and _published(arguments.run) is None:
+        if not resolve_user_path(arguments.run).exists() and _find_published(arguments.run) is None:
             raise UserError(f"{arguments.run} does not exist", fix=_NAME_A_MODEL)
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
@@ -207,8 +212,8 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     trained, tokenizer, _ = find_trained(arguments.run, weights_name)
     size = trained.spec.size
     length = min(MAX_LENGTH, size.num_positions)
-    default = build_config({"model": arguments.run, "max_length": length})
-    config = plan.config if plan else default
+    default_config = build_config({"model": arguments.run, "max_length": length})
+    config = plan.config if plan else default_config
     config = with_values(config, max_length=arguments.max_length or config.max_length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's context length of "
@@ -218,19 +223,19 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     if arguments.dataset is None:
         assert plan is not None
         data = cut_data(replace(plan, config=config))
-        samples, bytes_of = data.validation, data.bytes_of
+        samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
         notes = list[str]()
         columns = arguments.columns or config.columns
         dataset = choose_dataset(arguments.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
-        samples, bytes_of, split, more_notes = _samples_of(config, tokenizer, size)
+        samples, bytes_per_token, split, more_notes = _load_samples(config, tokenizer, size)
         text = f"{config.dataset}{split}"
         for note in [*notes, *more_notes]:
             display.note(note)
     model, device = load(trained)
-    row = measure(model, samples, bytes_of, device)
+    row = measure(model, samples, bytes_per_token, device)
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     precision = names.get(model.compute_dtype, "fp32")
     display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
@@ -244,7 +249,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     display.table(rows)
 
 
-def _plan_of(name: str) -> Plan | None:
+def _load_plan(name: str) -> Plan | None:
     """Return the plan of a run, or of the run to which an export belongs. If there is no such run,
     return None."""
     folder = resolve_user_path(name).resolve()
@@ -253,7 +258,7 @@ def _plan_of(name: str) -> Plan | None:
     return load_plan(folder) if (folder / PLAN_FILE).is_file() else None
 
 
-def _samples_of(
+def _load_samples(
     config: RunConfig, tokenizer: Tokenizer, size: ModelSize
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
     """Return (samples, number of bytes per token, string that names the split, notes). The samples
@@ -261,8 +266,8 @@ def _samples_of(
     left out or cut."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
-    only = {"train": corpus[split]}
-    folder = tokenize(only, tokenizer, config, token_cache(), rows=size.vocab_size)
+    split_corpus = {"train": corpus[split]}
+    folder = tokenize(split_corpus, tokenizer, config, token_cache_dir(), rows=size.vocab_size)
     samples = all_samples(
         folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
     )
@@ -277,17 +282,17 @@ def _samples_of(
 
 @torch.inference_mode()
 def measure(
-    model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device
+    model: Decoder, samples: Samples, bytes_per_token: np.ndarray, device: torch.device
 ) -> dict[str, float]:
     """Evaluate a whole model on its device. Return an entry for the record's `evaluations`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    at_once = max(1, TOKENS_AT_ONCE // samples.seq_len)
-    batches = range(0, len(samples), at_once)
+    batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
+    batches = range(0, len(samples), batch_size)
     for first in tqdm(batches, desc="evaluating", disable=None, leave=False):
-        indices = np.arange(first, min(first + at_once, len(samples)))
+        indices = np.arange(first, min(first + batch_size, len(samples)))
         total += model(*to_device(device, *samples.batch(indices)))
     num_targets = int(samples.num_targets.sum())
-    return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_of))
+    return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_per_token))
 
 
 def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
@@ -349,7 +354,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     _require_new(folder)
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
-    chat = tokenizer.talks(record.data.get("form"))
+    chat = tokenizer.is_chat_form(record.data.get("form"))
     export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     if merge and plan.config.base_dtype == "nf4":
@@ -367,10 +372,10 @@ def merge_exported(exported: Path, to: str | None) -> int:
     trained, tokenizer, chat = find_trained(str(exported), LAST)
     base = base_folder(exported)
     dtype = getattr(torch, weights.stored_dtype(base))
-    export.save_whole(trained, tokenizer, chat, base, folder, dtype)
+    export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
-    if peft.is_rounded(exported):
+    if peft.has_quantized_base(exported):
         print(f"note: {MERGED_NF4}")
     print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")
     return 0
@@ -384,14 +389,14 @@ def _require_new(folder: Path) -> None:
     require_writable(folder, fix)
 
 
-def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]:
+def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, SavedWeights]:
     """Return (the run's plan, the run's record, the checkpoint's meta.json, the checkpoint's
     weights). Raises UserError for files that are damaged or do not belong together."""
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     run_dir = checkpoint.parents[1]
     plan = load_plan(run_dir)
-    saved = Saved(files)
+    saved = SavedWeights(files)
     saved.check(plan)
     return plan, load_record(run_dir), meta, saved
 

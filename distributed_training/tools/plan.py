@@ -44,10 +44,15 @@ from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.dry_run import launch_command
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import run_ranks
-from distributed_training.tools.jobs import batch_script, options_of
-from distributed_training.tools.plan_table import legend, table, why_first, work_asked
+from distributed_training.tools.jobs import build_batch_script, build_options
+from distributed_training.tools.plan_table import (
+    describe_requested_work,
+    explain_first,
+    legend,
+    table,
+)
 
-SHOWN = 10  # number of layouts that are listed without --all
+MAX_SHOWN = 10  # number of layouts that are listed without --all
 MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 _COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -66,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--price", type=float, metavar="P", help="also print the cost at this price per GPU-hour")
     add("--json", action="store_true", help="print all layouts as JSON")
-    add("--all", action="store_true", help=f"list all layouts instead of the best {SHOWN}")
+    add("--all", action="store_true", help=f"list all layouts instead of the best {MAX_SHOWN}")
 
 
 def run(
@@ -129,7 +134,7 @@ def run(
     batch = choices[0].plan.batch
     tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
     print(f"{config.model} on {cluster.name}: {tokens}, {plural(len(choices), 'layout')}\n")
-    listed = listed if arguments.all else listed[:SHOWN]
+    listed = listed if arguments.all else listed[:MAX_SHOWN]
     print(table(listed, labels, every=arguments.all))
     print()
     if len(fitting) > len(listed):
@@ -141,19 +146,19 @@ def run(
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
     first = picks[0][1]
-    lines = [legend(listed, cluster, gbit, every=arguments.all), why_first(first, fitting)]
-    lines += [work_asked(label, choice, arguments.price) for label, choice in picks]
+    lines = [legend(listed, cluster, gbit, every=arguments.all), explain_first(first, fitting)]
+    lines += [describe_requested_work(label, choice, arguments.price) for label, choice in picks]
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
         print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
     print()
     for _, choice in picks:
-        options = options_of(choice.plan, arguments, configure)
+        options = build_options(choice.plan, arguments, configure)
         print(f"  {launch_command(choice.plan, relative_path(script), options)}")
     if job_file is not None:
-        options = options_of(first.plan, arguments, configure, elsewhere=True)
+        options = build_options(first.plan, arguments, configure, elsewhere=True)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
-        job = batch_script(
+        job = build_batch_script(
             first, job_file, script, options, machine_options=machine_options, plan_command=command
         )
         job_file.parent.mkdir(parents=True, exist_ok=True)
@@ -180,18 +185,18 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """Return an error that names the layout with the lowest memory requirement and says how much
     memory this layout needs. Raises UserError if only the RAM is too small."""
     if fit_on_gpu := [choice for choice in choices if choice.gpu_memory_fit != "no"]:
-        least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
-        check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
-    least = min(choices, key=lambda choice: choice.memory.needed_bytes)
-    gib = least.memory.needed_bytes / GIB
-    what = f"{least.plan.config.model} does not fit on {cluster.name} under any layout"
-    why = f"even {least.plan.strategy.name}, which needs the least memory, needs {gib:.1f} GiB "
+        smallest = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
+        check_memory(smallest, lambda _: [])  # raises an error if only the RAM is too small
+    smallest = min(choices, key=lambda choice: choice.memory.needed_bytes)
+    gib = smallest.memory.needed_bytes / GIB
+    what = f"{smallest.plan.config.model} does not fit on {cluster.name} under any layout"
+    why = f"even {smallest.plan.strategy.name}, which needs the least memory, needs {gib:.1f} GiB "
     why += "per process"
     fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"use GPUs with at least {math.ceil(gib)} GiB, use more GPUs, {fix}"
-    if least.plan.requested.strategy != AUTO:
-        what += f" of strategy={least.plan.strategy.name!r}"
+    if smallest.plan.requested.strategy != AUTO:
+        what += f" of strategy={smallest.plan.strategy.name!r}"
         why = f"its smallest layout needs {gib:.1f} GiB per process"
         fix = f"leave out --strategy, {fix}"
     return UserError(what, why, fix)
@@ -212,8 +217,8 @@ def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Clust
     is_set = config.is_set("activation_checkpointing")
     modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
     for mode in modes:
-        opened = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
-        request = config.model_copy(update=opened)
+        open_values = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
+        request = config.model_copy(update=open_values)
         try:
             batch_size = draft_plan(request, cluster).config.batch_size
         except UserError:
@@ -264,13 +269,13 @@ def _rank(
             return build(name).model_copy(update={"activation_checkpointing": mode})
 
         recomputed = rank_layouts(recomputing, cluster, config.strategy, only=only)
-        better = {
+        improved = {
             name: choice
             for choice in recomputed
             if (name := layout_name(choice.plan)) in too_large
             and MEMORY_FITS.index(choice.memory_fit) < MEMORY_FITS.index(too_large[name].memory_fit)
         }
-        choices = [better.get(layout_name(choice.plan), choice) for choice in choices]
+        choices = [improved.get(layout_name(choice.plan), choice) for choice in choices]
     return sorted(choices, key=lambda choice: choice.sort_key)
 
 

@@ -52,8 +52,8 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
     needed_text = count(memory.needed_bytes / GIB)
     first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
     if not every:
-        tight = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
-        return {**first_cells, "GiB": f"{tight}{needed_text}", **speed}
+        room_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
+        return {**first_cells, "GiB": f"{room_note}{needed_text}", **speed}
     gibs = {name: count(size / GIB) for name, size in sizes.items()}
     return {**first_cells, "fits": choice.memory_fit, "GiB": needed_text, **gibs, **speed}
 
@@ -104,7 +104,7 @@ def legend(
     return "\n".join(lines)
 
 
-def work_asked(label: str, choice: Prediction, price: float | None) -> str:
+def describe_requested_work(label: str, choice: Prediction, price: float | None) -> str:
     """Return a sentence with the tokens, time and cost of the work that CONFIG requests. Return ""
     if the amount of work or the speed is unknown. `price` is the cost of a GPU-hour."""
     steps = num_steps(choice.plan)
@@ -126,7 +126,7 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
     return f"{text}."
 
 
-def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
+def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
     """Explain why a layout is the first choice, and compare it with the fastest layout. If the
     first choice is the fastest layout, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
@@ -134,17 +134,17 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
         return f"{name} needs the least memory. Its speed is unknown without the GPU's rates."
     best = fitting[0]
     if best is not first and best.step is not None:
-        ahead = 1 - best.step.seconds / first.step.seconds
+        speedup = 1 - best.step.seconds / first.step.seconds
         text = f"{name} comes first because it is simpler. {layout_name(best.plan)} is predicted "
-        return f"{text}to be {ahead:.1%} faster, which is within the error of such predictions."
+        return f"{text}to be {speedup:.1%} faster, which is within the error of such predictions."
     text = f"{name} is the fastest layout that fits. A step takes {first.step.seconds:.3f} s, "
     text += f"limited mainly by {bottleneck(first.step.bound_by)}."
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             times = other.step.seconds / first.step.seconds
-            more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-            more = "the same time" if times < 1.0005 else more
-            return f"{text} {layout_name(other.plan)} takes {more}."
+            comparison = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+            comparison = "the same time" if times < 1.0005 else comparison
+            return f"{text} {layout_name(other.plan)} takes {comparison}."
     return text
 
 

@@ -10,7 +10,7 @@ from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Box, Decoder, Fingerprint, fill_parameters
+from distributed_training.models.decoder import Decoder, Fingerprint, Slices, fill_parameters
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -88,7 +88,7 @@ def build_model(
     matrices of blocks), and trained weights in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
-    model = plan.model.outline(dropout=config.dropout, seed=config.seed)
+    model = plan.model.build_meta_model(dropout=config.dropout, seed=config.seed)
     if config.lora_rank and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype
@@ -103,7 +103,7 @@ def build_model(
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
     fingerprint = Fingerprint(model)
     if config.lora_rank:
-        source = fingerprint.watching(source)
+        source = fingerprint.watch(source)
     fill = partial(fill_parameters, source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
         from distributed_training.models.nf4 import quantize_matrices
@@ -117,5 +117,5 @@ def build_model(
     return model, fingerprint
 
 
-def _read_box(model: Decoder, name: str, box: Box) -> torch.Tensor:
-    return model.get_parameter(name).detach()[box]
+def _read_box(model: Decoder, name: str, slices: Slices) -> torch.Tensor:
+    return model.get_parameter(name).detach()[slices]

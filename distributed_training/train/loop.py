@@ -211,7 +211,7 @@ class Trainer:
         flush_due = self.topology.rank == 0 and (
             self.step == self._first_step or waited_s >= FLUSH_EVERY_S
         )
-        save_ended = self.saver.ending is not None and self.saver.ending.done()
+        save_ended = self.saver.pending_write is not None and self.saver.pending_write.done()
         votes = torch.tensor([self._signum, int(flush_due), int(save_ended)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:
@@ -266,7 +266,7 @@ class Trainer:
         if self.record is not None:
             records.append_metrics(self.plan.run_dir, rows)
         if error is not None:
-            self.history.cut(error.step)
+            self.history.truncate(error.step)
             self.write_record()
             raise error
         self.display.progress(rows, self._first_step)
@@ -282,7 +282,7 @@ class Trainer:
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         if self._num_bytes is None:
-            self._num_bytes = samples.count_bytes(self.data.bytes_of)
+            self._num_bytes = samples.count_bytes(self.data.bytes_per_token)
         num_targets = int(samples.num_targets.sum())
         row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
         loss = row["loss"]
@@ -312,7 +312,7 @@ class Trainer:
     def _finish_saving(self) -> None:
         """Wait for the save in progress, if there is one, and add it to the history. If the save
         failed, raises the error that it caused. All ranks must call this method."""
-        if self.saver.ending is None:
+        if self.saver.pending_write is None:
             return
         self.set_activity("the end of a save", thread=self.saver.thread)
         try:
@@ -343,7 +343,7 @@ class Trainer:
         if config.export and best and best["step"] == self.step:
             if self.topology.rank == 0:
                 best_folder = self.plan.run_dir / records.BEST
-                export_future = export.in_thread(export.copy_folder, best_folder, last)
+                export_future = export.submit_in_thread(export.copy_folder, best_folder, last)
         elif config.export:
             export_future = self._export(last, self.saver.weights(self.step))
         self.sample = generate_sample(self.engine, self.plan, self.data, self.display, "after")
@@ -359,7 +359,7 @@ class Trainer:
         if state is None:  # Only rank 0 holds the weights.
             return None
         metadata = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self.data.is_chat)
-        return export.in_thread(export.write_folder, state, *metadata, folder)
+        return export.submit_in_thread(export.write_folder, state, *metadata, folder)
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
@@ -376,7 +376,7 @@ class Trainer:
         All ranks must call this method."""
         started_at = time.monotonic()
         step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
-        self.history.cut(step)
+        self.history.truncate(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
         # Otherwise, if the run is killed before the next save, the record lacks this resumption.
         self.write_record()

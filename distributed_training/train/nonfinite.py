@@ -6,7 +6,7 @@ from pathlib import Path
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.plan import Plan
-from distributed_training.records.folder import list_checkpoints, name_of
+from distributed_training.records.folder import checkpoint_name, list_checkpoints
 from distributed_training.records.record import History
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
@@ -92,7 +92,9 @@ class Faults:
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
-        checkpoints = [Path(folder) for folder in folders if Path(folder).name <= name_of(step)]
+        checkpoints = [
+            Path(folder) for folder in folders if Path(folder).name <= checkpoint_name(step)
+        ]
         return NonFiniteError(step, what, checkpoints, self.skipped_step)
 
     def choose_rollback_checkpoint(self, error: NonFiniteError) -> Path:

@@ -52,7 +52,7 @@ def train(
         else:
             meta = resume.read_meta(plan.checkpoint)
             resumed_step = meta.step
-            state = resume.state_of(plan.checkpoint, meta)
+            state = resume.load_run_record(plan.checkpoint, meta)
             history = records.History(**state.model_dump())
         record_values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **record_values)
@@ -155,7 +155,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "machine": asdict(plan.machine),
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
-        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
+        "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
         "dtypes": None,  # set once the engine is built
         "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,

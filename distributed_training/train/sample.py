@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import continuation, find_ends
+from distributed_training.checkpoint.export import find_stop_ids, generate_ids
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import from_rank_0
@@ -27,10 +27,12 @@ def generate_sample(
     if topology.rank == 0:
         try:
             if data.is_chat:
-                prompt_ids = tokenizer.ask([{"role": "user", "content": config.generate}])
+                prompt_ids = tokenizer.encode_chat_prompt(
+                    [{"role": "user", "content": config.generate}]
+                )
             else:
-                prompt_ids = tokenizer.begin(config.generate)
-            encoded = prompt_ids, find_ends(tokenizer, data.is_chat, plan.weights_dir)
+                prompt_ids = tokenizer.encode_prompt(config.generate)
+            encoded = prompt_ids, find_stop_ids(tokenizer, data.is_chat, plan.weights_dir)
         except UserError as error:  # Some chat templates require a system message.
             display.note(f"no sample is generated: {error}")
     encoded = from_rank_0(encoded)
@@ -41,7 +43,7 @@ def generate_sample(
     context = plan.size.num_positions // topology.tp * topology.tp
     # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
     # with sharded parameters gather them from all ranks.
-    ids = list(continuation(
+    ids = list(generate_ids(
         engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
         past=engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
     ))  # fmt: skip

@@ -116,7 +116,7 @@ def main() -> int:
     """Print the best use of a budget or the cost of reaching a loss. Return the exit code."""
     script = ROOT / "real_model_example.py"
     folder = ROOT / "runs"
-    program = cli.Program(config=CONFIG, script=script, about=__doc__, output_dir=folder)
+    program = cli.Program(config=CONFIG, script=script, description=__doc__, output_dir=folder)
     parser = Parser(description=__doc__.partition("\n")[0])
     add_options(parser)
     cli.add_keys(parser)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.tools.harness import Run, every_run, open_group
+from distributed_training.tools.harness import Run, each_accepted_run, open_group
 from distributed_training.train.loop import learning_rate
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, values in PLAN["cases"].items()
         }
         results = {}
-        for name, ranks in every_run(group, cases, train):
+        for name, ranks in each_accepted_run(group, cases, train):
             results[name] = ranks[0]
         if group.process.rank == 0:
             old_record = load_json(options.out, "record") if options.out.exists() else {}

@@ -316,7 +316,7 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
     but yields records only on rank 0. All ranks must iterate over it."""
     before = _gather_left_over()
     for name, result in harness.each_run(
-        group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()
+        group, runs, measure, deadline_s=deadline_s, run_cache=harness.RunCache()
     ):
         after = _gather_left_over()
         if isinstance(result, str):

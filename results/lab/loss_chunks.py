@@ -29,7 +29,7 @@ from tabulate import tabulate
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.harness import Kept, Run, each_run, open_group_for
+from distributed_training.tools.harness import Run, RunCache, each_run, open_group_for
 
 COMMON: dict[str, Any] = {
     "model": "Llama-3.2-1B", "strategy": "dp", "batch_size": 4, "max_length": 2048,
@@ -127,14 +127,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         order.append("liger")
     results = []
     began = time.monotonic()
-    kept = Kept()
+    run_cache = RunCache()
     with open_group_for(runs) as group:
         for name in order:
             # Liger's loss replaces a chunked, uncompiled loss. CUDA graphs cannot capture it.
             values = runs.get(name, {**runs["2048"], "cuda_graphs": False})
             use = measure_liger if name == "liger" else measure
             deadline_s = DEADLINE_S - (time.monotonic() - began)
-            for _, ranks in each_run(group, {name: values}, use, deadline_s=deadline_s, kept=kept):
+            for _, ranks in each_run(
+                group, {name: values}, use, deadline_s=deadline_s, run_cache=run_cache
+            ):
                 if group.process.rank:
                     continue
                 row = {"loss": name}

@@ -29,7 +29,7 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
 from distributed_training.tools.harness import Group, Run, each_run, open_group
-from distributed_training.tools.parity.apart import rows_of
+from distributed_training.tools.parity.apart import unpack_rows
 from results.lab.corpus.records import write_records
 from results.lab.steps import time_step
 
@@ -82,12 +82,12 @@ def measure_speed(run: Run) -> dict[str, Any]:
 
 def measure_with_mask(run: Run) -> dict[str, Any]:
     """Run `measure_speed` with an attention mask instead of the document kernel."""
-    largest = attention._LARGEST_HEAD
-    attention._LARGEST_HEAD = 0
+    largest = attention._MAX_HEAD_SIZE
+    attention._MAX_HEAD_SIZE = 0
     try:
         return measure_speed(run)
     finally:
-        attention._LARGEST_HEAD = largest
+        attention._MAX_HEAD_SIZE = largest
 
 
 def unpack_records(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
@@ -95,7 +95,9 @@ def unpack_records(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
     per micro-batch. With `backwards`, reverse the order of the rows."""
     padding_id = run.data.tokenizer.eos_id
     rows = [
-        row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
+        row
+        for blocks in batch.micro_batches
+        for row in unpack_rows(blocks, padding_id).swapaxes(0, 1)
     ]
     rows = [row for row in rows if (row[1] != IGNORE_INDEX).any()]
     empty = np.stack([np.full_like(rows[0][0], padding_id), rows[0][1] * 0 - 100])

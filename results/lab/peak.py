@@ -27,7 +27,7 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.harness import Kept, Run, each_run, open_group_for
+from distributed_training.tools.harness import Run, RunCache, each_run, open_group_for
 from results.lab.steps import synchronize
 
 COMMON: dict[str, Any] = {
@@ -153,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs[name] = config_of(words, arguments.out / "models" / name)
     results: dict[str, Any] = {}
     with open_group_for(runs) as group:
-        measured = each_run(group, runs, measure, deadline_s=arguments.seconds, kept=Kept())
+        measured = each_run(
+            group, runs, measure, deadline_s=arguments.seconds, run_cache=RunCache()
+        )
         for name, ranks in measured:
             if group.process.rank:
                 continue

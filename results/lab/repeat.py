@@ -100,7 +100,7 @@ def dry_run_command(document: dict[str, Any]) -> str:
 def parse_links(words: list[str]) -> None:
     """Parse the options of `links`."""
     parser = Parser()
-    cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, about="", output_dir=ROOT))
+    cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, description="", output_dir=ROOT))
     cli.read_options(parser, words)
 
 

@@ -24,7 +24,7 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.tools.harness import Run, every_run, open_group
+from distributed_training.tools.harness import Run, each_accepted_run, open_group
 from results.lab.exchanges import PLAN
 
 CASES = ("`dp`", "bf16", "PowerSGD, rank 4", "top-k int8, k 0.01", "local SGD, H 8")
@@ -78,7 +78,7 @@ def measure_cases(out: Path, rate: str) -> None:
     cases = {name: {**PLAN["common"], "seed": 1, **PLAN["cases"][name]} for name in CASES}
     with open_group() as group:
         results = {}
-        for name, ranks in every_run(group, cases, time_rounds):
+        for name, ranks in each_accepted_run(group, cases, time_rounds):
             results[name] = ranks[0]
             if group.process.rank == 0:
                 print(f"{rate} Mbit/s  {name}: {ranks[0]}", flush=True)

@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = runs_so_far(file, plan)  # Read before the processes meet. Rank 0 writes later.
     with harness.open_group_for(runs) as group:
         is_rank_0 = group.process.rank == 0
-        kept = harness.Kept()
+        run_cache = harness.RunCache()
         log = functools.partial(print, flush=True) if is_rank_0 else lambda text: None
 
         def save_result(name: str, result: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 log(f"not started: {name}")
                 continue
             save_result(name, {"failed": FAILED})
-            for _, ranks in harness.each_run(group, {name: values}, trace, kept=kept):
+            for _, ranks in harness.each_run(group, {name: values}, trace, run_cache=run_cache):
                 save_result(name, build_result(ranks))
             row = summarize(results).get(name)
             text = results[name]["failed"] if row is None else _row_text(row)

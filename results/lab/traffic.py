@@ -32,7 +32,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.tools.harness import Run, every_run, open_group
+from distributed_training.tools.harness import Run, each_accepted_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
 # Suffix of the case with more blocks. The difference between the two rows is the blocks' traffic.
@@ -182,7 +182,7 @@ def count_cases(out: Path) -> None:
         count = group.process.world_size
         cases = PLAN["cases"][str(count)]
         runs = {name: config_of(values, group.folder) for name, values in cases.items()}
-        for name, ranks in every_run(group, runs, count_step):
+        for name, ranks in each_accepted_run(group, runs, count_step):
             results[name] = {"config": cases[name], "processes": count, "ranks": ranks}
         if group.process.rank == 0:
             out.write_text(json.dumps(results))

@@ -69,7 +69,7 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
     the size in GB."""
     spec = find_model(name)
     folder.mkdir(parents=True)
-    model = spec.outline()
+    model = spec.build_meta_model()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight_map: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}

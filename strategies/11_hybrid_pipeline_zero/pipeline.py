@@ -24,12 +24,12 @@ from distributed_training.engines import base
 from distributed_training.engines.deepspeed import DeepSpeedEngine
 from distributed_training.engines.graphs import to_device
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Block, Decoder, Past
+from distributed_training.models.decoder import Block, Decoder, KVCache
 from distributed_training.parallel import private
 from distributed_training.parallel.mesh import Topology
 
 
-def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
+def _build_tied_layer(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
     """Return the layer spec for a module whose parameter `weight` is tied. DeepSpeed uses `module`
     itself instead of building a new module."""
     spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
@@ -49,12 +49,12 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         self.project = model.project
         self.vocab_size = model.size.vocab_size
         self.scale = 1.0
-        start = model.stage(range(0))
-        layers: list[Any] = [start, *model.blocks.values(), model.norm_out]
-        rows = start.token_embedding if model.size.tied else model.output_rows
+        first_stage = model.stage(range(0))
+        layers: list[Any] = [first_stage, *model.blocks.values(), model.norm_out]
+        rows = first_stage.token_embedding if model.size.tied else model.output_rows
         if model.size.tied and rows.weight.requires_grad:
-            layers[0] = _tied_part(start, "token_embedding.weight")
-            layers.append(_tied_part(rows, "weight", forward_fn=lambda _rows, x: x))
+            layers[0] = _build_tied_layer(first_stage, "token_embedding.weight")
+            layers.append(_build_tied_layer(rows, "weight", forward_fn=lambda _rows, x: x))
         else:  # `head` uses the rows directly, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
@@ -68,7 +68,7 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
             super().__init__(layers, topology=grid, loss_fn=self.head)
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
         # stages compute them. Every process has all of these tensors, so stages do not send them.
-        self.upcoming = deque[Sequence[torch.Tensor]]()
+        self.upcoming_documents = deque[Sequence[torch.Tensor]]()
         self.documents: Documents | None = None  # documents of the current micro-batch
         self.describe = model.describe
         for layer in self.forward_funcs:
@@ -77,7 +77,9 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
 
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
         """Return the output of this stage for the next micro-batch."""
-        self.documents = self.describe(*self.upcoming.popleft()) if self.upcoming else None
+        self.documents = (
+            self.describe(*self.upcoming_documents.popleft()) if self.upcoming_documents else None
+        )
         return super().forward(forward_input)
 
     def _pass_documents(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
@@ -112,19 +114,21 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         device = self.topology.device
         micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
-        self._expect(micro_batches[0][0].shape)
+        self._set_shape(micro_batches[0][0].shape)
         self.model.scale = scale
-        self.model.upcoming.extend(documents for _, _, *documents in micro_batches if documents)
+        self.model.upcoming_documents.extend(
+            documents for _, _, *documents in micro_batches if documents
+        )
         self.engine.train_batch(iter([(ids, targets) for ids, targets, *_ in micro_batches]))
-        last = self.engine.is_last_stage()
-        return self.engine.total_loss / scale if last else torch.zeros((), device=device)
+        is_last = self.engine.is_last_stage()
+        return self.engine.total_loss / scale if is_last else torch.zeros((), device=device)
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         device = self.topology.device
         loss = self._evaluate(*to_device(device, *arrays))
         return torch.zeros((), device=device) if loss is None else loss
 
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         logits = self._evaluate(input_ids, None)
         if logits is None:
             shape = (*input_ids.shape, self.model.vocab_size)
@@ -132,8 +136,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             logits = torch.empty(shape, dtype=dtypes[0], device=self.topology.device)
         grid = self.engine.grid
         logits = logits.contiguous()
-        last = grid.stage_to_global(self.topology.pp - 1)
-        dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
+        last_rank = grid.stage_to_global(self.topology.pp - 1)
+        dist.broadcast(logits, last_rank, group=grid.get_pipe_parallel_group())
         return logits
 
     def _evaluate(
@@ -141,9 +145,9 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     ) -> torch.Tensor | None:
         """On the last stage, return the output of `head` for one batch [B, T]. Return None on other
         stages. All ranks must call this method."""
-        self._expect(ids.shape)
+        self._set_shape(ids.shape)
         if documents:
-            self.model.upcoming.append(documents)
+            self.model.upcoming_documents.append(documents)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed would add the output of the last batch to it
         with base.evaluation_mode(self.model):
@@ -152,7 +156,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             )
         return outputs[0] if self.engine.is_last_stage() else None
 
-    def _expect(self, shape: torch.Size) -> None:
+    def _set_shape(self, shape: torch.Size) -> None:
         """Reset DeepSpeed's activation shape if `shape` is new, because DeepSpeed sends the shape
         of a batch only once."""
         if shape != self._shape:

@@ -14,7 +14,7 @@ import torch.nn as nn
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
-from distributed_training.models.decoder import Decoder, Past
+from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.parallel.gradients import all_reduce_mean
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -32,28 +32,29 @@ class LocalSGD(NativeEngine):
         # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the
         # only way to compute the same results as dp and keep the weights equal.
         self.averages_gradients = options.local_steps == 1 and options.averages
-        self.since = 0  # steps since the last synchronization
-        self.saved: list[torch.Tensor] = []  # this replica's weights while the mean replaces them
-        self.outer: torch.optim.SGD | None = None
+        self.steps_since_exchange = 0  # steps since the last synchronization
+        # This replica's weights while the mean replaces them
+        self.local_weights: list[torch.Tensor] = []
+        self.outer_optimizer: torch.optim.SGD | None = None
         if not options.averages:
             self._begin_outer()
 
     def _begin_outer(self) -> None:
         """Start the outer optimizer from the current weights and a zero momentum buffer."""
         momentum = self.options.outer_momentum
-        self.starts = [parameter.detach().clone() for parameter in self.parameters]
-        self.outer = torch.optim.SGD(
-            self.starts, self.options.outer_lr, momentum, nesterov=momentum > 0
+        self.outer_parameters = [parameter.detach().clone() for parameter in self.parameters]
+        self.outer_optimizer = torch.optim.SGD(
+            self.outer_parameters, self.options.outer_lr, momentum, nesterov=momentum > 0
         )
         if momentum:  # `load_local_state` needs the state that exists after a first step
-            for start in self.starts:
-                self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
+            for start in self.outer_parameters:
+                self.outer_optimizer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
     def replicate(self, stage: Decoder) -> nn.Module:
         return stage  # without DDP, so the backward pass exchanges nothing
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        self._restore_own()
+        self._restore_local_weights()
         return super().train_step(batch)
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,54 +62,54 @@ class LocalSGD(NativeEngine):
             gradients = [parameter.grad for parameter in self.parameters]
             all_reduce_mean([gradient for gradient in gradients if gradient is not None])
         norms = super().update()
-        self.since = (self.since + 1) % self.options.local_steps
-        if self.since == 0 and not self.averages_gradients:
+        self.steps_since_exchange = (self.steps_since_exchange + 1) % self.options.local_steps
+        if self.steps_since_exchange == 0 and not self.averages_gradients:
             self._synchronize()
         return norms
 
     @torch.no_grad()
     def _synchronize(self) -> None:
         all_reduce_mean(self.parameters)
-        if self.outer is not None:
-            for start, mean in zip(self.starts, self.parameters, strict=True):
+        if self.outer_optimizer is not None:
+            for start, mean in zip(self.outer_parameters, self.parameters, strict=True):
                 start.grad = start - mean
-            self.outer.step()
-            self.outer.zero_grad()
-            for start, mean in zip(self.starts, self.parameters, strict=True):
+            self.outer_optimizer.step()
+            self.outer_optimizer.zero_grad()
+            for start, mean in zip(self.outer_parameters, self.parameters, strict=True):
                 mean.copy_(start)
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        self._take_mean()
+        self._swap_in_mean()
         return super().eval_step(*arrays)
 
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        self._take_mean()
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
+        self._swap_in_mean()
         return super().logits(input_ids, past)
 
-    def _take_mean(self) -> None:
+    def _swap_in_mean(self) -> None:
         """Between two synchronizations, replace the weights with the mean of the replicas."""
-        if self.since and not self.saved:
-            self.saved = [parameter.detach().clone() for parameter in self.parameters]
+        if self.steps_since_exchange and not self.local_weights:
+            self.local_weights = [parameter.detach().clone() for parameter in self.parameters]
             all_reduce_mean(self.parameters)
 
     @torch.no_grad()
-    def _restore_own(self) -> None:
-        if self.saved:
-            for parameter, saved in zip(self.parameters, self.saved, strict=True):
+    def _restore_local_weights(self) -> None:
+        if self.local_weights:
+            for parameter, saved in zip(self.parameters, self.local_weights, strict=True):
                 parameter.copy_(saved)
-            self.saved = []
+            self.local_weights = []
 
     def state_parts(self) -> Iterator[Part]:
-        self._take_mean()
+        self._swap_in_mean()
         return super().state_parts()
 
     def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
         """Start all replicas at the saved mean. `load_local_state` may then restore the weights of
         each replica."""
         super().load(files, counters)
-        self.since = 0
-        self.saved = []
-        if self.outer is not None:
+        self.steps_since_exchange = 0
+        self.local_weights = []
+        if self.outer_optimizer is not None:
             self._begin_outer()
 
     def local_state(self) -> dict[str, torch.Tensor]:
@@ -119,9 +120,9 @@ class LocalSGD(NativeEngine):
             return {}
         counters = self.counters()
         names = ("adam_steps", "loss_scale", "good_steps")
-        counts = [self.since, *(counters[name] for name in names)]
+        counts = [self.steps_since_exchange, *(counters[name] for name in names)]
         state = {"counts": torch.tensor(counts, dtype=torch.float32)}
-        for name, tensors in self._own_tensors().items():
+        for name, tensors in self._local_tensors().items():
             state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
         return state
 
@@ -129,23 +130,23 @@ class LocalSGD(NativeEngine):
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
             return
-        since, adam_steps, loss_scale, good_steps = state["counts"].tolist()
-        self.since = int(since)
+        steps_since_exchange, adam_steps, loss_scale, good_steps = state["counts"].tolist()
+        self.steps_since_exchange = int(steps_since_exchange)
         self.loss_scale.fill_(loss_scale)
         self._good_steps.fill_(good_steps)
         for adam_state in self.optimizer.state.values():
             adam_state["step"].fill_(adam_steps)
-        for name, tensors in self._own_tensors().items():
+        for name, tensors in self._local_tensors().items():
             for number, tensor in enumerate(tensors):
                 if f"{name}/{number}" in state:  # there are no Adam moments before the first step
                     tensor.copy_(state[f"{name}/{number}"])
 
-    def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
+    def _local_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return this replica's tensors by name. Adam moments exist only after the first step."""
-        tensors = {"weight": self.saved or list(self.parameters)}
+        tensors = {"weight": self.local_weights or list(self.parameters)}
         adam = [self.optimizer.state.get(self.local_params[p], {}) for p in self.parameters]
         tensors |= {name: [state[name] for state in adam] for name in MOMENTS if name in adam[0]}
-        if self.outer is not None:
-            momenta = [state["momentum_buffer"] for state in self.outer.state.values()]
-            tensors |= {"start": self.starts, "momentum": momenta}
+        if self.outer_optimizer is not None:
+            momenta = [state["momentum_buffer"] for state in self.outer_optimizer.state.values()]
+            tensors |= {"start": self.outer_parameters, "momentum": momenta}
         return tensors

@@ -108,24 +108,25 @@ def topk_int8_hook(
     flat = bucket.buffer()
     index = bucket.index()
     count = dist.get_world_size()
-    part = -(-flat.numel() // count)
-    k = options.num_exact(part)
-    padded = torch.nn.functional.pad(flat, (0, count * part - flat.numel()))
-    wanted = padded.view(count, part) + state["lost"].get(index, 0.0)
-    message = compress(wanted, k)
-    state["lost"][index] = wanted - decompress(message, k)
+    part_size = -(-flat.numel() // count)
+    k = options.num_exact(part_size)
+    padded = torch.nn.functional.pad(flat, (0, count * part_size - flat.numel()))
+    compensated = padded.view(count, part_size) + state["lost"].get(index, 0.0)
+    message = compress(compensated, k)
+    state["lost"][index] = compensated - decompress(message, k)
     received = torch.empty_like(message)
-    # On GPUs, `answer` runs on another stream, so tensors that outlive `answer` are allocated here.
-    lost = state["lost_of_means"].setdefault(index, wanted.new_zeros(1, part))
-    sent = dist.all_to_all_single(received, message, async_op=True)
+    # On GPUs, `send_mean_back` runs on another stream, so tensors that outlive the call are
+    # allocated here.
+    mean_error = state["lost_of_means"].setdefault(index, compensated.new_zeros(1, part_size))
+    exchange = dist.all_to_all_single(received, message, async_op=True)
 
-    def answer(arrived: Any) -> torch.Tensor:
-        arrived.value()  # raises the collective's error
-        mean = decompress(received, k).mean(0, keepdim=True) + lost
+    def send_mean_back(exchange_future: Any) -> torch.Tensor:
+        exchange_future.value()  # raises the collective's error
+        mean = decompress(received, k).mean(0, keepdim=True) + mean_error
         reply = compress(mean, k)
-        lost.copy_(mean - decompress(reply, k))
+        mean_error.copy_(mean - decompress(reply, k))
         replies = torch.empty_like(message)
         dist.all_gather_into_tensor(replies, reply)
         return flat.copy_(decompress(replies, k).flatten()[: flat.numel()])
 
-    return sent.get_future().then(answer)
+    return exchange.get_future().then(send_mean_back)

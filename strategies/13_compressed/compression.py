@@ -65,13 +65,13 @@ class OPTIONS(Options):
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
         if self.compression == "topk-int8" and self.compression_k < 1:
-            part = -(-num_values // num_replicas)
-            message = num_replicas * (8 * self.num_exact(part) + 4 + part)
+            part_size = -(-num_values // num_replicas)
+            message = num_replicas * (8 * self.num_exact(part_size) + 4 + part_size)
             return {"all_to_all": message, "all_gather": message}
-        sent = 4 * num_values
+        num_bytes = 4 * num_values
         if self.compression == "powersgd":
             for rows, columns in matrices:
                 factors = (rows + columns) * min(rows, columns, self.compression_rank)
                 if 2 * factors < rows * columns:  # otherwise torch sends the matrix
-                    sent -= 4 * (rows * columns - factors)
-        return {"all_reduce": sent}
+                    num_bytes -= 4 * (rows * columns - factors)
+        return {"all_reduce": num_bytes}

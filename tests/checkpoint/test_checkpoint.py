@@ -93,8 +93,8 @@ def find_resume(given, output_dir, work=WORK, strategy="zero2"):
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.config.resume, plan.output_dir = given, output_dir
     notes = []
-    found = resume.find_resume(plan, notes)
-    return notes if found is None else found[0]
+    resumed = resume.find_resume(plan, notes)
+    return notes if resumed is None else resumed[0]
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
@@ -111,21 +111,21 @@ def edit_meta(folder, **changes):
 
 
 def test_a_checkpoint_is_flushed_to_disk_before_it_is_published(tmp_path, monkeypatch):
-    done = []
+    calls = []
 
     def fsync(descriptor):
-        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
     def publish(source, target, os_replace=os.replace):
-        done.append(f"{Path(source).name} -> {Path(target).name}")
+        calls.append(f"{Path(source).name} -> {Path(target).name}")
         os_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", publish)
     save(tmp_path, 5)
-    renamed = done.index(".writing-00000005 -> step-00000005")
-    assert {RANK_0, "meta.json", ".writing-00000005"} <= set(done[:renamed])
-    assert done[renamed + 1 :] == ["checkpoints"]
+    renamed = calls.index(".writing-00000005 -> step-00000005")
+    assert {RANK_0, "meta.json", ".writing-00000005"} <= set(calls[:renamed])
+    assert calls[renamed + 1 :] == ["checkpoints"]
 
 
 def test_a_background_save_writes_the_state_of_its_step(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_background_save_writes_the_state_of_its_step(tmp_path, monkeypatch):
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, engine, 5)
     engine.state += torch.rand(10, 4)  # change the state, like the next step
-    assert not saver.ending.done()
+    assert not saver.pending_write.done()
     assert list_checkpoints(tmp_path) == []
     gate.set()
     folder, row = saver.finish()
@@ -167,16 +167,16 @@ def test_non_finite_state_is_not_saved_and_the_last_good_checkpoint_is_kept(tmp_
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
     """If the layout changes, the random number generators are seeded from the step instead of being
     restored."""
-    drawn, other = [], {**SPREAD, "strategy": "fsdp"}
+    random_values, other_spread = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)
         folder, engine = save(tmp_path, step, engine=FakeEngine(34)), FakeEngine()
         expected = torch.rand(4)
         assert (load(folder, engine), engine.value) == (step, 34)
         assert torch.equal(torch.rand(4), expected)
-        load(folder, spread=other)
-        drawn.append(torch.rand(4).tolist())
-    assert drawn[0] == drawn[1] != drawn[2]
+        load(folder, spread=other_spread)
+        random_values.append(torch.rand(4).tolist())
+    assert random_values[0] == random_values[1] != random_values[2]
 
 
 def test_a_pickle_is_never_loaded(tmp_path):
@@ -234,12 +234,14 @@ def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
 def test_flipped_bits_in_meta_json_and_a_folder_of_another_step_are_detected(tmp_path):
     folder = save(tmp_path, 1)
     file = folder / "meta.json"
-    whole, meta = file.read_bytes(), read_meta(folder)
-    for place, bit in itertools.product(range(0, len(whole), 3), range(8)):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+    content, meta = file.read_bytes(), read_meta(folder)
+    for offset, bit in itertools.product(range(0, len(content), 3), range(8)):
+        file.write_bytes(
+            content[:offset] + bytes([content[offset] ^ 1 << bit]) + content[offset + 1 :]
+        )
         with contextlib.suppress(UserError):
             assert read_meta(folder) == meta  # the bit was in whitespace
-    file.write_bytes(whole)
+    file.write_bytes(content)
     with refused("is damaged", "the folder was renamed"):
         read_meta(folder.rename(folder.with_name("step-00000041")))
 
@@ -249,13 +251,13 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
     edit_meta(folder, format=FORMAT + 1)
     with refused("by a later release", f"format {FORMAT + 1}, not {FORMAT}"):
         read_meta(folder)
-    for content, *said in (
+    for content, *message in (
         (b'{"format": 3, "step": 1}', str(folder), "by an earlier release", "weights=<run>/hf"),
         (b"[]", f"{folder} is not a checkpoint of this suite", "no other checkpoint"),
         (b"\xff\xfe\x00", "is not a checkpoint"),
     ):
         (folder / "meta.json").write_bytes(content)
-        with refused(*said):
+        with refused(*message):
             read_meta(folder)
 
 
@@ -276,35 +278,35 @@ def test_invalid_values_in_meta_json_are_refused_despite_a_valid_checksum(key, v
 
 
 def test_removing_a_symlinked_checkpoint_keeps_its_files(tmp_path):
-    moved = save(tmp_path, 1).rename(tmp_path / "moved")
-    (tmp_path / "checkpoints" / "step-00000001").symlink_to(moved)
+    target = save(tmp_path, 1).rename(tmp_path / "moved")
+    (tmp_path / "checkpoints" / "step-00000001").symlink_to(target)
     newer = save(tmp_path, 2, keep=1)
     assert [*newer.parent.iterdir()] == [newer]
-    assert (moved / RANK_0).is_file()
+    assert (target / RANK_0).is_file()
 
 
 def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explains(tmp_path):
-    (said,) = find_resume("auto", tmp_path)
-    assert f"no run in '{tmp_path}' has a checkpoint" in said
+    (note,) = find_resume("auto", tmp_path)
+    assert f"no run in '{tmp_path}' has a checkpoint" in note
     make_run(tmp_path, "20260103-finished", 5, status="ok")
-    (said,) = find_resume("auto", tmp_path)
-    assert "20260103-finished, the newest run with a checkpoint, has finished" in said
+    (note,) = find_resume("auto", tmp_path)
+    assert "20260103-finished, the newest run with a checkpoint, has finished" in note
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
-    (said,) = find_resume("auto", tmp_path)
+    (note,) = find_resume("auto", tmp_path)
     assert (
         "20260104-other-seed, the newest run with a checkpoint, used different settings: seed was 1"
-        in said
+        in note
     )
     assert (
         f"To continue that run, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed"
-        in said
+        in note
     )
     make_run(tmp_path, "20260101-a", 1)
-    wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
+    newest = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")
     (tmp_path / "a-file").write_text("")
-    found = find_resume("auto", tmp_path)
-    assert found == wanted / "checkpoints" / "step-00000004"
+    resumed = find_resume("auto", tmp_path)
+    assert resumed == newest / "checkpoints" / "step-00000004"
 
 
 def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
@@ -329,10 +331,10 @@ def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, cap
     (third / RANK_0).unlink()
     (second / "meta.json").write_text("{")
     assert find_resume("auto", tmp_path) == first
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert f"{second} is not a checkpoint" in told[0]
-    assert f"{third} is damaged. {RANK_0} is missing" in told[1]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert f"{second} is not a checkpoint" in warnings[0]
+    assert f"{third} is damaged. {RANK_0} is missing" in warnings[1]
     # The next save deletes the skipped checkpoints, although they are from later steps.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
@@ -343,8 +345,8 @@ def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
     (newest,) = list_checkpoints(run_dir)
     copy = shutil.copytree(newest, newest.with_name(f"{newest.name}.good"))
     (newest.parent / "step-99999999").write_text("a note")
-    for wanted in ("auto", str(run_dir)):
-        assert find_resume(wanted, tmp_path) == newest
+    for resume_value in ("auto", str(run_dir)):
+        assert find_resume(resume_value, tmp_path) == newest
     empty = newest.with_name("step-00000009")
     empty.mkdir()
     with refused(f"{empty} is not a checkpoint", f"mv {empty} {empty}.damaged"):
@@ -360,12 +362,14 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
         with refused(f"resume='{path}' is not a folder with a checkpoint", "auto, or to None"):
             find_resume(str(path), tmp_path)
     save(run_dir, 1)
-    for work, said in (
+    for work, message in (
         ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is now 4"),
         ({**WORK, "new": 1}, "new was None and is now 1"),
         ({}, "seed was 42 and is now None"),
     ):
-        with refused("because that run used different settings", said, f"export {run_dir}, then"):
+        with refused(
+            "because that run used different settings", message, f"export {run_dir}, then"
+        ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
     with refused(f"from that run's weights: --weights {run_dir}/hf"):
@@ -388,8 +392,8 @@ def test_resume_identifies_input_files_by_their_contents(tmp_path):
     saved.sources = {"weights": "8-1234", "model": "9-5678"}
     save_now(FakeEngine(1), saved, TOPOLOGY, step=1, data_fingerprint="tokens")
     meta = read_meta(list_checkpoints(tmp_path / "a")[0])
-    moved = dict.fromkeys(("dataset", "validation_dataset", "tokenizer"), "/moved")
-    plan = plan_of(None, work={**work, **moved, "weights": "/v", "model": "/n"})
+    new_paths = dict.fromkeys(("dataset", "validation_dataset", "tokenizer"), "/moved")
+    plan = plan_of(None, work={**work, **new_paths, "weights": "/v", "model": "/n"})
     plan.data_fingerprint, plan.sources = "tokens", {"weights": "8-1234", "model": "9-5678"}
     assert resume._differences(meta, plan) == ""
     plan.sources["weights"] = "8-4321"
@@ -404,13 +408,16 @@ def test_resume_identifies_input_files_by_their_contents(tmp_path):
 def test_a_damaged_record_is_restored_from_the_checkpoint(content, tmp_path, caplog):
     run_dir = make_run(tmp_path, "20260101-a", 1)
     (folder,) = list_checkpoints(run_dir)
-    whole = (run_dir / "record.json").read_bytes()
+    intact = (run_dir / "record.json").read_bytes()
     (run_dir / "record.json").unlink()
     if content:
         (run_dir / "record.json").write_bytes(content)
-    for given in ("auto", str(run_dir), str(folder)):
-        assert find_resume(given, tmp_path) == folder
-    assert resume.state_of(folder, read_meta(folder)).started_at == json.loads(whole)["started_at"]
+    for resume_value in ("auto", str(run_dir), str(folder)):
+        assert find_resume(resume_value, tmp_path) == folder
+    assert (
+        resume.load_run_record(folder, read_meta(folder)).started_at
+        == json.loads(intact)["started_at"]
+    )
     (folder / "record.json").unlink()
     assert find_resume("auto", tmp_path)
     assert f"skips {folder}" in caplog.records[-1].getMessage()

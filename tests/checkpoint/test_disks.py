@@ -26,7 +26,7 @@ def on_two_nodes(folder):
     """Save four checkpoints, with a failure during the third. Then check missing and damaged files.
     For each rank, return {case: the steps of the rank's checkpoints, or the error message}."""
     dist.init_process_group("gloo")
-    rank, seen = dist.get_rank(), {}
+    rank, steps_by_case = dist.get_rank(), {}
     topology = Topology(
         world_size=2, rank=rank, local_rank=0, dp_replicate=2, dp_shard=1, device_type="cpu"
     )
@@ -38,16 +38,18 @@ def on_two_nodes(folder):
         save_now(engine, plan, topology, step=step, data_fingerprint="tokens")
 
     def steps(case):
-        seen[case] = [int(found.name[-1]) for found in list_checkpoints(plan.run_dir)]
+        steps_by_case[case] = [
+            int(checkpoint.name[-1]) for checkpoint in list_checkpoints(plan.run_dir)
+        ]
 
     def refusal(case, **changes):
         changed = SimpleNamespace(**{**vars(plan), **changes})
-        seen[case] = None
+        steps_by_case[case] = None
         process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
         try:
             rendezvous.check_disks(changed, process)
         except UserError as error:
-            seen[case] = str(error)
+            steps_by_case[case] = str(error)
 
     save(1)
     save(2)
@@ -71,16 +73,16 @@ def on_two_nodes(folder):
     refusal("nothing")
     refusal("one folder", run_dir=folder / "node0", checkpoint=None)
     file = plan.checkpoint / FILES[rank]
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if rank == 1:
         file.unlink()
     refusal("missing")
-    file.write_bytes(whole[:-1] + b"?" if rank == 1 else whole)
+    file.write_bytes(content[:-1] + b"?" if rank == 1 else content)
     refusal("damaged")
-    file.write_bytes(whole)
-    seen = gather(seen)
+    file.write_bytes(content)
+    steps_by_case = gather(steps_by_case)
     dist.destroy_process_group()
-    return seen
+    return steps_by_case
 
 
 def find_on(given, output_dir, own_disks=True):
@@ -94,8 +96,8 @@ def find_on(given, output_dir, own_disks=True):
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
-    seen = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
-    return folder, seen
+    steps_by_case = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
+    return folder, steps_by_case
 
 
 def test_the_first_node_publishes_a_checkpoint_last(two_nodes):

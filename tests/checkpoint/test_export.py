@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed_training.checkpoint.export import continuation
+from distributed_training.checkpoint.export import generate_ids
 from distributed_training.plan.plan import load_plan
 from distributed_training.planner.data import cut_data
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
@@ -27,7 +27,7 @@ TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):
     settings = {"num_tokens": 30, "context": 8, "eos_ids": [-1], "seed": 3, **changes}
-    return [*prompt, *continuation(logits, list(prompt), **settings)]
+    return [*prompt, *generate_ids(logits, list(prompt), **settings)]
 
 
 def test_generation_depends_only_on_the_seed_and_is_greedy_at_temperature_zero():
@@ -100,7 +100,7 @@ def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(strategy,
     assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
 
 
-def test_sample_before_training_comes_from_the_initial_weights(tmp_path):
+def test_text_before_training_comes_from_the_initial_weights(tmp_path):
     """Generating a sample before training and keeping the best weights do not change the training
     itself."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
@@ -128,15 +128,15 @@ def run_dir(tmp_path_factory):
 
 def test_generate_answers_a_prompt_and_lines_of_input(run_dir):
     words = ("--prompt", "def ", "--num_tokens", 12)
-    asked = command("generate", run_dir, *words)
-    assert asked.stdout.startswith("def ")
+    generated = command("generate", run_dir, *words)
+    assert generated.stdout.startswith("def ")
     other = command("generate", run_dir.parent / "latest", *words, "--seed", 1)
-    assert other.stdout != asked.stdout
+    assert other.stdout != generated.stdout
     lines = subprocess.run(
         [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],
         input="def \ndef \n", capture_output=True, text=True, timeout=60, env=clean_environment(),
     )  # fmt: skip
-    assert lines.stdout == 2 * asked.stdout
+    assert lines.stdout == 2 * generated.stdout
 
 
 def test_generated_text_equals_transformers(run_dir):
@@ -147,22 +147,22 @@ def test_generated_text_equals_transformers(run_dir):
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import os", return_tensors="pt").input_ids
-    theirs = model.generate(ids, max_new_tokens=20, do_sample=False)
-    asked = command(
+    hf_ids = model.generate(ids, max_new_tokens=20, do_sample=False)
+    generated = command(
         "generate", folder, "--prompt=import os", "--max_new_tokens=20", "--temperature=0"
     )
-    assert asked.stdout == tokenizer.decode(theirs[0], skip_special_tokens=True) + "\n"
+    assert generated.stdout == tokenizer.decode(hf_ids[0], skip_special_tokens=True) + "\n"
 
 
 def test_generate_refuses_paths_without_a_model(tmp_path):
     (tmp_path / "empty").mkdir()
-    for words, said in {
+    for words, message in {
         (tmp_path / "none",): "does not exist",
         (tmp_path / "empty",): "neither a run nor a model",
         (tmp_path / "empty", "--top_k", 0): "not a number >= 1",
         (): "required: run",
     }.items():
-        assert_refused(command("generate", *words), said)
+        assert_refused(command("generate", *words), message)
 
 
 def command(*words):
@@ -226,20 +226,24 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.05}
     values |= {"max_steps": 2, "checkpoint_every": 0, "output_dir": str(tmp_path)}
     assert_ok(train({**SMALL, **values}))
-    made = Path(only_record(tmp_path)["run_dir"])
-    assert_ok(command("export", made, "--merge"))
+    lora_run_dir = Path(only_record(tmp_path)["run_dir"])
+    assert_ok(command("export", lora_run_dir, "--merge"))
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    merged = peft.PeftModel.from_pretrained(model, made / "hf").merge_and_unload()
-    ours = transformers.AutoModelForCausalLM.from_pretrained(made / "merged").state_dict()
+    merged = peft.PeftModel.from_pretrained(model, lora_run_dir / "hf").merge_and_unload()
+    merged_state = transformers.AutoModelForCausalLM.from_pretrained(
+        lora_run_dir / "merged"
+    ).state_dict()
     for name, weight in merged.state_dict().items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
-    assert_refused(command("export", made / "hf", "--merge"), "merged already exists", "--to")
-    bare = tmp_path / "bare"  # published adapters often come without a tokenizer
-    bare.mkdir()
-    for file in (made / "hf").glob("adapter_*"):
-        shutil.copy(file, bare)
-    asked = ("--prompt", "the", "--num_tokens", 5, "--temperature", 0)
-    texts = [command("generate", folder, *asked) for folder in (bare, made)]
+        torch.testing.assert_close(merged_state[name], weight, rtol=1e-5, atol=1e-6)
+    assert_refused(
+        command("export", lora_run_dir / "hf", "--merge"), "merged already exists", "--to"
+    )
+    copied_dir = tmp_path / "bare"  # published adapters often come without a tokenizer
+    copied_dir.mkdir()
+    for file in (lora_run_dir / "hf").glob("adapter_*"):
+        shutil.copy(file, copied_dir)
+    options = ("--prompt", "the", "--num_tokens", 5, "--temperature", 0)
+    texts = [command("generate", folder, *options) for folder in (copied_dir, lora_run_dir)]
     assert_ok(texts[0])
     assert texts[0].stdout == texts[1].stdout
 
@@ -255,12 +259,12 @@ def test_a_finished_run_can_be_extended(run_dir, tmp_path):
         output_dir = tmp_path / name
         assert_ok(train({**values, "max_steps": steps, "output_dir": str(output_dir)}))
         curves.append(only_record(output_dir)["loss_curve"])
-    made = only_record(output_dir)["run_dir"]
-    result = heavy_pool().script(["--resume", made, "--max_steps", 4])
+    first_run_dir = only_record(output_dir)["run_dir"]
+    result = heavy_pool().script(["--resume", first_run_dir, "--max_steps", 4])
     assert_ok(result)
     assert "max_steps was 2 and is now 4. Training continues after step 2" in result.stdout
     curves.append(only_record(output_dir)["loss_curve"])
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]
-    again = heavy_pool().script(["--resume", made, "--max_steps", 3])
-    assert_refused(again, "max_steps was 4 and is now 3")
+    extension = heavy_pool().script(["--resume", first_run_dir, "--max_steps", 3])
+    assert_refused(extension, "max_steps was 4 and is now 3")

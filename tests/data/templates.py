@@ -26,10 +26,10 @@ def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
     role = "{{ " + name + " }}"
     content = "{{ message.content" + trim + " }}"
     turn = begin.replace("ROLE", role) + content + end
-    asked = (ask or begin.replace("ROLE", "assistant")).replace("\\n", "\n")
+    header = (ask or begin.replace("ROLE", "assistant")).replace("\\n", "\n")
     return (
         first + "{% for message in messages %}" + turn + "{% endfor %}"
-        "{% if add_generation_prompt %}" + asked + "{% endif %}"
+        "{% if add_generation_prompt %}" + header + "{% endif %}"
     )
 
 

@@ -100,15 +100,15 @@ def test_fingerprint_depends_only_on_the_tokens(tokenizer, tmp_path):
     config = RunConfig(
         max_length=first.train.seq_len, eval_samples=-1, num_samples=len(first.train)
     )
-    moved = folder.rename(tmp_path / "another-name")
-    assert cut_samples(moved, tokenizer, config).fingerprint == first.fingerprint
-    ids = (moved / "train-ids.bin").read_bytes()
-    (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
-    assert not cache.is_whole(moved)
+    renamed_folder = folder.rename(tmp_path / "another-name")
+    assert cut_samples(renamed_folder, tokenizer, config).fingerprint == first.fingerprint
+    ids = (renamed_folder / "train-ids.bin").read_bytes()
+    (renamed_folder / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
+    assert not cache.is_intact(renamed_folder)
     # Simulate another user who has replaced the tokens and the checksum.
-    (moved / "sha256").write_bytes(cache._checksum(moved))
-    assert cache.is_whole(moved)
-    assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint
+    (renamed_folder / "sha256").write_bytes(cache._checksum(renamed_folder))
+    assert cache.is_intact(renamed_folder)
+    assert cut_samples(renamed_folder, tokenizer, config).fingerprint != first.fingerprint
 
 
 def test_all_records_are_parsed_before_any_is_tokenized(tokenizer, tmp_path, monkeypatch):

@@ -139,5 +139,5 @@ def test_fingerprint_depends_on_texts_split_and_form(tmp_path):
         *(read_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
     ]
     assert len({*map(fingerprint, corpora)}) == len(corpora)
-    again = read_corpus(write(tmp_path / "same.md", "one"))
-    assert fingerprint(again) == fingerprint(corpora[-2])
+    same_corpus = read_corpus(write(tmp_path / "same.md", "one"))
+    assert fingerprint(same_corpus) == fingerprint(corpora[-2])

@@ -120,7 +120,7 @@ def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_pa
 
 
 def test_a_parquet_file_is_read_in_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ROWS", 10)
+    monkeypatch.setattr(files, "_BATCH_ROWS", 10)
     path = tmp_path / "a.parquet"
     write_rows(path, [{"text": str(n)} for n in range(40)])
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
@@ -277,7 +277,7 @@ def test_a_sparse_file_is_refused_before_it_is_read(name, tmp_path):
 
 
 def test_a_line_of_gigabytes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_LONGEST_LINE", 1_000_000)
+    monkeypatch.setattr(files, "_MAX_LINE_LENGTH", 1_000_000)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a " * 499_900}) + "\n")
     assert len(list(read_records(path))) == 1

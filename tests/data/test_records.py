@@ -36,7 +36,7 @@ def conversation_of(record, columns=(), **options):
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")
-    conversation = shape.conversation(record, "here", notes, **options)
+    conversation = shape.read_conversation(record, "here", notes, **options)
     return conversation.messages, conversation.skip, dict(notes)
 
 
@@ -138,19 +138,19 @@ def test_messages_that_are_not_trained_on():
 def test_nulls_added_by_tables_are_removed():
     call = {"name": "f", "arguments": {"x": 1, "y": None}}
     message = {"role": "assistant", "content": "", "tool_calls": [call], "name": None}
-    kept = {
+    expected = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
     }
-    assert conversation_of({"messages": [message]}, drop_nulls=True)[0] == [kept]
+    assert conversation_of({"messages": [message]}, drop_nulls=True)[0] == [expected]
     assert conversation_of({"messages": [message]})[0] == [message]
 
 
 def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
     shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
-    assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
+    assert shape.read_pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
     with refused("--columns names 'a', but here has no such column"):
         Shape({"q": "2+2="}, "here", columns)
     with refused("It has 'c0', ", "'c19' and 4,980 more. "):
@@ -217,7 +217,7 @@ def test_unread_columns_are_listed(record, unread):
 def test_malformed_records_are_refused(record, words):
     with refused("a.jsonl line 3", *words):
         shape = Shape(record, "a.jsonl line 3", {})
-        shape.conversation(record, "a.jsonl line 3", Counter())
+        shape.read_conversation(record, "a.jsonl line 3", Counter())
 
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
@@ -234,7 +234,7 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
     row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
     (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
     tokenizer = SimpleNamespace(
-        align=align, talks=bool, is_templated=True, special_pattern=re.compile("(?!)")
+        align=align, is_chat_form=bool, is_templated=True, special_pattern=re.compile("(?!)")
     )
     counts = prepare.Counts()
     source = read_corpus(str(tmp_path / "a.jsonl"))["train"]
@@ -267,7 +267,7 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     else:
         file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = SimpleNamespace(
-        align=align, talks=bool, is_templated=True, special_pattern=re.compile("(?!)")
+        align=align, is_chat_form=bool, is_templated=True, special_pattern=re.compile("(?!)")
     )
     counts = prepare.Counts()
     source = read_corpus(str(file))["train"]

@@ -7,7 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from distributed_training.data.chats import render
-from distributed_training.data.chats.align import own_spans
+from distributed_training.data.chats.align import render_builtin
 from distributed_training.data.chats.render import Conversation, Renderer
 from tests.support import refused
 
@@ -47,7 +47,7 @@ def test_template_errors_are_one_line_that_names_the_row(content, words, rendere
         renderer.align([good, ("a.jsonl line 2", bad)])
     (((text, spans, *_),),) = renderer.align([good])
     assert text[slice(*spans[0])] == "4<|e|>"
-    assert renderer.ask(SAID[:1]).endswith("2+2=<|a|>")
+    assert renderer.render_prompt(SAID[:1]).endswith("2+2=<|a|>")
 
 
 def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
@@ -69,10 +69,10 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
 
 def test_our_template_counts_removed_reasoning_and_refuses_documents():
     answer = {**SAID[1], "reasoning_content": "hm"}
-    (sample,) = own_spans(Conversation([SAID[0], answer]), "|", "here")
+    (sample,) = render_builtin(Conversation([SAID[0], answer]), "|", "here")
     assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4|", 1)
     with refused("here has tools or documents"):
-        own_spans(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
+        render_builtin(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
 
 
 def test_content_parts_are_joined_if_the_template_fails_on_them():
@@ -80,11 +80,13 @@ def test_content_parts_are_joined_if_the_template_fails_on_them():
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     contents = [{"type": "text", "text": word} for word in ("a", "b")]
     messages = [{"role": "user", "content": contents}, {"role": "assistant", "content": contents}]
-    ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(messages), False)
+    ((text, spans, *_),) = render.build_responder([template] * 2, {}, [])(
+        Conversation(messages), False
+    )
     assert text == "user:ab;assistant:ab;"
     assert [text[first:][:2] for first, _ in spans] == ["ab"]
 
 
 def test_empty_generation_marks_contain_no_answer():
     template = "{% generation %}{% endgeneration %}{{ messages[1].content }}"
-    assert render.answering([template] * 2, {}, [])(Conversation(SAID), False) == []
+    assert render.build_responder([template] * 2, {}, [])(Conversation(SAID), False) == []

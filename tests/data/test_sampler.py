@@ -57,10 +57,10 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     steps = sampler.steps_per_epoch
     assert steps == -(-shape["num_samples"] // sampler.global_batch_size)
     all_steps = [epoch * steps + step for step in range(steps)]
-    seen = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
-    assert sorted(seen[seen != EMPTY]) == list(range(shape["num_samples"]))
+    used_indices = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
+    assert sorted(used_indices[used_indices != EMPTY]) == list(range(shape["num_samples"]))
     # Only the end of an epoch's last step is padded.
-    assert (seen[: shape["num_samples"]] != EMPTY).all()
+    assert (used_indices[: shape["num_samples"]] != EMPTY).all()
     for step in all_steps:
         assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
 
@@ -78,10 +78,10 @@ def test_replicas_share_a_step_without_overlap(shape, step):
     for replica, batch in enumerate(batches):
         assert len(batch.micro_batches) == shape["num_microbatches"]
         for number, (inputs, targets) in enumerate(batch.micro_batches):
-            drawn = indices[number, replica]
-            np.testing.assert_array_equal((inputs, targets), samples.batch(drawn))
-            assert ((inputs == samples.padding_id) | (drawn != EMPTY)[:, None]).all()
-            assert ((targets == IGNORE_INDEX) | (drawn != EMPTY)[:, None]).all()
+            expected = indices[number, replica]
+            np.testing.assert_array_equal((inputs, targets), samples.batch(expected))
+            assert ((inputs == samples.padding_id) | (expected != EMPTY)[:, None]).all()
+            assert ((targets == IGNORE_INDEX) | (expected != EMPTY)[:, None]).all()
             num_targets += int((targets != IGNORE_INDEX).sum())
             num_tokens += int((inputs != samples.padding_id).sum())
     assert {batch.num_targets for batch in batches} == {num_targets}
@@ -97,8 +97,8 @@ def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
     calls = [list(sampler.eval_indices(count)) for sampler in other_samplers]
     assert len({len(replica) for replica in calls}) == 1
     assert {micro.shape for replica in calls for micro in replica} == {(shape["micro_batch_size"],)}
-    seen = np.concatenate([micro for replica in calls for micro in replica])
-    assert sorted(seen[seen != EMPTY]) == list(range(count))
+    used_indices = np.concatenate([micro for replica in calls for micro in replica])
+    assert sorted(used_indices[used_indices != EMPTY]) == list(range(count))
 
 
 @given(shapes, st.integers(1, 3))
@@ -107,16 +107,16 @@ def test_document_ends_of_every_micro_batch_fit(shape, num_epochs):
     samples = replace(padded_samples(8 * shape["num_samples"]), seq_len=20).packed()
     replicas = samplers({**shape, "num_samples": len(samples)})
     num_steps = num_epochs * replicas[0].steps_per_epoch
-    most = replicas[0].most_documents(samples, num_steps)
+    max_documents = replicas[0].count_max_documents(samples, num_steps)
     counts = []
     for step in range(num_steps):
         for sampler in replicas:
             for *_, ends in sampler.step_batch(samples, step).micro_batches:
                 flat = (ends + np.arange(len(ends))[:, None] * samples.seq_len).ravel()
-                kept = drop_empty(torch.tensor(flat), most).numpy()
-                assert len(kept) == most
-                np.testing.assert_array_equal(np.unique(kept), np.unique(flat))
-                assert (np.diff(kept) >= 0).all()
+                kept_ends = drop_empty(torch.tensor(flat), max_documents).numpy()
+                assert len(kept_ends) == max_documents
+                np.testing.assert_array_equal(np.unique(kept_ends), np.unique(flat))
+                assert (np.diff(kept_ends) >= 0).all()
                 counts.append(len(np.unique(flat)))
-    # A block that is full has no padding, but `most` counts padding in every block.
-    assert most - shape["micro_batch_size"] <= max(counts) <= most
+    # A block that is full has no padding, but `max_documents` counts padding in every block.
+    assert max_documents - shape["micro_batch_size"] <= max(counts) <= max_documents

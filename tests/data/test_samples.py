@@ -91,7 +91,7 @@ def test_samples_equal_a_simple_implementation(
     loss are not targets and the last samples are used for validation. Documents are split into
     several pieces and tokenized in several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
-    monkeypatch.setattr(cache, "_BATCH", 500)
+    monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 500)
     corpus = make_corpus(validation=False)
     texts = corpus["train"].texts
     if form == "prompt":
@@ -143,12 +143,14 @@ def test_samples_equal_a_simple_implementation(
 
 
 def test_num_samples_takes_the_first_samples_up_to_all_available(tokenizer, tmp_path):
-    full = prepare(tmp_path, tokenizer)
+    all_data = prepare(tmp_path, tokenizer)
     part = prepare(tmp_path, tokenizer, num_samples=5, eval_samples=2)
     assert (len(part.train), len(part.validation)) == (5, 2)
-    np.testing.assert_array_equal(all_rows(part.train)[0], all_rows(full.train)[0][:5])
-    np.testing.assert_array_equal(all_rows(part.validation)[0], all_rows(full.validation)[0][:2])
-    count = len(full.train)
+    np.testing.assert_array_equal(all_rows(part.train)[0], all_rows(all_data.train)[0][:5])
+    np.testing.assert_array_equal(
+        all_rows(part.validation)[0], all_rows(all_data.validation)[0][:2]
+    )
+    count = len(all_data.train)
     assert len(prepare(tmp_path, tokenizer, num_samples=count).train) == count
     expected = (f"num_samples={count + 1}", f"yields {count} training", f"at most {count}", "-1")
     with refused(*expected):
@@ -170,8 +172,8 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
 
 def test_ids_above_16_bits_are_stored_correctly(tokenizer, tmp_path, monkeypatch):
     ids = [np.full(40, 69_999, np.int32)]
-    many = replace(tokenizer.facts, num_tokens=70_000)
-    monkeypatch.setattr(tokenizer, "_known", many)
+    facts = replace(tokenizer.facts, num_tokens=70_000)
+    monkeypatch.setattr(tokenizer, "_facts", facts)
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, special: ids * len(texts))
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
@@ -210,8 +212,8 @@ def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
         (folder / name).unlink()
         if damaged is not None:
             (folder / name).write_bytes(damaged)
-        again = prepare(tmp_path, tokenizer, pack=False)
-        np.testing.assert_array_equal(all_rows(again.train)[0], expected)
+        rebuilt = prepare(tmp_path, tokenizer, pack=False)
+        np.testing.assert_array_equal(all_rows(rebuilt.train)[0], expected)
         assert (folder / name).read_bytes() == content
         assert cache_folders(tmp_path) == [folder]
         assert str(folder) in caplog.text

@@ -86,21 +86,21 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
         (tmp_path / file).write_bytes(content)
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))
-    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.facts.kind == cls
-    assert theirs.is_fast == case.startswith(("fast", "T5", "vocab"))
+    tokenizer, hf_tokenizer = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.facts.kind == cls
+    assert hf_tokenizer.is_fast == case.startswith(("fast", "T5", "vocab"))
     for text in TEXTS:
-        ((ids, mask),) = ours.encode([Piece(text)])
-        assert ids.tolist() == theirs(text)["input_ids"]
+        ((ids, mask),) = tokenizer.encode([Piece(text)])
+        assert ids.tolist() == hf_tokenizer(text)["input_ids"]
         assert mask is None
-    text = theirs.apply_chat_template(CHAT, tokenize=False)
+    text = hf_tokenizer.apply_chat_template(CHAT, tokenize=False)
     contents = [message["content"] for message in CHAT if message["role"] == "assistant"]
     answers = [content + "<|end|>\n" for content in contents]
     spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in answers]
-    ((ids, mask),) = ours.encode([Piece(text, spans, templated=True)])
-    assert ids.tolist() == theirs.apply_chat_template(CHAT)["input_ids"]
+    ((ids, mask),) = tokenizer.encode([Piece(text, spans, templated=True)])
+    assert ids.tolist() == hf_tokenizer.apply_chat_template(CHAT)["input_ids"]
     edges = np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    learned = [theirs.decode(ids[first:last]) for first, last in edges]
+    learned = [hf_tokenizer.decode(ids[first:last]) for first, last in edges]
     assert [" ".join(text.replace("<|end|>", "").split()) for text in learned] == ANSWERS
     assert all("<|end|>" in text and "<|turn|>" not in text for text in learned)
 
@@ -135,11 +135,11 @@ def test_subword_sampling_is_refused(model, tmp_path):
     settings = {"tokenizer_class": "GPTSw3Tokenizer", **NAMES}
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({**settings, **sampled}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert len({tuple(theirs(WORDS).input_ids) for _ in range(5)}) > 1
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len({tuple(hf_tokenizer(WORDS).input_ids) for _ in range(5)}) > 1
     with refused("gives different ids each time", "Remove enable_sampling from tokenizer_config"):
         assert Tokenizer(tmp_path).facts
     file.write_text(json.dumps(settings))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = Tokenizer(tmp_path).encode_batch([WORDS], special=True)[0]
-    assert ids.tolist() == theirs(WORDS).input_ids
+    assert ids.tolist() == hf_tokenizer(WORDS).input_ids

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Builder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distributed_training.data.chats.render import Conversation, answering
+from distributed_training.data.chats.render import Conversation, build_responder
 from tests.data.templates import MARKS, TEMPLATES
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -54,7 +54,7 @@ def conversations(shape, name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_are_found_under_published_templates(name, theirs):
     shape = TEMPLATES[name]
-    answer = answering([shape.template] * 2, NAMES, MARKS)
+    answer = build_responder([shape.template] * 2, NAMES, MARKS)
     theirs.chat_template = shape.template
     is_marked = "generation %}" in shape.template
     for messages in conversations(shape, name):

@@ -70,16 +70,24 @@ def folder(tmp_path_factory):
 
 
 def test_ids_equal_transformers(folder):
-    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, hf_tokenizer = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     text = "A list isn't a tuple: 2 + 2\n\n"
-    assert ours.begin(text) == theirs(text)["input_ids"]
-    assert ours.decode(ours.begin(text)) == text
-    assert (ours.eos_id, ours.num_tokens) == (theirs.eos_token_id, len(theirs))
-    question_ids = theirs.apply_chat_template(SAID[:3], add_generation_prompt=True)["input_ids"]
-    assert ours.ask(SAID[:3]) == question_ids
-    assert ours.end_of_answer == theirs.convert_tokens_to_ids("<|end|>")
+    assert tokenizer.encode_prompt(text) == hf_tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokenizer.encode_prompt(text)) == text
+    assert (tokenizer.eos_id, tokenizer.num_tokens) == (
+        hf_tokenizer.eos_token_id,
+        len(hf_tokenizer),
+    )
+    question_ids = hf_tokenizer.apply_chat_template(SAID[:3], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert tokenizer.encode_chat_prompt(SAID[:3]) == question_ids
+    assert tokenizer.answer_end_id == hf_tokenizer.convert_tokens_to_ids("<|end|>")
     for text in ("a<|end|>b", "", " a"):
-        assert ours.encode_batch([text], special=True)[0].tolist() == theirs(text)["input_ids"]
+        assert (
+            tokenizer.encode_batch([text], special=True)[0].tolist()
+            == hf_tokenizer(text)["input_ids"]
+        )
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
@@ -93,9 +101,11 @@ def test_samples_of_each_record_form_equal_transformers(form, folder, tmp_path):
     tokenizer = Tokenizer(folder)
     corpus = jsonl(tmp_path, [record] * 4)
     data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=200, pack=False)
-    assert tokenizer.talks(data.form) == (form != "text")
-    theirs = AutoTokenizer.from_pretrained(folder)
-    encoded = theirs("A list.") if form == "text" else theirs.apply_chat_template(messages)
+    assert tokenizer.is_chat_form(data.form) == (form != "text")
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = (
+        hf_tokenizer("A list.") if form == "text" else hf_tokenizer.apply_chat_template(messages)
+    )
     expected = encoded["input_ids"] + [tokenizer.eos_id] * (form == "text")
     inputs, targets = (rows[0].tolist() for rows in data.train.batch(np.array([0])))
     assert inputs[: len(expected) - 1] == expected[:-1]
@@ -107,9 +117,11 @@ def test_samples_of_each_record_form_equal_transformers(form, folder, tmp_path):
 
 def test_a_saved_folder_opens_in_transformers(folder, tmp_path):
     Tokenizer(folder).save(tmp_path, chat=True)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.chat_template == PLAIN
-    assert Tokenizer(tmp_path).ask(SAID[:1]) == Tokenizer(folder).ask(SAID[:1])
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert hf_tokenizer.chat_template == PLAIN
+    assert Tokenizer(tmp_path).encode_chat_prompt(SAID[:1]) == Tokenizer(folder).encode_chat_prompt(
+        SAID[:1]
+    )
     assert Tokenizer(tmp_path).fingerprint == Tokenizer(folder).fingerprint
 
 
@@ -132,12 +144,12 @@ def test_any_text_survives_encoding_and_decoding(texts, tokenizer):
 
 def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
     texts = [*SAMPLES, f"a{END_OF_TEXT}b"]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        assert ids.tolist() == theirs(text)["input_ids"]
-    assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
-    assert tokenizer.num_tokens == len(theirs)
+        assert ids.tolist() == hf_tokenizer(text)["input_ids"]
+    assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
+    assert tokenizer.num_tokens == len(hf_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +175,7 @@ from tests.data.test_samples import prepare, read_corpus
 
 tokenizer = Tokenizer(Path(sys.argv[1]))
 data = prepare(Path(sys.argv[3]), tokenizer, read_corpus(sys.argv[2]), max_length=200)
-print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.talks(data.form))
+print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(data.form))
 """
 
 
@@ -180,8 +192,8 @@ def test_a_tokenizer_that_multiplies_the_text_length_is_refused(tmp_path):
     builder.add_special_tokens(["</s>"])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    longer = [normalizers.Replace("a", "a" * 9)] * 2
-    builder.normalizer = normalizers.Sequence(longer)
+    replacements = [normalizers.Replace("a", "a" * 9)] * 2
+    builder.normalizer = normalizers.Sequence(replacements)
     builder.save(str(tmp_path / "tokenizer.json"))
     with refused(str(tmp_path), "text 81 times as long"):
         Tokenizer(tmp_path).encode_batch(["a"])
@@ -191,7 +203,7 @@ def test_a_tokenizer_that_multiplies_the_text_length_is_refused(tmp_path):
     )
     builder.save(str(tmp_path / "tokenizer.json"))
     with refused(str(tmp_path), "adds 100 tokens to every string"):
-        assert Tokenizer(tmp_path).ends
+        assert Tokenizer(tmp_path).added_ids
 
 
 _PREPEND = {"type": "Prepend", "prepend": "x" * 1000}
@@ -225,7 +237,7 @@ def test_unusable_tokenizers_are_refused(changes, words, folder, tmp_path):
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     with refused(f"tokenizer {tmp_path} ", words):
         tokenizer = Tokenizer(tmp_path)
-        assert tokenizer.ends
+        assert tokenizer.added_ids
         tokenizer.encode_batch(["What is a list?"])
     with refused(f"tokenizer {tmp_path} ", words):
         Tokenizer(tmp_path).encode([Piece("What is a list?", [(0, 4)], templated=True)])
@@ -259,14 +271,14 @@ def test_bpe_dropout_is_refused(folder, tmp_path):
     for dropout in (None, 0.0, 0.1, 1.0):
         document["model"]["dropout"] = dropout
         (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         if dropout == 0.1:
-            assert len({tuple(theirs(text).input_ids) for _ in range(5)}) > 1
+            assert len({tuple(hf_tokenizer(text).input_ids) for _ in range(5)}) > 1
             with refused("gives different ids each time", "Remove dropout=0.1 from tokenizer.json"):
                 assert Tokenizer(tmp_path).facts
         else:
             ids = Tokenizer(tmp_path).encode_batch([text], special=True)[0]
-            assert ids.tolist() == theirs(text).input_ids
+            assert ids.tolist() == hf_tokenizer(text).input_ids
 
 
 def test_texts_without_a_token_are_counted(tmp_path):

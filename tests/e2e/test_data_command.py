@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.tools.data import _marked
+from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
 from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
 
@@ -74,5 +74,5 @@ def test_templates_without_trainable_tokens_are_reported(template, code, words, 
 def test_control_characters_in_texts_are_escaped():
     tokenizer = Tokenizer(EMBEDDED_DIR)
     (ids,) = tokenizer.encode_batch(["a\x1b[2Jb\u200d\tc\n"])
-    shown = _marked(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))
+    shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))
     assert shown == "<a\\x1b[2Jb\u200d\tc\n>"

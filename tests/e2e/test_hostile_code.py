@@ -165,9 +165,9 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     renderer = Renderer(["{{ messages[0].content }}"] * 2, {}, [])
-    assert renderer.ask([{"role": "user", "content": "a"}]) == "a"
+    assert renderer.render_prompt([{"role": "user", "content": "a"}]) == "a"
     renderer.close()
     monkeypatch.setattr(deepspeed_sections, "CHECK_TIMEOUT_S", 0.5)
     deepspeed_sections.check_with_deepspeed({}, "")
-    assert doctor.answer(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"
+    assert doctor.run_program(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"
     assert sorted(tmp_path.glob("*-ran")) == []

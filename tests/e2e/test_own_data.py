@@ -14,7 +14,7 @@ from tests.e2e.support import metrics
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 EXAMPLES = dict(re.findall(r"^```\w+ (\w+\.(?:jsonl|csv))\n(.*?)^```", GUIDE, re.M | re.S))
-HELD_OUT = 12
+VALIDATION_SHARE = 12
 
 
 def write_example(folder: Path, name: str) -> dict:
@@ -24,7 +24,7 @@ def write_example(folder: Path, name: str) -> dict:
     rows = lines[name.endswith(".csv") :]
     head = lines[: -len(rows)]
     (folder / name).write_text("".join(head + 20 * rows))
-    (folder / f"held-out-{name}").write_text("".join(head + HELD_OUT // 2 * rows))
+    (folder / f"held-out-{name}").write_text("".join(head + VALIDATION_SHARE // 2 * rows))
     return {
         "dataset": folder / name, "validation_dataset": folder / f"held-out-{name}",
         "strategy": "dp", "num_samples": "auto", "pack": False, "max_length": 48, "epochs": 12,
@@ -37,7 +37,7 @@ def test_a_model_trained_on_chats_answers(tmp_path):
     assert_ok(train(write_example(tmp_path, "chats.jsonl"), num_processes=2))
     record = only_record(tmp_path / "runs")
     assert record["data"]["num_train_samples"] == 40
-    assert record["data"]["num_validation_samples"] == HELD_OUT
+    assert record["data"]["num_validation_samples"] == VALIDATION_SHARE
     (note,) = [note for note in record["notes"] if "answers" in note]
     assert 10 < float(re.search(r"([\d.]+)% of the tokens", note)[1]) < 60
     assert record["sample"] == "user: And of Italy?\nassistant: Rome."

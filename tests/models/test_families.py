@@ -86,10 +86,12 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     assert_near(loss, expected)
     # `save` converts names and shapes to the Hugging Face format, so it also works for gradients.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    again, with_gradients = (exported(state, tmp_path) for state in (model.state_dict(), gradients))
-    assert_near(again(inputs).logits, logits)
-    assert again.config.eos_token_id == 7
-    assert again.config.architectures == [type(again).__name__]
+    reexported, with_gradients = (
+        exported(state, tmp_path) for state in (model.state_dict(), gradients)
+    )
+    assert_near(reexported(inputs).logits, logits)
+    assert reexported.config.eos_token_id == 7
+    assert reexported.config.architectures == [type(reexported).__name__]
     for parameter, grad in zip(reference.parameters(), with_gradients.parameters(), strict=True):
         assert_near(grad, parameter.grad)
         assert parameter.grad.norm() > 0
@@ -144,15 +146,15 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
-    given = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     reference.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     find_model(str(tmp_path)).check_weights(tmp_path)
     model = ours(tmp_path)
@@ -179,9 +181,9 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
         reference = theirs(name, folder)
         tensors = load_file(folder / "model.safetensors")
         embedding = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
-        given = json.loads((folder / "config.json").read_text())
-        given["tie_word_embeddings"] = True
-        (folder / "config.json").write_text(json.dumps(given))
+        config = json.loads((folder / "config.json").read_text())
+        config["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(config))
         own_head = {**tensors, "lm_head.weight": torch.randn(300, 32)}
         same = {**tensors, "lm_head.weight": tensors[embedding].clone()}
         head_alone = {key: value for key, value in same.items() if key != embedding}
@@ -192,8 +194,8 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
             reference = AutoModelForCausalLM.from_pretrained(folder).eval()
             assert_near(model(IDS), reference(IDS).logits)
             assert_near(exported(model.state_dict(), folder)(IDS).logits, reference(IDS).logits)
-        given["tie_word_embeddings"] = False
-        (folder / "config.json").write_text(json.dumps(given))
+        config["tie_word_embeddings"] = False
+        (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with refused("lm_head.weight is missing"):
             if "lm_head.weight" in tensors:
@@ -370,8 +372,8 @@ PARAMETERS = {
 
 
 def test_known_sizes_need_no_download():
-    known = {**gpt2.HUB_IDS, **llama.HUB_IDS}
-    assert {name: find_model(name).size.num_parameters for name in known} == PARAMETERS
+    hub_ids = {**gpt2.HUB_IDS, **llama.HUB_IDS}
+    assert {name: find_model(name).size.num_parameters for name in hub_ids} == PARAMETERS
     assert find_model("Qwen/Qwen3-0.6B") == find_model("Qwen3-0.6B")
 
 

@@ -70,7 +70,7 @@ def test_invalid_configs_are_refused(config, words, tmp_path):
 )
 def test_invalid_generation_configs_are_refused(generation, words, tmp_path):
     spec = find_model("gpt2-tiny")
-    outline = dict(spec.outline().named_parameters())
+    outline = dict(spec.build_meta_model().named_parameters())
     spec.save({name: torch.zeros(p.shape) for name, p in outline.items()}, tmp_path, eos_token_id=0)
     spec.check_weights(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -171,9 +171,9 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
 )
 def test_inconsistent_adapters_are_refused(tensors, config, words, adapters):
     spec, folder = adapters
-    found = {**load_file(folder / "adapter_model.safetensors"), **tensors}
-    kept = {name: tensor for name, tensor in found.items() if tensor is not None}
-    save_file(kept, folder / "adapter_model.safetensors")
+    all_tensors = {**load_file(folder / "adapter_model.safetensors"), **tensors}
+    saved_tensors = {name: tensor for name, tensor in all_tensors.items() if tensor is not None}
+    save_file(saved_tensors, folder / "adapter_model.safetensors")
     document = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**document, **config}))
     with refused(*words):
@@ -228,12 +228,12 @@ def test_unreadable_adapter_files_are_refused(damage, adapters):
 def test_exports_are_reproducible_and_respect_the_umask(tmp_path):
     metadata = {f"key {number}": str(number) for number in range(20)}
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    before = os.umask(0o027)
+    old_umask = os.umask(0o027)
     try:
         for name in ("one", "two"):
             save_tensors(tensors, tmp_path / name, metadata)
     finally:
-        os.umask(before)
+        os.umask(old_umask)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert (tmp_path / "one").stat().st_mode & 0o777 == 0o640
     with safe_open(tmp_path / "one", "pt") as opened:

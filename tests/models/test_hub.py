@@ -14,7 +14,7 @@ import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
-from distributed_training.models.decoder import Past, fill_parameters
+from distributed_training.models.decoder import KVCache, fill_parameters
 from distributed_training.tools.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
@@ -71,7 +71,7 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(again(inputs).logits, expected)
 
-    past = Past()
+    past = KVCache()
     with torch.no_grad():
         pieces = [inputs[:1, :30], *inputs[:1, 30:].split(1, 1)]
         cached = torch.cat([model.eval()(piece, past=past) for piece in pieces], 1)
@@ -92,8 +92,8 @@ def test_packed_documents_do_not_affect_each_other(kind, tmp_path):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     ends = torch.tensor(lengths).cumsum(0)[None]
     packed = model(ids, positions=positions, ends=ends)
-    alone = [model(document) for document in ids.split(lengths, 1)]
-    assert_near(packed, torch.cat(alone, 1))
+    separate_logits = [model(document) for document in ids.split(lengths, 1)]
+    assert_near(packed, torch.cat(separate_logits, 1))
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
@@ -115,8 +115,8 @@ def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, 
     only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
     monkeypatch.setattr(type(model), "describe", lambda *_: only_ends)
     packed = model(ids, positions=positions, ends=ends)
-    alone = [model(document) for document in ids.split(lengths, 1)]
-    assert_near(packed, torch.cat(alone, 1))
+    separate_logits = [model(document) for document in ids.split(lengths, 1)]
+    assert_near(packed, torch.cat(separate_logits, 1))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
@@ -140,7 +140,7 @@ def test_a_model_that_computes_in_bf16_gets_its_initial_weights(tmp_path):
     """If a model computes in bf16, its modules read bf16 copies of their parameters. Initialization
     must still set the parameters themselves."""
     spec, _ = build(make_folder("gemma2", tmp_path))
-    model = spec.outline()
+    model = spec.build_meta_model()
     model.compute_dtype = torch.bfloat16
     cpu = torch.device("cpu")
     fill_parameters(model, model.random_source(0, cpu, hashed=False), cpu)
@@ -166,14 +166,16 @@ def test_computing_in_bf16_rounds_weights_and_keeps_buffers(kind, tmp_path):
 
 def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path):
     spec, _ = build(make_folder("gemma", tmp_path))
-    once, again, other = (spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2))
-    norms = [name for name in once if "norm" in name]
+    state, same_seed, other_seed = (
+        spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2)
+    )
+    norms = [name for name in state if "norm" in name]
     assert norms
-    assert all(not once[name].any() for name in norms)  # Gemma adds 1 to its norm weights
-    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert all(not state[name].any() for name in norms)  # Gemma adds 1 to its norm weights
+    assert all(torch.equal(state[name], same_seed[name]) for name in state)
     name = "blocks.0.self_attn.q_proj.weight"
-    assert not torch.equal(once[name], other[name])
-    assert 0.015 < once[name].std() < 0.025
+    assert not torch.equal(state[name], other_seed[name])
+    assert 0.015 < state[name].std() < 0.025
 
 
 def test_a_run_frees_its_weights_even_if_module_types_stay_cached(tmp_path):

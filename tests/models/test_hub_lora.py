@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from distributed_training.checkpoint.trained import trained_folder
+from distributed_training.checkpoint.trained import open_trained_folder
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.peft import save_adapters
 from distributed_training.parallel.lora import apply_lora
@@ -40,9 +40,9 @@ def test_peft_loads_the_exported_adapters(kind, tmp_path):
     ids = torch.randint(spec.size.vocab_size, (2, 12))
     base = AutoModelForCausalLM.from_pretrained(folder)
     expected = PeftModel.from_pretrained(base, tmp_path / "lora").eval()(ids).logits
-    ours = model(ids)
-    assert (ours - expected).norm() <= 1e-5 * expected.norm()
-    before = read_model(spec, folder)(ids)
-    trained = trained_folder(spec, tmp_path / "lora", folder)
+    logits = model(ids)
+    assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    base_logits = read_model(spec, folder)(ids)
+    trained = open_trained_folder(spec, tmp_path / "lora", folder)
     assert (trained.load(torch.device("cpu"))(ids) - expected).norm() <= 1e-4 * expected.norm()
-    assert (before - expected).norm() > 0.01 * expected.norm()
+    assert (base_logits - expected).norm() > 0.01 * expected.norm()

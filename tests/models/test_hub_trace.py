@@ -16,7 +16,12 @@ from tests.support import refused
 def test_traced_costs_of_a_block_equal_the_native_formulas():
     size = find_model("Qwen3-0.6B").size
     traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
-    values = 4 * size.hidden_size + size.values_in + size.values_out + size.kept_values
+    values = (
+        4 * size.hidden_size
+        + size.column_parallel_outputs
+        + size.row_parallel_inputs
+        + size.kept_values
+    )
     expected = 2 * values + 4 * size.num_heads  # plus the softmax statistics
     assert traced.bytes_per_token("kept", "compiled", 1024) == pytest.approx(expected, rel=0.01)
     assert traced.attention_width == size.attention_width

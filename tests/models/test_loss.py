@@ -46,15 +46,15 @@ def test_chunked_loss_and_gradients_equal_the_unchunked_ones(tokens):
 
 
 def test_chunked_loss_saves_nothing_as_large_as_the_logits():
-    kept = []
+    saved_tensors = []
 
     def pack(tensor):
-        kept.append(tensor.numel())
+        saved_tensors.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ChunkedCrossEntropy(7, compiled=False)(*values(), VOCABULARY)
-    assert sorted(kept) == sorted([BATCH * TOKENS * HIDDEN, ROWS * HIDDEN])
+    assert sorted(saved_tensors) == sorted([BATCH * TOKENS * HIDDEN, ROWS * HIDDEN])
 
 
 def test_one_chunk_of_logits_exists_at_a_time():

@@ -74,15 +74,15 @@ def test_padding_rows_do_not_affect_results():
     assert torch.equal(model(inputs), filled(inputs))
     loss, gradients = loss_and_gradients(model, inputs, targets)
     assert_equal((loss, gradients), loss_and_gradients(filled, inputs, targets))
-    used = gradients["token_embedding.weight"].any(dim=1)
-    assert used.tolist() == [True] * SIZE.vocab_size + [False] * 84
+    has_gradient = gradients["token_embedding.weight"].any(dim=1)
+    assert has_gradient.tolist() == [True] * SIZE.vocab_size + [False] * 84
 
 
 def test_initial_weights_follow_gpt2_and_depend_only_on_the_seed():
     size = gpt2_size(vocab_size=500, num_positions=64, num_layers=8, num_heads=4, hidden_size=128)
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     state = build_model(size, dropout=0.0, seed=5).state_dict()
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     torch.manual_seed(2)
     same = build_model(size, dropout=0.5, seed=5).state_dict()
     other = build_model(size, dropout=0.0, seed=6).state_dict()
@@ -108,7 +108,7 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
     """Activation checkpointing changes no result and saves fewer values. The test counts the
     elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike "full",
     "selective" does not repeat matrix multiplications."""
-    results, kept, flops = {}, {}, {}
+    results, saved_bytes, flops = {}, {}, {}
     for mode in ("none", "full", "selective"):
         model, sizes = random_model(dropout), []
         apply_checkpointing(model, mode)
@@ -120,10 +120,10 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
             ),
         ):
             results[mode] = loss_and_gradients(model, *random_batch())
-        kept[mode], flops[mode] = sum(sizes), counter.get_total_flops()
+        saved_bytes[mode], flops[mode] = sum(sizes), counter.get_total_flops()
     assert_equal(results["none"], results["full"])
     assert_equal(results["none"], results["selective"])
-    assert max(kept["full"], kept["selective"]) < kept["none"] / 2
+    assert max(saved_bytes["full"], saved_bytes["selective"]) < saved_bytes["none"] / 2
     if not dropout:  # with dropout, attention on a CPU is not a single operation
         assert flops["none"] == flops["selective"] < flops["full"]
 
@@ -174,8 +174,8 @@ def test_dropout_acts_in_training_only():
 def test_hashed_weights_depend_only_on_their_index():
     shape, cpu = (300, 70), torch.device("cpu")
     numbers = hashed_normal(shape, (), 5, cpu)
-    box = (slice(90, 200), slice(30, 60))
-    assert torch.equal(hashed_normal(shape, box, 5, cpu), numbers[box])
+    slices = (slice(90, 200), slice(30, 60))
+    assert torch.equal(hashed_normal(shape, slices, 5, cpu), numbers[slices])
     assert torch.equal(hashed_normal(shape, (slice(280, 400),), 5, cpu), numbers[280:])
     assert abs(numbers.mean()) < 0.02
     assert abs(numbers.std() - 1) < 0.02
@@ -204,5 +204,5 @@ def test_any_slice_of_a_weight_file_is_read(model, tmp_path):
         assert torch.equal(read(name, ()), values), name
         for _ in range(3):
             starts = [choose.randrange(size) for size in values.shape]
-            box = tuple(slice(start, start + choose.randrange(1, 90)) for start in starts)
-            assert torch.equal(read(name, box), values[box]), (name, box)
+            slices = tuple(slice(start, start + choose.randrange(1, 90)) for start in starts)
+            assert torch.equal(read(name, slices), values[slices]), (name, slices)

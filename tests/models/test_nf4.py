@@ -37,8 +37,8 @@ def test_values_match_the_paper_and_take_four_and_a_half_bits(dtype):
     assert codes.dtype is scales.dtype is dtype, "FSDP casts other dtypes"
     assert len(codes) == len(scales) == 96, "FSDP shards rows"
     assert codes.nbytes + scales.nbytes == 96 * 128 * 9 // 16
-    found = nf4.dequantize(codes, scales, 128, dtype)
-    torch.testing.assert_close(found, nearest(values).to(dtype), rtol=0, atol=1e-6)
+    dequantized = nf4.dequantize(codes, scales, 128, dtype)
+    torch.testing.assert_close(dequantized, nearest(values).to(dtype), rtol=0, atol=1e-6)
 
 
 def build_model():
@@ -65,18 +65,20 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
     values. `generate` and `export --merge` must use exactly these values."""
     model = quantized_model()
     rounded = build_model()
-    source = nf4.rounded_source(lambda name, box: values[name][box], rounded.size, torch.float32)
+    source = nf4.rounded_source(
+        lambda name, slices: values[name][slices], rounded.size, torch.float32
+    )
     values = {name: weight.clone() for name, weight in rounded.state_dict().items()}
     rounded.load_state_dict({name: source(name, ()) for name in values})
     ids = torch.arange(16).view(2, 8)
-    found = []
+    results = []
     for each in (model, rounded):
-        x = y = each.enter(ids).detach().requires_grad_()
+        x = y = each.embed(ids).detach().requires_grad_()
         for block in each.blocks.values():
             y = block(y)
         y.square().sum().backward()
-        found.append((y.detach(), x.grad))
-    for ours, theirs in zip(*found, strict=True):
+        results.append((y.detach(), x.grad))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     nf4.replace_by_dequantized(model)
     for name, weight in rounded.named_parameters():
@@ -90,8 +92,10 @@ def test_backward_pass_saves_codes_instead_of_matrices(backend):
     linear = quantized_model().blocks["0"].mlp_in
     function = linear if backend is None else torch.compile(linear, backend=backend, dynamic=False)
     x = draw(3, linear.in_features).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved_tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved_tensors.append(t) or t, lambda t: t
+    ):
         y = function(x)
     y.sum().backward()
-    assert sum(tensor.nbytes for tensor in kept) < linear.out_features * linear.in_features
+    assert sum(tensor.nbytes for tensor in saved_tensors) < linear.out_features * linear.in_features

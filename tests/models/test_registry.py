@@ -66,19 +66,19 @@ def test_properties_of_sizes_match_the_modules(name):
     Sizes and roles must both match the parameters of the built model."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
-    held = Counter()
+    counts = Counter()
     for module, role in model.find_roles().items():
         for parameter, values in model.get_submodule(module).named_parameters():
-            held["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
+            counts["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
     count = size.num_layers
     rows = size.padded_vocab_size * size.hidden_size
     norms = count * size.block_norm_parameters + size.final_norm_parameters
-    assert held["column"] + held["row"] == count * size.block_parameters_split
+    assert counts["column"] + counts["row"] == count * size.block_parameters_split
     assert len(list(model.blocks.parameters())) == count * size.block_tensors
-    assert held["whole"] + held["heads"] == norms
-    assert held["positions"] == size.position_parameters
-    assert held["vocabulary"] == rows * (1 if size.tied else 2)
-    assert held.total() == sum(values.numel() for values in model.parameters())
+    assert counts["whole"] + counts["heads"] == norms
+    assert counts["positions"] == size.position_parameters
+    assert counts["vocabulary"] == rows * (1 if size.tied else 2)
+    assert counts.total() == sum(values.numel() for values in model.parameters())
 
 
 def test_a_family_that_cannot_be_imported_says_why(tmp_path):

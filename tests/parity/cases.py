@@ -31,8 +31,8 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
-from distributed_training.tools.harness import Run, every_run, open_group
-from distributed_training.tools.parity.apart import rows_of
+from distributed_training.tools.harness import Run, each_accepted_run, open_group
+from distributed_training.tools.parity.apart import unpack_rows
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
 from tests.support import save_now, started
@@ -70,7 +70,7 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
     results, results_of_rank = {}, list[Any]()
     with open_group() as group:
-        for name, _ in every_run(
+        for name, _ in each_accepted_run(
             group, arguments["cases"], lambda run: results_of_rank.append(use(run))
         ):
             results[name] = results_of_rank.pop()
@@ -102,7 +102,7 @@ def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
 def _separate_records(run: Run, batch: StepBatch) -> StepBatch:
     """Return the batch with one record per row, in the same number of micro-batches."""
     padding_id = run.data.tokenizer.eos_id
-    rows = [tuple(rows_of(blocks, padding_id)) for blocks in batch.micro_batches]
+    rows = [tuple(unpack_rows(blocks, padding_id)) for blocks in batch.micro_batches]
     return replace(batch, micro_batches=rows)
 
 

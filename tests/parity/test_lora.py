@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from distributed_training.checkpoint.trained import trained_folder
+from distributed_training.checkpoint.trained import open_trained_folder
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model, peft
 from distributed_training.models.peft import PREFIX, to_peft
@@ -133,13 +133,13 @@ def test_fused_llama_matrices_are_exported_as_separate_peft_modules(tmp_path):
     folder = tmp_path / "adapters"
     words = {"base": str(tmp_path / "m"), "fingerprint": fingerprint(spec, tmp_path / "m")}
     peft.save_adapters(model.state_dict(), spec, RunConfig(**ADAPTERS), folder, **words)
-    trained = trained_folder(spec, folder, tmp_path / "m")
+    trained = open_trained_folder(spec, folder, tmp_path / "m")
     ids = torch.randint(0, 256, (2, 32))
     torch.testing.assert_close(trained.load(CPU)(ids), model(ids), rtol=1e-4, atol=1e-4)
     trained.save(tmp_path / "merged", eos_token_id=0, dtype=torch.float32)
     assert len(load_file(folder / "adapter_model.safetensors")) == 2 * 2 * 7
     assert_exports_agree(folder, tmp_path / "merged", 256)
-    changed = trained_folder(spec, folder, tmp_path / "merged")
+    changed = open_trained_folder(spec, folder, tmp_path / "merged")
     with pytest.raises(Exception, match="other weights"):
         changed.load(CPU)
     with pytest.raises(Exception, match="other weights"):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from distributed_training.data.cache import token_cache
+from distributed_training.data.cache import token_cache_dir
 from distributed_training.planner import checks, data
 from distributed_training.planner.data import cut_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
@@ -83,7 +83,7 @@ def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, mo
     # Tokens are not read from output_dir, because other users may be able to write to it.
     assert not (tmp_path / "runs" / ".cache").exists()
     # A machine with a separate disk has no such cache and reads its copy of the text.
-    shutil.rmtree(token_cache() / plan.cache)
+    shutil.rmtree(token_cache_dir() / plan.cache)
     assert cut_data(plan).cache != plan.cache
 
 

@@ -5,7 +5,13 @@ import statistics
 
 import pytest
 
-from distributed_training.records.tables import Comparison, Layout, group_by_work, run_names, status
+from distributed_training.records.tables import (
+    Comparison,
+    LayoutRow,
+    group_by_work,
+    run_names,
+    status,
+)
 from tests.support import made_record
 
 PREDICTION = {
@@ -36,9 +42,9 @@ def over_seeds():
     finished runs, respectively."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
-        Layout(name="zero2", records=runs, num_runs=2),
-        Layout(name="dp", records=[seeded(0, 50_000.0)], num_runs=2),
-        Layout(name="tp", records=[], num_runs=2, why="16 heads <&> 3 processes"),
+        LayoutRow(name="zero2", records=runs, num_runs=2),
+        LayoutRow(name="dp", records=[seeded(0, 50_000.0)], num_runs=2),
+        LayoutRow(name="tp", records=[], num_runs=2, why="16 heads <&> 3 processes"),
     ]
     return Comparison(work="", layouts=layouts)
 
@@ -121,15 +127,15 @@ def test_predictions_are_shown_next_to_measurements(over_seeds):
 
 def test_without_a_gpu_memory_means_ram_per_process():
     on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
-    comparison = Comparison(layouts=[Layout(name="dp", records=[on_cpu])])
+    comparison = Comparison(layouts=[LayoutRow(name="dp", records=[on_cpu])])
     row = rows_of(comparison, "Prediction and measurement")["dp"]
     assert (row["peak measured"], row["peak error"]) == ("5.00 GiB", "-80%")
     assert rows_of(comparison, "Memory by component")["dp"]["total"] == "1.00 GiB"
 
 
 def test_an_overfitted_run_is_reported():
-    seen = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
-    (work,) = group_by_work([made_record(evaluations=seen)])
+    evaluations = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
+    (work,) = group_by_work([made_record(evaluations=evaluations)])
     (note,) = work.notes
     assert note.endswith(
         "overfitted: its validation loss was 3.000 after step 20 and 3.200 at the end."

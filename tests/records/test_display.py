@@ -47,8 +47,8 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
     text = summary_rows(made_record(evaluations=rows))["overfitted"]
     assert text == "perplexity was 27.00 after 20 steps. To keep that model, add --keep_best True."
-    kept = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert kept == "perplexity was 27.00 after 20 steps. best/ contains that model."
+    overfitted_row = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
+    assert overfitted_row == "perplexity was 27.00 after 20 steps. best/ contains that model."
     assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))

@@ -117,16 +117,16 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
     track("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = {
+    logged = {
         (name, event.step): event.value
         for name in events.Tags()["scalars"]
         for event in events.Scalars(name)
     }
-    wanted = {(name, 7): value for name, value in STEP.items()}
-    wanted |= {(name, 8): value for name, value in EVALUATED.items()}
-    wanted[("train/perplexity", 7)] = math.exp(2.5)
-    assert {key: found.pop(key) for key in wanted} == pytest.approx(wanted)
-    assert {name: value for (name, _), value in found.items()} == pytest.approx(FINAL)
+    expected = {(name, 7): value for name, value in STEP.items()}
+    expected |= {(name, 8): value for name, value in EVALUATED.items()}
+    expected[("train/perplexity", 7)] = math.exp(2.5)
+    assert {key: logged.pop(key) for key in expected} == pytest.approx(expected)
+    assert {name: value for (name, _), value in logged.items()} == pytest.approx(FINAL)
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     for word in (b"seed", b"max_grad_norm", b"gpt2-tiny"):
         assert word in hparams
@@ -142,8 +142,8 @@ def test_tensorboard_has_each_step_once_after_a_killed_run_resumes(tmp_path):
         tracker.end()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert found == [(step, 0.0 if step < 6 else 5.0) for step in range(1, 13)]
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert logged == [(step, 0.0 if step < 6 else 5.0) for step in range(1, 13)]
 
 
 # Calls for wandb 0.31, the fluent interface of mlflow 3.17, and trackio 0.43

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from distributed_training.records.report import build_figures, build_sections, save_plots
-from distributed_training.records.tables import Comparison, Layout
+from distributed_training.records.tables import Comparison, LayoutRow
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def of_runs(*records):
-    return Comparison(layouts=[Layout(name=r.strategy["name"], records=[r]) for r in records])
+    return Comparison(layouts=[LayoutRow(name=r.strategy["name"], records=[r]) for r in records])
 
 
 def bars(axes):
@@ -42,9 +42,9 @@ def test_plots_show_the_values_of_the_records():
     figures = build_figures(of_runs(*records, made_record(finished=False, status="oom")))
     assert list(figures) == ["loss", "throughput"]
     assert bars(figures["throughput"].axes[0]) == speeds
-    found = curves(figures["loss"].axes[0])
-    assert list(found) == list(speeds)
-    steps, losses = found["dp"]
+    plotted = curves(figures["loss"].axes[0])
+    assert list(plotted) == list(speeds)
+    steps, losses = plotted["dp"]
     assert (list(steps), list(losses)) == ([1, 64], [3.5, 3.0625])
 
 
@@ -74,7 +74,7 @@ def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811
 
 def test_names_do_not_overlap():
     names = ["a-name-that-is-long-enough-for two-lines, batch 128 x 1024", "dp", "tp"]
-    layouts = [Layout(name=name, records=[made_record()]) for name in names]
+    layouts = [LayoutRow(name=name, records=[made_record()]) for name in names]
     figure = build_figures(Comparison(layouts=layouts))["throughput"]
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]

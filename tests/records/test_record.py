@@ -10,7 +10,7 @@ import pytest
 
 from distributed_training.records.record import (
     FAULTS_FILE,
-    LOST,
+    LOST_PEER,
     METRICS_FILE,
     RECORD_FILE,
     Record,
@@ -125,11 +125,11 @@ def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch)
     """The record must name the earliest cause, whichever rank writes last."""
 
     def state():
-        found = load_record(tmp_path)
-        return found.status, found.error, found.step
+        loaded = load_record(tmp_path)
+        return loaded.status, loaded.error, loaded.step
 
     record = started(tmp_path)
-    lost = f"rank 0 {LOST}: closed"
+    lost = f"rank 0 {LOST_PEER}: closed"
     assert not mark_stopped(tmp_path, "failed", lost, consequence=True, ago_s=9)
     assert state() == ("failed", lost, 0)
     assert mark_stopped(tmp_path, "failed", "rank 2 saw nonsense", ago_s=1)
@@ -171,8 +171,8 @@ def test_every_published_record_loads():
     records = [Record.model_validate(values) for values in published]
     for record, values in zip(records, published, strict=True):
         batch = record.batch
-        cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
-        assert cut == batch.global_batch_size
+        batch_size = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+        assert batch_size == batch.global_batch_size
         assert math.prod(record.mesh.values()) == values["world_size"]
         samples = min(batch.global_batch_size, record.data["num_train_samples"])
         tokens = samples * values["config"]["max_length"] * record.data["real_token_share"]

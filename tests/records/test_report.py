@@ -11,7 +11,12 @@ import pytest
 
 from distributed_training import cli
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import build_sections, find_records, page, terminal
+from distributed_training.records.report import (
+    build_sections,
+    find_records,
+    format_for_terminal,
+    render_page,
+)
 from distributed_training.records.tables import group_by_work
 from distributed_training.settings.files import ROOT
 from tests.support import made_record, record_values, refused
@@ -41,7 +46,7 @@ def main(argv, output_dir=Path("runs")):
     """Call `report` with these arguments, and return the exit code."""
     script = ROOT / "real_model_example.py"
     program = cli.Program(
-        config={}, script=script, about="", output_dir=output_dir, argv=tuple(argv)
+        config={}, script=script, description="", output_dir=output_dir, argv=tuple(argv)
     )
     return cli.run_command("report", program)
 
@@ -136,7 +141,7 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
         made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
     ]
     sections = build_sections(group_by_work(records))
-    text = page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
+    text = render_page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
     assert "http" not in text
     settings = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text)
     assert ("precision", "bf16") in settings  # shared by all runs, shown once
@@ -168,7 +173,7 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
     ]
     (section,) = build_sections(group_by_work(records))
-    text = terminal(section)
+    text = format_for_terminal(section)
     assert max(map(len, text.splitlines())) <= width
     assert ("MFU" in text) == (width == 200)
     assert "interrupted 50/64" in text
@@ -180,6 +185,6 @@ def test_error_texts_are_escaped_and_truncated_in_the_terminal():
         made_record(status="failed", run_dir=f"runs/{number}", error=error)
         for number, error in enumerate(errors)
     ]
-    text = "\n".join(map(terminal, build_sections(group_by_work(records))))
+    text = "\n".join(map(format_for_terminal, build_sections(group_by_work(records))))
     assert "failed: \\x1b[2Jgone" in text
     assert len(text) < 2000

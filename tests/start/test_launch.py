@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from distributed_training.records.record import LOST, load_record, mark_stopped
+from distributed_training.records.record import LOST_PEER, load_record, mark_stopped
 from distributed_training.settings import machine, own_code
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
@@ -142,9 +142,9 @@ def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, t
 
 def test_a_rank_that_was_killed_is_recorded_as_the_cause(spawn, tmp_path):
     started(tmp_path)
-    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
+    mark_stopped(tmp_path, "failed", f"rank 0 {LOST_PEER}: closed", consequence=True)
     assert spawn({0: 1}) == 1
-    assert load_record(tmp_path).error == f"rank 0 {LOST}: closed"
+    assert load_record(tmp_path).error == f"rank 0 {LOST_PEER}: closed"
     mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
     assert spawn(KILLED) == 1
     assert (

@@ -43,7 +43,7 @@ def test_command_that_repeats_a_run_with_other_values(typed, changes, expected):
     ],
 )
 def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch):
-    monkeypatch.setattr(commands, "best_before", lambda record: None)
+    monkeypatch.setattr(commands, "best_if_overfitted", lambda record: None)
     typed = f" --resume {resume}" if resume else ""
     plan = SimpleNamespace(
         command=f"python real_model_example.py{typed}",

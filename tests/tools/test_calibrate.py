@@ -47,13 +47,13 @@ def test_calibrated_rates_predict_the_measured_step_time(monkeypatch, tmp_path):
     """If matrix multiplications take less time than the whole step, the rates from measured steps
     must predict the measured times."""
     seconds = iter((0.1, 0.03, 0.005))
-    monkeypatch.setattr(calibrate, "in_step", lambda call: next(seconds))
-    training = calibrate.training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)
+    monkeypatch.setattr(calibrate, "time_in_step", lambda call: next(seconds))
+    training = calibrate.time_training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)
     assert training["training_s"]["head"] == pytest.approx(0.1 - 2 * 0.03)
     rates = from_calibration({**CPU_CALIBRATION, **training}, cpu_rates(CPU_MACHINE.num_cpus, 1))
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
-    taken = estimate_step(plan, rates).seconds
-    assert taken == pytest.approx(0.105 + rates.host.step, rel=2e-3)
+    predicted_s = estimate_step(plan, rates).seconds
+    assert predicted_s == pytest.approx(0.105 + rates.host.step, rel=2e-3)
 
 
 def test_rates_are_recovered_from_measured_times():
@@ -61,12 +61,12 @@ def test_rates_are_recovered_from_measured_times():
     links of 100 GB/s, and a slow host."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
-    seen = {
+    measured_rates = {
         name: flops * math.prod(shape) / tiled_multiplications(*shape, 100)
         for name, shape in shapes.items()
     }
     products = [
-        {"tokens": tokens, "in": k, "out": n, "dtype": dtype, "flops_per_s": seen}
+        {"tokens": tokens, "in": k, "out": n, "dtype": dtype, "flops_per_s": measured_rates}
         for dtype in ("torch.bfloat16", "torch.float32")
     ]
     between = [

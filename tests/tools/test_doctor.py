@@ -25,7 +25,7 @@ def machine(monkeypatch):
     results."""
     told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
 
-    def answer(program, *arguments, seconds=10):
+    def run_program(program, *arguments, seconds=10):
         if "topo" in arguments:
             return TOPOLOGY.format(link=told.link)
         if program == "nvidia-smi":
@@ -33,7 +33,7 @@ def machine(monkeypatch):
         facts = {"torch": "2.11", "cuda": "13.0", "available": True, "nccl": "2.28", "bf16": True}
         return "" if told.torch is None else json.dumps({**facts, **told.torch}) + "\n"
 
-    monkeypatch.setattr(doctor, "answer", answer)
+    monkeypatch.setattr(doctor, "run_program", run_program)
     return told
 
 
@@ -42,27 +42,27 @@ def levels(findings):
 
 
 def test_problems_with_gpus_are_reported(machine):
-    fine = levels([*doctor.gpus(GPU_MACHINE), *doctor.torch_and_driver(GPU_MACHINE)])
+    fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
     assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
     machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
-    found = {finding.what: finding for finding in doctor.gpus(unknown)}
-    wrong = dict.fromkeys(("rates", "in use", "links"), "warn")
-    assert levels(found.values()) == {"GPUs": "ok", **wrong}
-    assert "these GPUs: 1." in found["in use"].text
-    assert levels(doctor.gpus(CPU_MACHINE)) == {"GPUs": "warn"}
+    findings = {finding.what: finding for finding in doctor.check_gpus(unknown)}
+    expected_levels = dict.fromkeys(("rates", "in use", "links"), "warn")
+    assert levels(findings.values()) == {"GPUs": "ok", **expected_levels}
+    assert "these GPUs: 1." in findings["in use"].text
+    assert levels(doctor.check_gpus(CPU_MACHINE)) == {"GPUs": "warn"}
     machine.torch = {"available": False, "cuda": None}
-    (found,) = doctor.torch_and_driver(GPU_MACHINE)
-    assert (found.level, "sees no GPU" in found.text) == ("fail", True)
+    (finding,) = doctor.check_torch_and_driver(GPU_MACHINE)
+    assert (finding.level, "sees no GPU" in finding.text) == ("fail", True)
     machine.torch = None
-    assert levels(doctor.torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
-    assert levels(doctor.torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
+    assert levels(doctor.check_torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
+    assert levels(doctor.check_torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
 
 
 def test_cores_granted_by_a_container_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    texts = {finding.what: finding.text for finding in doctor.memory_and_files()}
+    texts = {finding.what: finding.text for finding in doctor.check_memory_and_files()}
     assert texts["cores"].startswith("3 of 64 cores are available")
 
 
@@ -72,11 +72,11 @@ def test_a_full_or_unwritable_disk_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_BYTES", 2**20)
     monkeypatch.setattr(doctor, "SLOW_DISK", 0)
     runs = tmp_path / "runs"
-    assert [f.level for f in doctor.disk(runs)] == ["ok"]
+    assert [f.level for f in doctor.check_disk(runs)] == ["ok"]
     room.free = 2**20
-    assert [f.level for f in doctor.disk(runs)] == ["fail"]
+    assert [f.level for f in doctor.check_disk(runs)] == ["fail"]
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert [f.text for f in doctor.disk(runs)] == [f"You cannot write to {tmp_path}."]
+    assert [f.text for f in doctor.check_disk(runs)] == [f"You cannot write to {tmp_path}."]
 
 
 def test_output_fits_the_width_of_a_terminal(tmp_path, monkeypatch, capsys):

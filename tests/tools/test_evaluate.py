@@ -57,12 +57,12 @@ def evaluated(model, file, *options):
     result = heavy_pool().script(["eval", model, "--dataset", file, *options])
     assert_ok(result)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
-    found = {"bits" if row[0] == "bits" else row[0]: row for row in lines}
+    rows_by_name = {"bits" if row[0] == "bits" else row[0]: row for row in lines}
     return {
-        "loss": float(found["loss"][1]),
-        "bits": float(found["bits"][3]),
-        "targets": int(found["tokens"][1].replace(",", "")),
-        "bytes": int(found["tokens"][5].replace(",", "")),
+        "loss": float(rows_by_name["loss"][1]),
+        "bits": float(rows_by_name["bits"][3]),
+        "targets": int(rows_by_name["tokens"][1].replace(",", "")),
+        "bytes": int(rows_by_name["tokens"][5].replace(",", "")),
     }
 
 
@@ -92,10 +92,10 @@ def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(model)
     samples = []
     for row in rows:
-        whole = tokenizer.apply_chat_template(row["messages"])["input_ids"]
-        asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)
-        start = len(asked["input_ids"])
-        samples.append((whole, [place >= start for place in range(len(whole))]))
+        chat_ids = tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        prompt_ids = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)
+        start = len(prompt_ids["input_ids"])
+        samples.append((chat_ids, [place >= start for place in range(len(chat_ids))]))
     # The run packs records, which does not change the loss.
     text = "".join(f"{answer}\n" for answer in answers)
     agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
@@ -155,19 +155,19 @@ def test_invalid_evaluations_are_refused(model, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, too_small)
     (tmp_path / "a.txt").write_text("A list isn't a tuple.")
-    said = refusal(too_small, "--dataset", tmp_path / "a.txt")
-    assert f"has 401 tokens, but {too_small} has only 400 rows" in said
+    message = refusal(too_small, "--dataset", tmp_path / "a.txt")
+    assert f"has 401 tokens, but {too_small} has only 400 rows" in message
 
 
 @pytest.mark.parametrize("place", [EMBEDDED_DIR, None])
 def test_bytes_of_tokens_add_up_to_the_text(place, folder):  # noqa: F811
     tokenizer = Tokenizer(place or folder)
-    bytes_of = tokenizer.count_bytes()
-    assert (bytes_of[tokenizer.special_ids] == 0).all()
+    bytes_per_token = tokenizer.count_bytes()
+    assert (bytes_per_token[tokenizer.special_ids] == 0).all()
     for text in SAMPLES:
         (ids,) = tokenizer.encode_batch([text])
-        assert bytes_of[ids].sum() == len(text.encode())
-    assert np.flatnonzero(bytes_of == 0).tolist() == sorted(tokenizer.special_ids)
+        assert bytes_per_token[ids].sum() == len(text.encode())
+    assert np.flatnonzero(bytes_per_token == 0).tolist() == sorted(tokenizer.special_ids)
 
 
 def test_a_missing_dependency_of_lm_eval_gives_a_one_line_error(monkeypatch):

@@ -100,12 +100,14 @@ def call(monkeypatch):
 def comparable(plan):
     """Return the fields that must be equal for two plans for the same layout."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
-    kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
+    compared_fields = {name: value for name, value in fields.items() if name not in OTHERWISE}
     # `mesh` already contains the axes, and a job sets `resume`.
-    asked = (*MESH_AXES, "resume")
-    kept["config"] = {k: v for k, v in plan.config.to_key_values().items() if k not in asked}
-    kept["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
-    return kept
+    planned_keys = (*MESH_AXES, "resume")
+    compared_fields["config"] = {
+        k: v for k, v in plan.config.to_key_values().items() if k not in planned_keys
+    }
+    compared_fields["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
+    return compared_fields
 
 
 def assert_same_plans(call, capsys, words, tmp_path):
@@ -129,8 +131,10 @@ def assert_same_plans(call, capsys, words, tmp_path):
             typed = typed[2:]
         code, _, printed = call([*typed, "--cluster", cluster, "--dry-run"])
         assert code == 0, (typed, capsys.readouterr().err)
-        ours, theirs = comparable(printed[0]), comparable(plan)
-        assert {name for name in ours if ours[name] != theirs[name]} == set(), typed
+        printed_plan, ranked_plan = comparable(printed[0]), comparable(plan)
+        assert {
+            name for name in printed_plan if printed_plan[name] != ranked_plan[name]
+        } == set(), typed
     return len(picked)
 
 

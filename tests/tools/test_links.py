@@ -10,7 +10,14 @@ import re
 import pytest
 
 from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
-from distributed_training.tools.links import Link, describe, fit_line, mesh_of, pairs, summarize
+from distributed_training.tools.links import (
+    Link,
+    choose_pairs,
+    describe,
+    fit_line,
+    mesh_of,
+    summarize,
+)
 from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused
 
@@ -38,14 +45,14 @@ def test_fitted_links_reproduce_the_times_of_the_ring_formula():
             kind: 1e-5 * steps + sent_bytes(kind, size, 4) / 1e9 for kind, steps in messages.items()
         }
         entries.append({"members": 4, "bytes": size, "seconds": seconds})
-    found = summarize(entries)
-    for kind, row in found.items():
+    summary = summarize(entries)
+    for kind, row in summary.items():
         for point in row["points"]:
             assert point["seconds"] == pytest.approx(point["ring_s"])
             assert point["seconds"] == pytest.approx(point["fitted_s"])
         assert row["bytes_per_s"] == pytest.approx(1e9)
         assert row["latency_s"] == pytest.approx(1e-5 * messages[kind])
-    last = found["all_reduce"]["points"][-1]
+    last = summary["all_reduce"]["points"][-1]
     assert last["bus_bytes_per_s"] == pytest.approx(1.5 * last["algorithm_bytes_per_s"])
 
 
@@ -85,7 +92,7 @@ def test_few_processes_measure_every_pair_and_many_measure_a_chain():
              for line in links]  # fmt: skip
     assert [(int(match[1]), int(match[2])) for match in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(float(match[4]) > 0.01 for match in found)
-    assert pairs(16) == list(itertools.pairwise(range(16)))
+    assert choose_pairs(16) == list(itertools.pairwise(range(16)))
 
 
 FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
@@ -101,7 +108,7 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
 def test_the_slow_rank_is_named(slower, words):
     """A rank whose links are all slow is named. Links between nodes are compared only with each
     other, so they are not reported as slow."""
-    links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
+    links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in choose_pairs(4)]
     links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)
     *lines, named = describe([*links, between, between]).splitlines()

@@ -97,8 +97,8 @@ def make_trainer(engine=None, **config):
             samples,
             samples.take(0, 2),
             "",
-            SimpleNamespace(talks=lambda form: False),
-            bytes_of=np.ones(100, np.int32),
+            SimpleNamespace(is_chat_form=lambda form: False),
+            bytes_per_token=np.ones(100, np.int32),
         ),
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
@@ -120,7 +120,7 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)
-    trainer.saver.ending = Future()
+    trainer.saver.pending_write = Future()
     with pytest.raises(loop.NonFiniteError, match="step 4 was not saved: weight/w has") as caught:
         trainer.run()
     assert caught.value.step == 4
@@ -155,7 +155,7 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     engine = CountingEngine(at_step=lambda step: events.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
-    trainer.saver.ending = Future()
+    trainer.saver.pending_write = Future()
     monkeypatch.setattr(Trainer, "_export", lambda *_: events.append("best"))
     trainer.run()
     preceding = [before for before, after in itertools.pairwise(events) if after != "finished"]
@@ -166,12 +166,12 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
 
 def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(monkeypatch, capsys):
     def finish(saver):
-        saver.ending = None
+        saver.pending_write = None
         return Path("checkpoints/step"), {"copied": True}
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=None)
-    begin = lambda saver, *_, **__: setattr(saver, "ending", Future())  # noqa: E731
+    begin = lambda saver, *_, **__: setattr(saver, "pending_write", Future())  # noqa: E731
     monkeypatch.setattr(saver.Saver, "begin", begin)
     trainer.run()
     lines = capsys.readouterr().out.splitlines()
@@ -253,10 +253,10 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     curve = [[step, 1.0] for step in range(1, 7)]
     values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
     history = History(**values, skipped_steps=[2, 5], best={"step": 4})
-    history.cut(4)
+    history.truncate(4)
     expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
     assert history == History(**expected, skipped_steps=[2], best={"step": 4})
-    history.cut(3)
+    history.truncate(3)
     assert history.best is None, "that step runs again"
 
 

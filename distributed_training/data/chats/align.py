@@ -43,7 +43,7 @@ def align(
     *,
     skip: Sequence[int] = (),
     marked: Sequence[Span] | None = None,
-    marks: re.Pattern[str],
+    special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
@@ -53,111 +53,113 @@ def align(
 
     If the template marks the text to train on, `marked` contains the marked spans. The result is
     then one sample with these spans, or no sample if none remain. `skip` contains the indices of
-    messages that are not in the loss. The pattern `marks` matches special tokens.
+    messages that are not in the loss. The pattern `special_pattern` matches special tokens.
 
     Some templates, such as GLM-4's, put no special token after an answer. The special token that
     begins the next turn is then in the loss, because the model must generate it to stop. This token
     is also added after the last answer.
 
     Raises AlignmentError if an answer cannot be found."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    trained = [i for i in answers if i not in skip]
-    if not trained:
+    answer_indices = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    trained_indices = [i for i in answer_indices if i not in skip]
+    if not trained_indices:
         return []
     full_text = render(messages)
     if marked is not None:
         spans = [span for span in marked if span[0] < span[1]]
-        for index in set(answers).intersection(skip):
-            answer = _find(render, messages, index, marks)
+        for index in set(answer_indices).intersection(skip):
+            answer = _find_answer(render, messages, index, special_pattern)
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]
         marked_text = "".join(full_text[first:last] for first, last in spans)
-        removed = sum(_lost_thoughts(messages[index], marked_text) for index in trained)
-        return [Rendered(full_text, spans, removed)] if spans else []
-    together = list[Span]()
-    apart = list[Rendered]()
-    removed = 0
+        num_removed = sum(_lost_thoughts(messages[index], marked_text) for index in trained_indices)
+        return [Rendered(full_text, spans, num_removed)] if spans else []
+    shared_spans = list[Span]()
+    separate_samples = list[Rendered]()
+    num_removed = 0
     unended = 0
-    for index in trained:
-        text, start, end, is_prefix, stop = _find(render, messages, index, marks)
+    for index in trained_indices:
+        text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
         if is_prefix and full_text.startswith(text):
             end = len(text)
         elif not (is_prefix and start < end and full_text.startswith(text[:end])):
-            lost = int(_lost_thoughts(messages[index], text[start:]))
+            num_lost = int(_lost_thoughts(messages[index], text[start:]))
             text += stop
-            unended_here = int(not marks.search(text, start))
-            apart.append(Rendered(text, [(start, len(text))], lost, unended_here))
+            unended_here = int(not special_pattern.search(text, start))
+            separate_samples.append(Rendered(text, [(start, len(text))], num_lost, unended_here))
             continue
         if stop:
             if end == len(full_text):
                 full_text += stop
-            next_mark = marks.match(full_text, end)
+            next_mark = special_pattern.match(full_text, end)
             end = next_mark.end() if next_mark else end
-        together.append((start, end))
-        removed += _lost_thoughts(messages[index], full_text[start:end])
-        unended += not (stop or marks.search(text, start))
-    if together:
-        return [Rendered(full_text, together, removed, unended), *apart]
-    return apart
+        shared_spans.append((start, end))
+        num_removed += _lost_thoughts(messages[index], full_text[start:end])
+        unended += not (stop or special_pattern.search(text, start))
+    if shared_spans:
+        return [Rendered(full_text, shared_spans, num_removed, unended), *separate_samples]
+    return separate_samples
 
 
-def _find(
-    render: Render, messages: Sequence[Message], index: int, marks: re.Pattern[str]
+def _find_answer(
+    render: Render, messages: Sequence[Message], index: int, special_pattern: re.Pattern[str]
 ) -> _Answer:
     """Locate the answer of message `index` within the rendered conversation up to that message.
     Raises AlignmentError if the answer cannot be found."""
-    before = list(messages[:index])
+    earlier_messages = list(messages[:index])
     answer = messages[index]
-    text = render([*before, answer])
+    text = render([*earlier_messages, answer])
     stand_in = _STAND_IN
     while stand_in in text:
         stand_in += "q"
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
     reply = {"role": ASSISTANT, "content": stand_in}
-    probe = _try(render, [*before, reply])
+    probe = _try_render(render, [*earlier_messages, reply])
     header, separator, tail = probe.partition(stand_in)
     stop = ""
-    if separator and not marks.search(tail):
+    if separator and not special_pattern.search(tail):
         role = "tool" if answer.get("tool_calls") else "user"
-        following = _try(render, [*before, reply, {"role": role, "content": "?"}])
-        next_mark = marks.match(following, len(probe))
-        if following.startswith(probe) and next_mark:
+        with_next_turn = _try_render(
+            render, [*earlier_messages, reply, {"role": role, "content": "?"}]
+        )
+        next_mark = special_pattern.match(with_next_turn, len(probe))
+        if with_next_turn.startswith(probe) and next_mark:
             stop = next_mark.group()
     if not separator or not text.startswith(header):
         header = tail = ""
     end = len(text)
     if tail and text.endswith(tail):
         end -= len(tail)
-        mark = marks.search(tail)
+        mark = special_pattern.search(tail)
         end = end + mark.end() if mark else 0
     elif not tail:
         end = 0
-    question = _try(render, before, ask=True)
-    if question and text.startswith(question):
-        start = len(question)
+    prompt = _try_render(render, earlier_messages, ask=True)
+    if prompt and text.startswith(prompt):
+        start = len(prompt)
         content = answer.get("content")
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
         return _Answer(text, start, end, True, stop)
-    if header and question and before:
+    if header and prompt and earlier_messages:
         # The template renders a question without an answer differently from a question with an
         # answer.
-        earlier = [*before[:-1], {**before[-1], "content": stand_in}]
-        question_end = _try(render, earlier, ask=True).partition(stand_in)[2]
-        pieces = _try(render, [*earlier, reply]).split(stand_in)
+        probe_messages = [*earlier_messages[:-1], {**earlier_messages[-1], "content": stand_in}]
+        question_end = _try_render(render, probe_messages, ask=True).partition(stand_in)[2]
+        pieces = _try_render(render, [*probe_messages, reply]).split(stand_in)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(question + answer_text, len(question), 0, False, stop)
+            return _Answer(prompt + answer_text, len(prompt), 0, False, stop)
     if not header:
         which = f"message {index + 1}, an answer,"
         raise AlignmentError(f"{which} is not at the position where the template puts answers")
     return _Answer(text, len(header), end, True, stop)
 
 
-def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
+def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> str:
     """Return the rendered `messages`, or "" if the template cannot render them."""
     try:
         return render(messages, **options)
@@ -177,7 +179,7 @@ def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
     return any(thought and thought not in text for thought in stripped)
 
 
-def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
+def render_builtin(conversation: Any, eos: str, where: str) -> list[Rendered]:
     """Render a conversation in the format of the built-in template,
     assets/chat/chat_template.jinja. Return a list with one sample, whose text is, for example:
 
@@ -187,28 +189,28 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
 
     Return [] if no answer is in the loss. Raises UserError if there are tools, tool calls or
     documents."""
-    calls = any(message.get("tool_calls") for message in conversation.messages)
-    if calls or conversation.tools or conversation.documents:
+    has_calls = any(message.get("tool_calls") for message in conversation.messages)
+    if has_calls or conversation.tools or conversation.documents:
         what = f"{where} has tools or documents, but the tokenizer has no chat template"
         fix = "use the tokenizer of a chat model, or remove these records"
         raise UserError(what, "the built-in template does not support them", fix)
     text = ""
     spans = []
-    removed = 0
-    for index, message in enumerate(joined(conversation.messages)):
+    num_removed = 0
+    for index, message in enumerate(join_parts(conversation.messages)):
         if message["role"] == ASSISTANT:
             text += f"{ASSISTANT}:"
             start = len(text)
             text += f" {message['content']}{eos}"
             if index not in conversation.skip:
                 spans.append((start, len(text)))
-                removed += _lost_thoughts(message, text[start:])
+                num_removed += _lost_thoughts(message, text[start:])
         else:
             text += f"{message['role']}: {message['content']}\n"
-    return [Rendered(text, spans, removed)] if spans else []
+    return [Rendered(text, spans, num_removed)] if spans else []
 
 
-def joined(messages: Sequence[Message]) -> list[Message]:
+def join_parts(messages: Sequence[Message]) -> list[Message]:
     """Return `messages`, with each list of content parts joined into one string."""
     with_texts = []
     for message in messages:

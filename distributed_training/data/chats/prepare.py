@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data import pieces
-from distributed_training.data.chats.align import joined
-from distributed_training.data.chats.records import name_some
+from distributed_training.data.chats.align import join_parts
+from distributed_training.data.chats.records import list_names
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.files import has_added_nulls
@@ -73,11 +73,11 @@ def read_pieces(
         if isinstance(item, tuple):
             batch.append(item)
             if len(batch) == _BATCH_SIZE:
-                yield from _rendered(batch, tokenizer, counts)
+                yield from _render_batch(batch, tokenizer, counts)
                 batch = []
         else:
             yield from item
-    yield from _rendered(batch, tokenizer, counts)
+    yield from _render_batch(batch, tokenizer, counts)
 
 
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
@@ -88,17 +88,19 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
     record does not have the shape of the source's first record."""
     shape = source.shape
     assert shape is not None
-    talks = tokenizer.talks(source.form)
+    is_chat_form = tokenizer.is_chat_form(source.form)
     for where, record in source.read_records():
         counts.records += 1
         counts.notes[COPIED] += shape.has_copy
         if shape.unread:
-            counts.notes[f"{UNREAD} {name_some(shape.unread)}"] += 1
-        if talks:
+            counts.notes[f"{UNREAD} {list_names(shape.unread)}"] += 1
+        if is_chat_form:
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
             )
-            conversation = shape.conversation(record, where, counts.notes, drop_nulls=drop_nulls)
+            conversation = shape.read_conversation(
+                record, where, counts.notes, drop_nulls=drop_nulls
+            )
             roles = [message["role"] for message in conversation.messages]
             answers = {index for index, role in enumerate(roles) if role == pieces.ASSISTANT}
             if answers.issubset(conversation.skip):
@@ -106,13 +108,13 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
             else:
                 yield where, conversation
         elif source.form == pieces.TEXT:
-            text = shape.text(record, where)
+            text = shape.read_text(record, where)
             if text.strip():
                 yield list(pieces.cut_text([text], can_cut=tokenizer.can_cut))
             else:
                 counts.left_out["no text"] += 1
         else:
-            prompt, completion = shape.pair(record, where)
+            prompt, completion = shape.read_pair(record, where)
             if completion.strip():
                 spans = [(len(prompt), len(prompt) + len(completion))]
                 yield [Piece(prompt + completion, spans)]
@@ -120,7 +122,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
                 counts.left_out[NO_ANSWER] += 1
 
 
-def _rendered(
+def _render_batch(
     batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
 ) -> Iterator[Piece]:
     """Render a batch of conversations and yield their pieces. Update `counts` with the records that
@@ -131,29 +133,31 @@ def _rendered(
     for (_, conversation), samples in zip(batch, tokenizer.align(batch), strict=True):
         if not samples:
             counts.left_out[NO_ANSWER] += 1
-        contents = [message["content"] for message in joined(conversation.messages)]
+        contents = [message["content"] for message in join_parts(conversation.messages)]
         if tokenizer.special_pattern.search("\n".join(contents)):
             counts.notes[SPECIAL] += 1
-        calls = (message.get("tool_calls") or [] for message in conversation.messages)
-        called = _functions(itertools.chain(*calls))
-        arguments = (function.get("arguments") for function in called)
-        quoted = [json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)]
-        functions = called + _functions(conversation.tools or [])
-        words = [str(function.get("name") or "") for function in functions]
-        words += map(_longest_word, conversation.documents or [])
+        tool_calls = (message.get("tool_calls") or [] for message in conversation.messages)
+        called_functions = _find_functions(itertools.chain(*tool_calls))
+        arguments = (function.get("arguments") for function in called_functions)
+        quoted_arguments = [
+            json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)
+        ]
+        functions = called_functions + _find_functions(conversation.tools or [])
+        expected_words = [str(function.get("name") or "") for function in functions]
+        expected_words += map(_longest_word, conversation.documents or [])
         # Reasoning that a template removes has its own note.
-        words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
+        expected_words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
         if samples:
             rendered = "\n".join(sample.text for sample in samples)
-            counts.notes[QUOTED] += any(argument in rendered for argument in quoted)
-            counts.notes[LEFT_OUT] += any(word not in rendered for word in words)
+            counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
+            counts.notes[LEFT_OUT] += any(word not in rendered for word in expected_words)
         for sample in samples:
             counts.notes[THOUGHTS] += sample.thoughts_removed
             counts.notes[UNENDED] += sample.unended
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
 
 
-def _functions(items: Iterable[Any]) -> list[dict[str, Any]]:
+def _find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the functions in a list of tools or tool calls."""
     functions = (item.get("function", item) for item in items if isinstance(item, dict))
     return [function for function in functions if isinstance(function, dict)]

@@ -22,7 +22,7 @@ _EXAMPLES = {
     '{"role": "assistant", "content": "..."}]}',
 }
 # Pairs of columns that contain a question and its answer, in order of preference
-_PAIRS = (
+_COLUMN_PAIRS = (
     (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"),
 )  # fmt: skip
@@ -35,20 +35,20 @@ _ROLES = {
 }
 # Keys that mark whether a message is in the loss: one from OpenAI, two from axolotl, two from verl
 # and one from ms-swift
-_MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+_TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys besides "content" whose values the model generates in an answer
-_OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
+_OUTPUT_KEYS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages have a training mark that is ignored, because only answers are in the loss"
 _TWO_SYSTEMS = (
     "records have a system column that is not read, because the messages already begin with a "
     "system message"
 )
 # Columns that only a chat template can render
-_CONTEXT = ("system", "history", "tools", "documents")
+_CONTEXT_COLUMNS = ("system", "history", "tools", "documents")
 Notes = Counter[str]  # number of records or messages, by note
 
 
-def name_some(columns: Iterable[str]) -> str:
+def list_names(columns: Iterable[str]) -> str:
     """Return the first 20 column names as a string for a message."""
     names = [shown(name) for name in columns]
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
@@ -68,74 +68,80 @@ class Shape:
         self.columns = columns
         if not isinstance(record, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
-        keys = self._renamed(record)
+        fields = self._rename_columns(record)
         missing = [name for name in columns.values() if name not in record]
         if missing:
             what = f"--columns names {shown(missing[0])}, but {where} has no such column"
-            raise UserError(what, f"it has {name_some(record)}", "choose one of these")
+            raise UserError(what, f"it has {list_names(record)}", "choose one of these")
         self.names: tuple[str, ...] = ()
-        pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
-        chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
+        pair = next((pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()), None)
+        messages_column = next(
+            (name for name in (MESSAGES, "conversations") if name in fields), None
+        )
         # If a record has both a text and an answer, the text is usually a copy of the record that
         # was rendered for another model.
-        answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
-        self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
-        if TEXT in keys and not self.has_copy:
+        answers = [fields[name] for name in (*(pair or ())[1:], messages_column) if name]
+        self.has_copy = TEXT in fields and any(answers) and TEXT not in columns
+        if TEXT in fields and not self.has_copy:
             self.form = TEXT
             self.names = (TEXT,)
         # Conversation datasets often repeat the first question as "prompt".
-        elif pair and (MESSAGES not in keys or pair[1] == "completion"):
-            has_messages = any(isinstance(keys[name], list) for name in pair)
-            is_chat = has_messages or pair[0] == "instruction" or keys.keys() & {*_CONTEXT}
+        elif pair and (MESSAGES not in fields or pair[1] == "completion"):
+            has_messages = any(isinstance(fields[name], list) for name in pair)
+            is_chat = (
+                has_messages or pair[0] == "instruction" or fields.keys() & {*_CONTEXT_COLUMNS}
+            )
             self.form = MESSAGES if is_chat else PROMPT
             self.names = pair
-        elif chat:
+        elif messages_column:
             self.form = MESSAGES
-            self.names = (chat,)
+            self.names = (messages_column,)
         else:
-            column = "completion" if PROMPT in keys else TEXT
+            column = "completion" if PROMPT in fields else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
             fix += "prompt=QUESTION,completion=ANSWER"
             if PROMPT in columns and column == "completion":
                 fix = f"add the column of the answers: --columns prompt={columns[PROMPT]},"
                 fix += "completion=ANSWER"
-            raise UserError(f'{where} has no "{column}" string', f"it has {name_some(record)}", fix)
-        self.unread = self._find_unread(keys, names or record)
+            raise UserError(
+                f'{where} has no "{column}" string', f"it has {list_names(record)}", fix
+            )
+        self.unread = self._find_unread(fields, names or record)
 
-    def _find_unread(self, keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Return the columns in `names` that are not read. `keys` is the first record of the
+    def _find_unread(self, fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        """Return the columns in `names` that are not read. `fields` is the first record of the
         dataset."""
-        read = {*self.names}
+        used_columns = {*self.names}
         if self.form != TEXT:
-            read |= {*_CONTEXT, "chat_template_kwargs"}
-        if len(self.names) == 1 or isinstance(keys[self.names[0]], list):
-            read.discard("history")  # the messages contain it
+            used_columns |= {*_CONTEXT_COLUMNS, "chat_template_kwargs"}
+        if len(self.names) == 1 or isinstance(fields[self.names[0]], list):
+            used_columns.discard("history")  # the messages contain it
         elif self.names[0] == "instruction":
-            read.add("input")
+            used_columns.add("input")
         if self.has_copy:  # The copy has a separate note.
-            read.add(TEXT)
-        read_names = {self.columns.get(name, name) for name in read}
-        return [name for name in names if name not in read_names]
+            used_columns.add(TEXT)
+        used_names = {self.columns.get(name, name) for name in used_columns}
+        return [name for name in names if name not in used_names]
 
-    def _renamed(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename_columns(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
             return dict(record)
-        renamed = {ours: record.get(theirs) for ours, theirs in self.columns.items()}
+        renamed = {name: record.get(dataset_name) for name, dataset_name in self.columns.items()}
         others = {key: value for key, value in record.items() if key not in self.columns.values()}
         return {**others, **renamed}
 
-    def text(self, record: Any, where: str) -> str:
+    def read_text(self, record: Any, where: str) -> str:
         """Return the text of a record. Raises UserError if the record has no text."""
-        (text,) = self._strings(record, where)
+        (text,) = self._read_strings(record, where)
         return text
 
-    def pair(self, record: Any, where: str) -> tuple[str, str]:
+    def read_pair(self, record: Any, where: str) -> tuple[str, str]:
         """Return (prompt, completion) of a record that has both. Raises UserError if either is
         missing."""
-        prompt, completion = self._strings(record, where)
+        prompt, completion = self._read_strings(record, where)
         return prompt, completion
 
-    def conversation(
+    def read_conversation(
         self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
     ) -> Conversation:
         """Return the conversation in a record that has either messages or a question with its
@@ -144,28 +150,28 @@ class Shape:
         Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
         removed, because Arrow tables add such members. Raises UserError if the record does not have
         this shape."""
-        keys = self._checked(record, where)
+        fields = self._check_record(record, where)
         if drop_nulls:
-            keys = _without_nulls(keys)
+            fields = _drop_nulls(fields)
         skip: list[int] = []
         if len(self.names) == 1:
-            raw_messages = _parsed(keys.get(self.names[0]))
+            raw_messages = _parse(fields.get(self.names[0]))
             if raw_messages is None:
                 raw_messages = []
-            messages = self._messages(raw_messages, where, notes)
+            messages = self._read_messages(raw_messages, where, notes)
         else:
-            question, answer = (keys.get(name) for name in self.names)
+            question, answer = (fields.get(name) for name in self.names)
             if isinstance(question, list):
-                messages = self._messages(question, where, notes)
+                messages = self._read_messages(question, where, notes)
                 skip = list(range(len(messages)))
             else:
-                messages = self._question(keys, where)
+                messages = self._question_messages(fields, where)
             if isinstance(answer, list):
-                messages += self._messages(answer, where, notes)
+                messages += self._read_messages(answer, where, notes)
             elif answer:
                 answer = self._check(answer, self.names[1], where)
                 messages.append({"role": ASSISTANT, "content": answer})
-        system = keys.get("system")
+        system = fields.get("system")
         if isinstance(system, str) and system:
             if not messages or messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
@@ -179,16 +185,16 @@ class Shape:
             elif is_trained and message["role"] != ASSISTANT:
                 notes[_NOT_ANSWERS] += 1
         tools, documents, values = (
-            self._check(_parsed(keys.get(name)) or None, name, where, cls, optional=True)
+            self._check(_parse(fields.get(name)) or None, name, where, cls, optional=True)
             for name, cls in (("tools", list), ("documents", list), ("chat_template_kwargs", dict))
         )
         return Conversation(messages, tools, documents, values or {}, skip)
 
-    def _question(self, keys: Mapping[str, Any], where: str) -> list[Message]:
+    def _question_messages(self, fields: Mapping[str, Any], where: str) -> list[Message]:
         """Return the messages that precede the answer in a record with a question and its answer:
         optional earlier question-answer pairs, then the question. In the Alpaca format, the
         question is an instruction with an optional input."""
-        history = _parsed(keys.get("history")) or None
+        history = _parse(fields.get("history")) or None
         messages = list[Message]()
         for turn in self._check(history, "history", where, list, optional=True) or []:
             texts = turn if isinstance(turn, list | tuple) else ()
@@ -198,28 +204,28 @@ class Shape:
             messages.append({"role": "user", "content": texts[0] or ""})
             if texts[1]:
                 messages.append({"role": ASSISTANT, "content": texts[1]})
-        question = self._check(keys.get(self.names[0]), self.names[0], where)
-        if self.names[0] == "instruction" and (context := keys.get("input")):
+        question = self._check(fields.get(self.names[0]), self.names[0], where)
+        if self.names[0] == "instruction" and (context := fields.get("input")):
             question = f"{question}\n{self._check(context, 'input', where)}"
         return [*messages, {"role": "user", "content": question}]
 
-    def _messages(self, raw_messages: Any, where: str, notes: Notes) -> list[Message]:
+    def _read_messages(self, raw_messages: Any, where: str, notes: Notes) -> list[Message]:
         self._check(raw_messages, self.names[0], where, list)
-        return [_message(message, f"{where}: a message", notes) for message in raw_messages]
+        return [_read_message(message, f"{where}: a message", notes) for message in raw_messages]
 
-    def _strings(self, record: Any, where: str) -> list[str]:
-        keys = self._checked(record, where)
-        missing = [name for name in self.names if name not in keys]
+    def _read_strings(self, record: Any, where: str) -> list[str]:
+        fields = self._check_record(record, where)
+        missing = [name for name in self.names if name not in fields]
         if missing:
             self._check(None, missing[0], where)
-        last = self.names[-1]  # null counts as empty
-        keys[last] = keys[last] or ""
-        return [self._check(keys[name], name, where) for name in self.names]
+        last_name = self.names[-1]  # null counts as empty
+        fields[last_name] = fields[last_name] or ""
+        return [self._check(fields[name], name, where) for name in self.names]
 
-    def _checked(self, record: Any, where: str) -> dict[str, Any]:
+    def _check_record(self, record: Any, where: str) -> dict[str, Any]:
         if not isinstance(record, dict):
             self._check(None, self.names[0], where)
-        return self._renamed(record)
+        return self._rename_columns(record)
 
     def _check(
         self, value: Any, name: str, where: str, cls: type = str, *, optional: bool = False
@@ -235,7 +241,7 @@ class Shape:
         return value
 
 
-def _message(raw: Any, where: str, notes: Notes) -> Message:
+def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     """Return a message with the keys "role" and "content". If the dataset calls these keys "from"
     and "value", they are renamed. All other keys are kept. Raises UserError if the content is not
     text or a key has an unsupported value."""
@@ -261,8 +267,8 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
     content = message.get("content")
     if role == "function_call" and isinstance(content, str):
-        called = _parsed(content)
-        calls = called if isinstance(called, list) else [called]
+        parsed = _parse(content)
+        calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
             what = f"{where} is a function_call, but its content is not a JSON object"
             raise UserError(what, shown(content))
@@ -272,14 +278,14 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         }
     elif isinstance(content, list):
         for part in content:
-            if not _is_text(part):
+            if not _is_text_part(part):
                 what = f"{where} has a part that is not text: {shown(part)}"
                 raise UserError(what, "only text is supported", "remove such records")
     elif content is None:
         if "content" not in message and not message.get("tool_calls"):
             refuse("content")
         message["content"] = ""
-        if message["role"] == ASSISTANT and not _OUTPUTS & message.keys():
+        if message["role"] == ASSISTANT and not _OUTPUT_KEYS & message.keys():
             message["weight"] = 0
             notes["answers have null content and do not count toward the loss"] += 1
     elif not isinstance(content, str):
@@ -290,12 +296,12 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
 def _is_trained(message: Message, where: str) -> bool | None:
     """Return whether the dataset marks a message as part of the loss. Return None if the message
     has no mark. Raises UserError if a mark is not 0 or 1."""
-    values = {key: message[key] for key in _MARKS if message.get(key) is not None}
-    unclear = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
+    values = {key: message[key] for key in _TRAIN_KEYS if message.get(key) is not None}
+    unclear_keys = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
     if message.get("train_detail"):  # axolotl's mark for parts of a message
-        unclear.append("train_detail")
-    if unclear:
-        what = f"{where} has {shown(unclear[0])}: {shown(message[unclear[0]])}"
+        unclear_keys.append("train_detail")
+    if unclear_keys:
+        what = f"{where} has {shown(unclear_keys[0])}: {shown(message[unclear_keys[0]])}"
         raise UserError(
             what,
             "a message must be either entirely in the loss or entirely out of it",
@@ -304,13 +310,13 @@ def _is_trained(message: Message, where: str) -> bool | None:
     return all(values.values()) if values else None
 
 
-def _is_text(part: Any) -> bool:
+def _is_text_part(part: Any) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
 
 
-def _parsed(value: Any) -> Any:
+def _parse(value: Any) -> Any:
     """Parse a list or object that a table stores as a JSON string. Return any other value
     unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
@@ -321,10 +327,10 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = ((key, member) for key, member in value.items() if member is not None)
-        return {key: _without_nulls(member) for key, member in kept}
+        members = ((key, member) for key, member in value.items() if member is not None)
+        return {key: _drop_nulls(member) for key, member in members}
     if isinstance(value, list):
-        return [_without_nulls(member) for member in value]
+        return [_drop_nulls(member) for member in value]
     return value

@@ -2,8 +2,8 @@
 
 A template is third-party code that may fail, run forever or exhaust memory. The parent process
 survives such a failure and reports the record that caused it. Parent and child exchange lines of
-JSON: first the arguments of `answering`, then batches of conversations. The child answers each
-conversation separately, so that the parent knows which conversation terminated the child."""
+JSON: first the arguments of `build_responder`, then batches of conversations. The child answers
+each conversation separately, so that the parent knows which conversation terminated the child."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from distributed_training.data.chats.align import AlignmentError, Rendered, align, joined
+from distributed_training.data.chats.align import AlignmentError, Rendered, align, join_parts
 from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import ROOT
@@ -45,9 +45,14 @@ class Renderer:
     the variables that both templates can use, and `marks` contains the special tokens."""
 
     def __init__(
-        self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]
+        self, templates: Sequence[str], variables: dict[str, Any], special_tokens: Sequence[str]
     ) -> None:
-        setup = {"templates": templates, "names": names, "marks": marks, "cpu_s": CPU_S}
+        setup = {
+            "templates": templates,
+            "variables": variables,
+            "special_tokens": special_tokens,
+            "cpu_s": CPU_S,
+        }
         self._setup = json.dumps(setup)
         self._process: subprocess.Popen[str] | None = None
 
@@ -76,7 +81,7 @@ class Renderer:
         """Return the samples of each conversation in `batch`, which contains pairs (location in the
         dataset, conversation). Raises UserError with the location of the first conversation that
         the template cannot render."""
-        answers = self._ask([conversation for _, conversation in batch])
+        answers = self._request([conversation for _, conversation in batch])
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
@@ -87,15 +92,15 @@ class Renderer:
             samples.append([Rendered(*sample) for sample in answer])
         return samples
 
-    def ask(self, messages: list[Message]) -> str:
+    def render_prompt(self, messages: list[Message]) -> str:
         """Return the text of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
-        (answer,) = self._ask([Conversation(messages)], question=True)
+        (answer,) = self._request([Conversation(messages)], question=True)
         if isinstance(answer, str):
             raise UserError("the chat template cannot render this question", answer)
         return answer[0]
 
-    def _ask(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
+    def _request(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
         process = self.start()
         assert process.stdout is not None
         request = {"question": question, "batch": batch}
@@ -129,7 +134,7 @@ def main() -> None:
     """Answer requests in the child process until the parent closes the pipe."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    answer = answering(**json.loads(sys.stdin.readline()))
+    answer = build_responder(**json.loads(sys.stdin.readline()))
     _limit_memory()
     for line in sys.stdin:
         request = json.loads(line)
@@ -138,8 +143,11 @@ def main() -> None:
             print(json.dumps(result), file=answers, flush=True)
 
 
-def answering(
-    templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
+def build_responder(
+    templates: Sequence[str],
+    variables: dict[str, Any],
+    special_tokens: Sequence[str],
+    cpu_s: float = CPU_S,
 ) -> Callable[[Conversation, bool], Any]:
     """Return the function that answers requests in the child process. For a conversation, that
     function returns a list of samples. For a question without an answer, it returns a list that
@@ -150,7 +158,7 @@ def answering(
     warnings.simplefilter("ignore")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+    special_pattern = re.compile("|".join(map(re.escape, special_tokens)) or "(?!)")
 
     def render_raw(
         conversation: Conversation, messages: Sequence[Any], **options: Any
@@ -159,7 +167,7 @@ def answering(
         rendered: Any = render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
             documents=conversation.documents, chat_template=templates[bool(conversation.tools)],
-            **{**names, **conversation.values}, **options,
+            **{**variables, **conversation.values}, **options,
         )  # fmt: skip
         signal.setitimer(signal.ITIMER_PROF, 0)
         texts, spans = rendered
@@ -169,7 +177,7 @@ def answering(
         return texts[0], spans[0] if spans else []
 
     @functools.cache
-    def takes_parts() -> bool:
+    def accepts_parts() -> bool:
         """Return whether the template accepts contents that are lists of parts."""
         probe = {"role": "user", "content": [{"type": "text", "text": word} for word in "ZX"]}
         try:
@@ -186,8 +194,8 @@ def answering(
 
         try:
             contents = (message.get("content") for message in conversation.messages)
-            if any(isinstance(content, list) for content in contents) and not takes_parts():
-                conversation = conversation._replace(messages=joined(conversation.messages))
+            if any(isinstance(content, list) for content in contents) and not accepts_parts():
+                conversation = conversation._replace(messages=join_parts(conversation.messages))
             if question:
                 return [render(conversation.messages, ask=True)]
             marked = None
@@ -195,7 +203,13 @@ def answering(
                 options = {"return_assistant_tokens_mask": True}
                 marked = render_raw(conversation, conversation.messages, **options)[1]
             skip = conversation.skip
-            return align(render, conversation.messages, marked=marked, marks=pattern, skip=skip)
+            return align(
+                render,
+                conversation.messages,
+                marked=marked,
+                special_pattern=special_pattern,
+                skip=skip,
+            )
         except AlignmentError as error:
             return str(error)
         except MemoryError as error:
@@ -217,8 +231,10 @@ def has_marks(template: str) -> bool:
 def _limit_memory() -> None:
     """Limit the address space of this process to its present size plus MEMORY_BYTES."""
     with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
+        present_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(
+        resource.RLIMIT_AS, (present_bytes + MEMORY_BYTES, present_bytes + MEMORY_BYTES)
+    )
 
 
 if __name__ == "__main__":

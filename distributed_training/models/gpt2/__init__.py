@@ -123,15 +123,15 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     return build_decoder(GPT2, size, dropout, seed)
 
 
-def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors that our tensor `ours` contains, by name, as views. Each row
-    of `tensor` may have any number of dimensions."""
-    if ours == _OUTPUT_ROWS:
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """Return the Hugging Face tensors that our tensor `our_name` contains, by name, as views. Each
+    row of `tensor` may have any number of dimensions."""
+    if our_name == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
-    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
-    if ours.startswith("token_embedding"):
+    name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))
+    if our_name.startswith("token_embedding"):
         tensor = tensor[: size.vocab_size]
-    if ".qkv." in ours:  # (head, q/k/v, K) -> (q/k/v, head, K)
+    if ".qkv." in our_name:  # (head, q/k/v, K) -> (q/k/v, head, K)
         tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1)
     return {f"transformer.{name}": tensor}
 

@@ -121,22 +121,26 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     matrices = {
         name: tuple(module.weight.shape)
         for name, module in blocks[0].named_modules()
-        if type(module).__name__ in model.LINEARS
+        if type(module).__name__ in model.LINEAR_CLASSES
     }
-    others = {name: s for name, s in shapes[0].items() if name.rpartition(".")[0] not in matrices}
-    other_matrix = max((name for name in others if _is_matrix(others[name], config)), default="")
+    other_shapes = {
+        name: s for name, s in shapes[0].items() if name.rpartition(".")[0] not in matrices
+    }
+    other_matrix = max(
+        (name for name in other_shapes if _is_matrix(other_shapes[name], config)), default=""
+    )
     is_mixture = any(_MIXTURE.search(type(module).__name__) for module in net.modules())
     saved_buffer = min(net.state_dict().keys() & dict(net.named_buffers()).keys(), default="")
-    differ = any(shape != shapes[0] for shape in shapes)
+    shapes_differ = any(shape != shapes[0] for shape in shapes)
     _refuse_if(is_mixture, "is a mixture of experts")
     _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
     _refuse_if(other_matrix, f"has a matrix outside its linear layers: {other_matrix}")
-    _refuse_if(differ, "has blocks of different shapes")
+    _refuse_if(shapes_differ, "has blocks of different shapes")
     _refuse_if(head is None or not matrices, "has no linear layers or no output layer")
     all_parameters = sum(p.numel() for p in net.parameters())
     block_parameters = sum(shape.numel() for shape in shapes[0].values())
-    in_matrices = sum(rows * columns for rows, columns in matrices.values())
-    in_tables = len({embedding, head.weight}) * len(head.weight) * embedding.shape[1]
+    matrix_parameters = sum(rows * columns for rows, columns in matrices.values())
+    table_parameters = len({embedding, head.weight}) * len(head.weight) * embedding.shape[1]
     return ModelSize(
         vocab_size=len(head.weight),
         num_positions=num_positions,
@@ -146,10 +150,10 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         block_matrices=tuple(matrices.values()),
         matrix_names=tuple(matrices),
         block_parameters=block_parameters,
-        block_parameters_split=in_matrices,
-        block_norm_parameters=block_parameters - in_matrices,
+        block_parameters_split=matrix_parameters,
+        block_norm_parameters=block_parameters - matrix_parameters,
         block_tensors=len(shapes[0]),
-        final_norm_parameters=all_parameters - len(blocks) * block_parameters - in_tables,
+        final_norm_parameters=all_parameters - len(blocks) * block_parameters - table_parameters,
         tied=head.weight is embedding,
         traced=trace(document),
         splits=False,
@@ -178,11 +182,11 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     return build_decoder(HubDecoder, size, dropout, seed)
 
 
-def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return the tensor, keyed by its name in transformers."""
-    if ours.startswith("blocks."):
-        return {f"{size.config['blocks']}.{ours.removeprefix('blocks.')}": tensor}
-    return {ours.removeprefix("net."): tensor}
+    if our_name.startswith("blocks."):
+        return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}
+    return {our_name.removeprefix("net."): tensor}
 
 
 def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:

@@ -9,9 +9,9 @@ import torch.nn as nn
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.models.hub import UnsupportedError
 
-NAME = "distributed_training"
+ATTENTION_NAME = "distributed_training"
 # Tensors that models pass to attention but that do not affect the result
-_IGNORED = {"position_ids", "cache_position", "position_embeddings"}
+_IGNORED_OPTIONS = {"position_ids", "cache_position", "position_embeddings"}
 
 
 def attention(
@@ -39,7 +39,7 @@ def attention(
     length = q.shape[2]
     extra: dict[str, Any] = {"softcap": softcap} if softcap else {}
     for name, value in options.items():
-        if torch.is_tensor(value) and name not in _IGNORED:
+        if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
     window = sliding_window if sliding_window and sliding_window < length else None
     mask = None if documents is None else documents.mask
@@ -60,7 +60,7 @@ def attention(
 def receives_documents(inner: Any) -> bool:
     """Return whether the blocks of `inner`, a model on the meta device, pass `documents` on to
     `attention`. Afterwards, the model's parameters no longer require gradients."""
-    if inner.config._attn_implementation != NAME:
+    if inner.config._attn_implementation != ATTENTION_NAME:
         return False
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     mask = torch.zeros(1, 1, 2, 2, device="meta", requires_grad=True)

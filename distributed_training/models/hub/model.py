@@ -16,12 +16,20 @@ import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Box, Decoder, Linear, Past, Positions, Source, limit
+from distributed_training.models.decoder import (
+    Decoder,
+    KVCache,
+    Linear,
+    Positions,
+    Slices,
+    WeightSource,
+    softcap,
+)
 from distributed_training.models.hub import UnsupportedError
-from distributed_training.models.hub.attention import NAME, attention
+from distributed_training.models.hub.attention import ATTENTION_NAME, attention
 
 # Classes that compute x W^T plus an optional bias
-LINEARS = {"Linear", "FalconLinear"}
+LINEAR_CLASSES = {"Linear", "FalconLinear"}
 
 
 def make_config(document: dict[str, Any], dropout: float = 0.0, max_layers: int = 2**31) -> Any:
@@ -50,8 +58,8 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
     logging.set_verbosity_error()
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    AttentionInterface.register(NAME, attention)  # transformers then builds no masks
-    name = NAME if model_class._supports_attention_backend else None
+    AttentionInterface.register(ATTENTION_NAME, attention)  # transformers then builds no masks
+    name = ATTENTION_NAME if model_class._supports_attention_backend else None
     with torch.device("meta"):
         net = model_class._from_config(config, dtype=dtype, attn_implementation=name)
     net._apply(place)  # for example, torch.normal draws on the CPU
@@ -107,7 +115,7 @@ class HubDecoder(Decoder):
         if size.tied:
             head._parameters.pop("weight")
         for module in self.modules():
-            if type(module).__name__ in LINEARS and module is not head:
+            if type(module).__name__ in LINEAR_CLASSES and module is not head:
                 module.__class__ = Linear
                 module.adapter = None  # type: ignore[assignment]
             elif type(module) is nn.Embedding:
@@ -132,7 +140,11 @@ class HubDecoder(Decoder):
             module.cast_dtype = dtype  # type: ignore[assignment]
 
     def run(
-        self, x: torch.Tensor, positions: Positions, documents: Documents | None, past: Past | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        documents: Documents | None,
+        past: KVCache | None,
     ) -> torch.Tensor:
         """Run the whole model except its output layer on token ids [B, T]. Return the output of the
         last norm, [B, T, D]."""
@@ -146,7 +158,7 @@ class HubDecoder(Decoder):
             options["past_key_values"] = past.cache
         return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
 
-    def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
         return the summed loss instead."""
         head = self.size.config["head"]
@@ -167,23 +179,23 @@ class HubDecoder(Decoder):
         holder: Any = self.token_embedding if self.size.tied else self.head
         return holder._parameters["weight"]  # type: ignore[no-any-return]
 
-    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
         """Return a source of weights, initialized on the CPU as in transformers. The weights depend
         only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # All threads share torch's global generator.
 
-        def draw(name: str, box: Box) -> Any:
-            owner, _, last = name.rpartition(".")
-            blank: Any = copy.copy(self.get_submodule(owner))
-            blank.cast_dtype = None  # Initial values written to a cast copy would be lost.
-            blank._parameters = dict(blank._parameters)
-            for key, value in list(blank.named_parameters(recurse=False)):
-                blank._parameters[key] = nn.Parameter(torch.empty(value.shape))
+        def draw(name: str, slices: Slices) -> Any:
+            module_name, _, parameter_name = name.rpartition(".")
+            module_copy: Any = copy.copy(self.get_submodule(module_name))
+            module_copy.cast_dtype = None  # Initial values written to a cast copy would be lost.
+            module_copy._parameters = dict(module_copy._parameters)
+            for key, value in list(module_copy.named_parameters(recurse=False)):
+                module_copy._parameters[key] = nn.Parameter(torch.empty(value.shape))
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed * 100_003 + indices[name])
-                self.net._init_weights(blank)
-            return blank._parameters[last].detach()[box]
+                self.net._init_weights(module_copy)
+            return module_copy._parameters[parameter_name].detach()[slices]
 
         return draw
 
@@ -241,6 +253,6 @@ def read_head(net: Any) -> dict[str, float]:
     y = y.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
     cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
-    if not torch.allclose(y, limit(scale * z, cap), rtol=1e-4):
+    if not torch.allclose(y, softcap(scale * z, cap), rtol=1e-4):
         raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

@@ -16,19 +16,19 @@ import functorch.compile as aot
 import torch
 from torch._inductor.decomposition import select_decomp_table
 
-from distributed_training.models import Traced
+from distributed_training.models import TracedCosts
 from distributed_training.models.hub import UnsupportedError, model
 
 # Length of the longer of the two traced samples. Comparing both samples shows the costs that grow
 # with the square of the length.
-LONGEST = 256
+MAX_LENGTH = 256
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 # Operations that neither read nor write memory
 _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem", "t", "slice"}
 
 
-def trace(document: dict[str, Any]) -> Traced:
+def trace(document: dict[str, Any]) -> TracedCosts:
     """Return the costs of a model's first block. If transformers cannot run the config, its
     exception is propagated. Raises UnsupportedError if the block leaves a parameter unused."""
     costs = defaultdict[str, list[float]](list)  # per token of the shorter and the longer sample
@@ -36,9 +36,9 @@ def trace(document: dict[str, Any]) -> Traced:
         warnings.simplefilter("ignore")
         net = model.build_net(model.make_config(document, max_layers=1), torch.bfloat16)
         net._apply(_allocate)
-        longest = min(LONGEST, model.read_num_positions(net.config))
-        shorter = longest // 2
-        for length in (shorter, longest):
+        long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
+        short_length = long_length // 2
+        for length in (short_length, long_length):
             for mode, fused in (("eager", False), ("compiled", True)):
                 forward, backward = _graphs(net, length, fused=fused)
                 costs[f"kept_{mode}"].append(_kept_bytes(forward) / length)
@@ -46,14 +46,14 @@ def trace(document: dict[str, Any]) -> Traced:
                 costs[f"backward_{mode}"].append(_traffic(backward, fused=fused) / length)
             result_bytes, attention_flops = _matrix_costs(forward)
             costs["kept_selective"].append(result_bytes / length)
-    lines: dict[str, Any] = {}
+    linear_costs: dict[str, Any] = {}
     for name, (short, long) in costs.items():
-        slope = (long - short) / (longest - shorter)
-        lines[name] = (short - slope * shorter, slope)
-    return Traced(
-        attention_width=round(attention_flops / (4 * longest**2)),
+        slope = (long - short) / (long_length - short_length)
+        linear_costs[name] = (short - slope * short_length, slope)
+    return TracedCosts(
+        attention_width=round(attention_flops / (4 * long_length**2)),
         fused=any(map(_is_attention, forward.graph.nodes)),
-        **lines,
+        **linear_costs,
     )
 
 
@@ -76,23 +76,25 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     The graphs are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
     _, inner, (block, *_) = model.find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
-    cut = aot.min_cut_rematerialization_partition if fused else aot.default_partition
-    table = select_decomp_table() if fused else None  # the operations that Inductor sees
+    partition = aot.min_cut_rematerialization_partition if fused else aot.default_partition
+    decompositions = select_decomp_table() if fused else None  # the operations that Inductor sees
     graphs: list[Any] = []
 
     def run(x: torch.Tensor, args: Any, options: Any, tensors: Any) -> Any:
         output = torch.func.functional_call(block, tensors, (x, *args), options)
         return output[0] if isinstance(output, tuple) else output
 
-    def keep(*values: Any, **options: Any) -> Any:
-        graphs.extend(cut(*values, **options))
+    def capture_graphs(*values: Any, **options: Any) -> Any:
+        graphs.extend(partition(*values, **options))
         raise _TracedError
 
     def trace_block(_block: Any, args: Any, options: Any) -> None:
         hook.remove()
-        x, *others = args
-        traced = aot.aot_function(run, aot.nop, partition_fn=keep, decompositions=table)
-        traced(x.detach().requires_grad_(), others, options, tensors)
+        x, *other_args = args
+        traced = aot.aot_function(
+            run, aot.nop, partition_fn=capture_graphs, decompositions=decompositions
+        )
+        traced(x.detach().requires_grad_(), other_args, options, tensors)
 
     hook = block.register_forward_pre_hook(trace_block, with_kwargs=True)
     with contextlib.suppress(_TracedError):

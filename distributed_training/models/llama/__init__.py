@@ -92,10 +92,10 @@ class Config(BaseModel, strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _read(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
         """Remove values that transformers ignores for this model type, and add a missing
         `head_dim`."""
-        values = {key: value for key, value in given.items() if value is not None}
+        values = {key: value for key, value in raw_values.items() if value is not None}
         model_type = values.get("model_type")
         heads = values.get("num_attention_heads") or 1
         values.setdefault("head_dim", values.get("hidden_size", 0) // heads)
@@ -139,7 +139,7 @@ def llama_size(config: Config) -> ModelSize:
     hidden = config.intermediate_size
     matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
     split_bias = qkv if config.biases[0] else 0
-    whole_bias = d if config.biases[1] else 0
+    replicated_bias = d if config.biases[1] else 0
     split = sum(rows * columns for rows, columns in matrices) + split_bias
     norms = [d, d]
     if config.norms_heads:
@@ -153,7 +153,7 @@ def llama_size(config: Config) -> ModelSize:
         mlp_units=hidden // unit_size(hidden),
         hidden_size=d,
         block_matrices=matrices,
-        block_parameters=split + whole_bias + sum(norms),
+        block_parameters=split + replicated_bias + sum(norms),
         block_parameters_split=split,
         block_norm_parameters=sum(norms),
         block_tensors=len(matrices) + len(norms) + config.biases.count(True),
@@ -191,22 +191,26 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     return build_decoder(Llama, size, dropout, seed)
 
 
-def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors that our tensor `ours` contains, by name, as views. Each row
-    of `tensor` may have any number of dimensions."""
-    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
-    if ours.startswith(("token_embedding", "output_rows")):
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """Return the Hugging Face tensors that our tensor `our_name` contains, by name, as views. Each
+    row of `tensor` may have any number of dimensions."""
+    name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))
+    if our_name.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
     config = size.config
-    if ".qkv." in ours:
-        queries = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_key_value_heads, queries + 2, config.head_dim)
+    if ".qkv." in our_name:
+        queries_per_group = config.num_attention_heads // config.num_key_value_heads
+        shape = (config.num_key_value_heads, queries_per_group + 2, config.head_dim)
         groups = tensor.unflatten(0, shape)
-        rows_by_key = {"q": groups[:, :queries], "k": groups[:, queries], "v": groups[:, -1]}
+        rows_by_key = {
+            "q": groups[:, :queries_per_group],
+            "k": groups[:, queries_per_group],
+            "v": groups[:, -1],
+        }
         return {
             name.replace("qkv", f"self_attn.{key}_proj"): rows for key, rows in rows_by_key.items()
         }
-    if ".mlp_in." in ours:
+    if ".mlp_in." in our_name:
         units = tensor.unflatten(0, (-1, 2, unit_size(config.intermediate_size)))
         return {
             name.replace("mlp_in", "mlp.gate_proj"): units[:, 0],

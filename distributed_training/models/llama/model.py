@@ -91,7 +91,7 @@ class LlamaBlock(Block):
         groups = config.num_key_value_heads
         norm = partial(RMSNorm, eps=config.rms_norm_eps)
         norm_heads = norm if config.norms_heads else nn.Identity
-        self.queries = heads // groups  # query heads per group
+        self.queries_per_group = heads // groups  # query heads per group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
@@ -105,8 +105,9 @@ class LlamaBlock(Block):
         self.mlp_out = Linear(hidden, d, bias=False)
 
     def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
-        rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
-        q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
+        rows = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
+        # (B, T, G, H / G, K), (B, T, G, 1, K), (B, T, G, 1, K)
+        q, k, v = rows.split([self.queries_per_group, 1, 1], dim=-2)
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
         return [heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v)]

@@ -132,7 +132,7 @@ def mlp_values(rank: PipelineRank) -> tuple[int, int]:
     """Return (values per token in the output of an MLP's first matrix, values per token in the
     input of the MLP's second matrix)."""
     if rank.size.traced is not None:
-        return rank.size.values_out, rank.size.values_out
+        return rank.size.row_parallel_inputs, rank.size.row_parallel_inputs
     return rank.size.block_matrices[2][0], rank.size.block_matrices[3][1]
 
 

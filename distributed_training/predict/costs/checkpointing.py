@@ -36,7 +36,9 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
     the block's last matrix multiplication counts only if the block is not compiled."""
     if rank.size.traced is not None:
         return rank.traced_bytes("kept", "selective")
-    split_outputs = (rank.size.values_in + rank.size.attention_width) / rank.size.hidden_size
+    split_outputs = (
+        rank.size.column_parallel_outputs + rank.size.attention_width
+    ) / rank.size.hidden_size
     values = (2 if rank.config.compile else 3) * rank.hidden_share + split_outputs / rank.tp
     return rank.hidden_bytes * values + block.statistics_bytes(rank)
 

@@ -17,7 +17,7 @@ from distributed_training.predict.mechanism import (
 def adapter_costs(timing: Timing) -> PassCosts:
     """Return the costs of a block's adapters, which are bound by memory bandwidth."""
     outputs = sum(rows for rows, _ in timing.size.block_matrices) / timing.tp
-    adapted = timing.size.adapted(timing.config.lora_targets)
+    adapted = timing.size.adapted_matrices(timing.config.lora_targets)
     memory_cost_per_pass = timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs)
     return np.outer((4, 7, 0), memory_cost_per_pass) * (
         len(adapted) / len(timing.size.matrix_names)

@@ -2,10 +2,10 @@
 
 The reference is one process without compilation. This process trains twice, the second time with a
 different micro-batch size. The difference between these two runs is the rounding error. A layout
-fails if it differs by more than LIMITS and by more than SPREADS times the rounding error. Each
-tensor has a separate rounding error, because Adam turns gradients that consist only of rounding
-errors into large steps. If records are packed, one process also trains on the records one by one.
-This run counts as a layout.
+fails if it differs by more than LIMITS and by more than ROUNDING_FACTOR times the rounding error.
+Each tensor has a separate rounding error, because Adam turns gradients that consist only of
+rounding errors into large steps. If records are packed, one process also trains on the records one
+by one. This run counts as a layout.
 
 Only two process groups train: one process, then the processes of the layouts. Starting processes
 takes longer than training the few steps."""
@@ -40,7 +40,7 @@ from distributed_training.tools.parity.trials import (
     share_model,
 )
 
-BAD = ("differs", "failed")
+BAD_VERDICTS = ("differs", "failed")
 LAYOUT_S = 6.0  # seconds to build an engine, save and compare: an upper bound for small models
 
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         for trial in trials:
             print(f"  {' '.join(compare.format_overrides(trial.values))}")
         return 0
-    require_writable(out, compare.OTHER_OUT, "parity.html", "parity.json", "log.txt")
+    require_writable(out, compare.OTHER_OUT_FIX, "parity.html", "parity.json", "log.txt")
     out.mkdir(parents=True, exist_ok=True)
     runs_dir = out / "runs"
     shutil.rmtree(runs_dir, ignore_errors=True)
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 def exit_code(verdicts: Sequence[str]) -> int:
     """Return 0 if at least one layout computes the same results as one process and no layout
     differs or fails. Otherwise, return 1."""
-    return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
+    return 0 if OK in verdicts and not set(BAD_VERDICTS) & set(verdicts) else 1
 
 
 def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
@@ -162,9 +162,9 @@ def train_group(
             set_result(trial, results_by_key.get(trial.key))
         if outcome.signum:
             raise KeyboardInterrupt
-        began = [line["began"] for line in lines if "began" in line]
+        started_keys = [line["began"] for line in lines if "began" in line]
         unfinished = [trial for trial in remaining if not trial.verdict]
-        interrupted = [trial for trial in unfinished if trial.key in began]
+        interrupted = [trial for trial in unfinished if trial.key in started_keys]
         for trial in interrupted or unfinished:
             trial.verdict = "failed"
             trial.why = outcome.reason or first_error(log, log_size)

@@ -9,7 +9,7 @@ import numpy as np
 from distributed_training.data.samples import IGNORE_INDEX, Sampler, Samples, StepBatch
 
 
-def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
+def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
     """Return the inputs and targets of the documents in packed blocks: int64 [2, documents,
     seq_len]. Each document is padded to the length of a block. `micro_batch` comes from
     `Samples.batch`."""
@@ -24,17 +24,17 @@ def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
     return np.stack(rows, axis=1)
 
 
-class OneByOne(Sampler):
+class OneByOneSampler(Sampler):
     """Sampler whose steps have the same records as packed blocks, but one record per row."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)
-        unpacked = [rows_of(blocks, samples.padding_id) for blocks in batch.micro_batches]
+        unpacked = [unpack_rows(blocks, samples.padding_id) for blocks in batch.micro_batches]
         size = self.micro_batch_size
         # Number of rows that the last micro-batch lacks
         num_missing = -sum(rows.shape[1] for rows in unpacked) % size
         empty = np.full((2, num_missing, samples.seq_len), IGNORE_INDEX)
         empty[0] = samples.padding_id
         rows = np.concatenate([*unpacked, empty], axis=1)
-        cuts = np.split(rows, rows.shape[1] // size, axis=1)
-        return replace(batch, micro_batches=[tuple(cut) for cut in cuts])
+        micro_batches = np.split(rows, rows.shape[1] // size, axis=1)
+        return replace(batch, micro_batches=[tuple(cut) for cut in micro_batches])

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, last_part, short_path
+from distributed_training.records.display import WIDTH, short_name, short_path
 from distributed_training.records.record import provenance, write_json
-from distributed_training.records.tables import NOTHING, Table
+from distributed_training.records.tables import EMPTY_CELL, Table
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine
-from distributed_training.tools.parity.ranks import LIMITS, SPREADS
+from distributed_training.tools.parity.ranks import LIMITS, ROUNDING_FACTOR
 from distributed_training.tools.parity.trials import OK, Trial
 
 
@@ -23,10 +23,8 @@ def summary(trials: Sequence[Trial]) -> list[str]:
     names: dict[str, list[str]] = {}
     for trial in trials:
         names.setdefault(trial.verdict, []).append(trial.name)
-    agreeing = len(names.get(OK, ()))
-    text = (
-        f"{agreeing} of {plural(len(trials), 'layout')} {'agrees' if agreeing == 1 else 'agree'} "
-    )
+    num_ok = len(names.get(OK, ()))
+    text = f"{num_ok} of {plural(len(trials), 'layout')} {'agrees' if num_ok == 1 else 'agree'} "
     text += "with the single-process run."
     for verdict, adjective in (
         ("differs", "Differing"), ("failed", "Failed"), ("skipped", "Skipped"),
@@ -51,10 +49,10 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
         f"{machine.gpu_name or 'CPU'}"
     )
     limits = ", ".join(f"{limit:g} for {quantity}" for quantity, limit in LIMITS.items())
-    rule = (
+    explanation = (
         "Each value is the largest relative difference from the single-process run, over all "
         "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
-        f"of a fixed limit ({limits}) and {SPREADS} times the difference between the two "
+        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the difference between the two "
         "single-process runs."
     )
     columns = {"layout": [trial.name for trial in trials]}
@@ -62,31 +60,31 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
         differences = [
             max(trial.apart.get(quantity, {}).values(), default=math.inf) for trial in trials
         ]
-        columns[quantity] = [f"{d:.1e}" if d < math.inf else NOTHING for d in differences]
+        columns[quantity] = [f"{d:.1e}" if d < math.inf else EMPTY_CELL for d in differences]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
-    table = Table(title="Differences", about=rule, columns=columns)
-    about = provenance(shlex.join(["python", *sys.argv]))
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
+    table = Table(title="Differences", about=explanation, columns=columns)
+    origin = provenance(shlex.join(["python", *sys.argv]))
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    source = f"{origin['command']}; {origin['made_at']}; commit {origin['git_commit']}; {versions}"
     settings = {
-        "dataset": last_part(config["dataset"]), "precision": config["precision"],
+        "dataset": short_name(config["dataset"]), "precision": config["precision"],
         "steps": f"{reference['num_steps']} steps, each with {reference['global_batch_size']} x "
                  f"{config['max_length']} tokens",
         "processes": str(layouts[-1].num_processes), "device": machine.gpu_name or "CPU",
     }  # fmt: skip
-    model = last_part(config["model"])
+    model = short_name(config["model"])
     section = report.Section(title, notes, [table], heading=model, settings=settings)
-    text = report.page("html", "Layout parity", heading, [section], source)
+    text = report.render_page("html", "Layout parity", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
     rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
          "mesh": trial.mesh, "seconds": trial.seconds, "apart": trial.apart}
         for trial in trials
     ]  # fmt: skip
-    about |= {"heading": heading, "rule": rule, "config": config}
-    about |= {"machine": machine, "limits": LIMITS, "spreads": SPREADS}
-    write_json(out / "parity.json", {**about, "runs": rows})
-    print(f"\n{report.terminal(section)}\n{textwrap.fill(rule, WIDTH)}")
+    origin |= {"heading": heading, "rule": explanation, "config": config}
+    origin |= {"machine": machine, "limits": LIMITS, "spreads": ROUNDING_FACTOR}
+    write_json(out / "parity.json", {**origin, "runs": rows})
+    print(f"\n{report.format_for_terminal(section)}\n{textwrap.fill(explanation, WIDTH)}")
     print(textwrap.fill(heading, WIDTH))
     print(f"Wrote {short_path(out)}/parity.html and parity.json.")

@@ -24,27 +24,27 @@ from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.records import metrics
 from distributed_training.records.display import WIDTH, Display
 from distributed_training.records.folder import list_checkpoints
-from distributed_training.records.tables import differing
+from distributed_training.records.tables import differing_keys
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.settings.request import format_overrides
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
-from distributed_training.tools.parity.apart import OneByOne
+from distributed_training.tools.parity.apart import OneByOneSampler
 from distributed_training.tools.parity.trials import (
-    AGAIN,
-    APART,
     DEQUANTIZED,
     NOT_PACKED,
     OK,
+    ONE_BY_ONE,
     REFERENCE,
+    ROUNDING,
 )
 from distributed_training.train.loop import Trainer
 
 # Relative differences that another order of summation in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
-SPREADS = 4
+ROUNDING_FACTOR = 4
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors in a checkpoint
 RESULTS, LOG, RUNS = "runs/results.jsonl", "log.txt", "runs"
 Values = dict[str, Any]
@@ -53,7 +53,7 @@ Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relat
 
 
 @dataclass(frozen=True)
-class Rows(metrics.Tracker):
+class StepRecorder(metrics.Tracker):
     """Tracker that keeps the values of all steps in memory."""
 
     steps: list[Values] = field(default_factory=list)
@@ -76,35 +76,35 @@ def train_all(file: Path, build: Build) -> int:
     with harness.open_group_for({name: {"strategy": name} for name in names}) as group:
         torch.set_num_threads(threads_per_process(group.process.local_world_size))
         is_rank_0 = group.process.rank == 0
-        kept = harness.Kept()
+        run_cache = harness.RunCache()
         for number, (key, config) in enumerate(configs.items(), jobs["progress"][0] + 1):
             line = f"{number:>3}/{jobs['progress'][1]}  {jobs['names'][key]}"
-            began = time.monotonic()
+            start = time.monotonic()
             if is_rank_0:
-                note(out, began=key)
+                write_result(out, began=key)
                 print(f"\n{line}", flush=True)  # this line goes to the log
-            uses = {APART: _train_one_by_one, DEQUANTIZED: _train_dequantized}
-            use = uses.get(key, _train)
-            for _, results in harness.each_run(group, {key: config}, use, kept=kept):
+            use_by_key = {ONE_BY_ONE: _train_one_by_one, DEQUANTIZED: _train_dequantized}
+            use = use_by_key.get(key, _train)
+            for _, results in harness.each_run(group, {key: config}, use, run_cache=run_cache):
                 if is_rank_0:
                     result = conclude(key, results, out)
-                    seconds = time.monotonic() - began
-                    note(out, key=key, seconds=seconds, **result)
+                    seconds = time.monotonic() - start
+                    write_result(out, key=key, seconds=seconds, **result)
                     text = result["verdict"]
                     if text != "skipped":
                         text += f", {seconds:.0f} s"
                     if result["why"]:
                         text += f". {result['why']}"
-                    show(screen, f"{line}: {text}")
+                    print_status(screen, f"{line}: {text}")
     return 0
 
 
-def show(screen: TextIO, line: str) -> None:
+def print_status(screen: TextIO, line: str) -> None:
     """Print one line about a run. Continuation lines are indented below the run's name."""
     print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 9), file=screen, flush=True)
 
 
-def note(out: Path, **line: Any) -> None:
+def write_result(out: Path, **line: Any) -> None:
     """Append a line to the results file."""
     with open(out / RESULTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -114,7 +114,7 @@ def _train(run: harness.Run) -> Values:
     """Train with the usual loop, which saves a checkpoint after the last step. Return the losses,
     the gradient norms, the run's folder and other values for `conclude`. All ranks must call this
     function."""
-    rows = Rows()
+    rows = StepRecorder()
     trainer = Trainer(
         run.engine, run.plan, run.topology, run.data, run.sampler, Display(enabled=False),
         tracker=rows,
@@ -146,7 +146,7 @@ def _train_one_by_one(run: harness.Run) -> Values:
     """Call `_train` with one packed record per row."""
     if run.data.train.firsts is None:
         return {"not_packed": True}
-    run.sampler = OneByOne(**asdict(run.sampler))
+    run.sampler = OneByOneSampler(**asdict(run.sampler))
     return _train(run)
 
 
@@ -169,20 +169,20 @@ def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
         return {"verdict": NOT_PACKED, "why": "", "apart": {}, "mesh": None}
     file = out / RUNS / f"{REFERENCE}.json"
     if key == REFERENCE and not entry["why"]:  # later runs need the folder of the reference
-        file.write_text(json.dumps({REFERENCE: entry, AGAIN: {}}), encoding="utf-8")
+        file.write_text(json.dumps({REFERENCE: entry, ROUNDING: {}}), encoding="utf-8")
         return {"verdict": REFERENCE, "why": "", "apart": {}, **entry}
     result = {"verdict": "failed", "why": entry["why"], "apart": {}, "mesh": entry["mesh"]}
     if not entry["why"]:
         references = json.loads(file.read_text(encoding="utf-8"))
         result["apart"] = compare(entry, references[REFERENCE])
-        result["verdict"], result["why"] = AGAIN, ""
-        if key == AGAIN:
-            file.write_text(json.dumps({**references, AGAIN: result["apart"]}), encoding="utf-8")
-        elif different_keys := differing([entry["work"], references[REFERENCE]["work"]]):
+        result["verdict"], result["why"] = ROUNDING, ""
+        if key == ROUNDING:
+            file.write_text(json.dumps({**references, ROUNDING: result["apart"]}), encoding="utf-8")
+        elif different_keys := differing_keys([entry["work"], references[REFERENCE]["work"]]):
             result["verdict"] = "other work"
             result["why"] = f"It uses different values for these keys: {', '.join(different_keys)}."
         else:
-            result["verdict"], result["why"] = judge(result["apart"], references[AGAIN])
+            result["verdict"], result["why"] = judge(result["apart"], references[ROUNDING])
     shutil.rmtree(entry["run_dir"], ignore_errors=True)
     return result
 
@@ -201,16 +201,19 @@ def compare(entry: Values, reference: Values) -> Differences:
     return differences
 
 
-def judge(apart: Differences, again: Differences) -> tuple[str, str]:
-    """Return (verdict, reason) for `apart`, the differences between a layout and one process.
-    `again` contains the differences between the two runs of one process."""
+def judge(layout_differences: Differences, rounding_differences: Differences) -> tuple[str, str]:
+    """Return (verdict, reason) for `layout_differences`, the differences between a layout and one
+    process. `rounding_differences` contains the differences between the two runs of one process."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
-        differences = apart[quantity]
-        rounding: Mapping[str, float] = again[quantity]
+        differences = layout_differences[quantity]
+        rounding: Mapping[str, float] = rounding_differences[quantity]
         if quantity != "weights":  # for all steps, use the rounding of the worst step
-            rounding = dict.fromkeys(differences, max(again[quantity].values()))
-        limits = {name: max(fixed_limit, SPREADS * rounding.get(name, 0.0)) for name in differences}
+            rounding = dict.fromkeys(differences, max(rounding_differences[quantity].values()))
+        limits = {
+            name: max(fixed_limit, ROUNDING_FACTOR * rounding.get(name, 0.0))
+            for name in differences
+        }
         worst = max(differences, key=lambda name: differences[name] / limits[name])
         if differences[worst] > limits[worst]:
             text = f"{worst} differs by {differences[worst]:.1e}, "

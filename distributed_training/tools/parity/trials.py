@@ -10,17 +10,17 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
-REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the two runs of one process
+REFERENCE, ROUNDING = "reference", "rounding"  # keys and verdicts of the two runs of one process
 # Key of the run of one process with packed records one by one, and the verdict if no records are
 # packed
-APART, NOT_PACKED = "one by one", "not packed"
+ONE_BY_ONE, NOT_PACKED = "one by one", "not packed"
 DEQUANTIZED = "dequantized"  # key of the run of one process with dequantized weights
 OK = "ok"
 # Dropout is off, because each layout would draw different masks.
-ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
+FORCED_VALUES: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
 # Defaults that the user can override. In 16 steps, a GPU also replays a CUDA graph.
-DEFAULTS: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
-PLAIN: compare.Values = {
+DEFAULTS: compare.Values = {**compare.QUIET_DEFAULTS, "max_steps": 16, "eval_samples": 8}
+REFERENCE_VALUES: compare.Values = {
     **OPEN_SETTINGS, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False,
     "cuda_graphs": False, "gradient_compression": "none",
 }  # fmt: skip
@@ -58,7 +58,7 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
             config, model = choose_model(run.config, machine, run.num_processes, strategy, [])
             models.append((model.size.num_layers, config.model))
     for run in runs:
-        run.values |= ALWAYS
+        run.values |= FORCED_VALUES
         if run.config is not None and run.config.model == AUTO:
             run.values["model"] = max(models)[1]
         if run.config is not None and run.config.precision == AUTO:
@@ -82,14 +82,17 @@ def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
     size, and a run with one packed record per row. With an NF4 base, another trial has dequantized
     weights."""
     first, config = next((run, run.config) for run in runs if run.config)
-    shared_keys = compare.WORK | DEFAULTS.keys() | ALWAYS.keys() | {"precision"}
-    shared = {name: value for name, value in first.values.items() if name in shared_keys} | PLAIN
+    shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys() | {"precision"}
+    shared = {
+        name: value for name, value in first.values.items() if name in shared_keys
+    } | REFERENCE_VALUES
     size = int(config.batch_size)
     global_batch_size = size * config.grad_accum_steps * first.num_processes
     other_size = 1 if size > 1 else first.num_processes
     references = [
-        (REFERENCE, "one process", size), (AGAIN, "one process, other micro-batches", other_size),
-        (APART, "records one by one", size),
+        (REFERENCE, "one process", size),
+        (ROUNDING, "one process, other micro-batches", other_size),
+        (ONE_BY_ONE, "records one by one", size),
     ]  # fmt: skip
     if config.base_dtype == "nf4":
         references.append((DEQUANTIZED, "dequantized base", size))

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from distributed_training.records import tables
 from distributed_training.records.record import Record
-from distributed_training.records.tables import SETTINGS, Number, predicted
+from distributed_training.records.tables import SETTINGS, NumberColumn, predicted
 from distributed_training.settings.machine import GIB
 
 NOT_MEASURED = "not measured"
@@ -19,7 +19,7 @@ DEFAULT = (
 )  # fmt: skip
 
 
-def _of_pipelines(number: Number) -> Callable[..., str]:
+def _of_pipelines(number: NumberColumn) -> Callable[..., str]:
     """Return a column that shows the number for pipelines and "-" for other runs."""
     return lambda *records: number(*records) if records[0].pipeline else "-"
 
@@ -79,14 +79,16 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "GPU memory by rank": _by_rank,
     "formula + operations + messages + gaps": _bubble_parts,
     "bubble": _of_pipelines(
-        Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format, NOT_MEASURED)
+        NumberColumn(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format, NOT_MEASURED)
     ),
     "ideal bubble": _of_pipelines(
-        Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
+        NumberColumn(
+            lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula"
+        )
     ),
     "disk per step": _disk,
-    "ms predicted": tables.MS_PREDICTED,
-    "GiB predicted": Number(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
+    "ms predicted": tables.PREDICTED_STEP_MS,
+    "GiB predicted": NumberColumn(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
 }
 
 
