@@ -42,7 +42,8 @@ Order = list[Op]  # operations of one rank, from first to last
 
 
 def need(op: Op, last_stage: int) -> Op | None:
-    """Return the operation whose result this operation needs. Return None if there is none."""
+    """Return the operation whose result this operation needs. Return None for F on stage 0, which
+    needs no result."""
     kind, stage, i = op
     if kind == "F":
         return ("F", stage - 1, i) if stage > 0 else None
@@ -452,9 +453,9 @@ def fill_v(
     p: int, m: int, duration: Durations, allowed: Sequence[Fraction], more: str
 ) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
-    are written as f and i on the way up the V. W fills the time in which a rank would wait.
-    `allowed` is how much longer than the other ranks each rank may idle. `more` has the steps that
-    W may delay in addition to I."""
+    are written as f and i on the way up the V. W fills the time in which a rank would wait. Rank r
+    may idle as long as the rank that idles longest, or for `allowed[r]` if that is longer. `more`
+    has the steps that W may delay in addition to I."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
@@ -487,8 +488,8 @@ def fill_v(
         run(r, step)
 
     def run_after_weights(r: int, step: str) -> None:
-        """Run each W that ends before the step's input arrives, one more W if the rank would idle
-        longer than others, and then the step."""
+        """Run each W that ends before the step's input arrives. Run one more W if the rank would
+        otherwise idle longer than allowed. Then run the step."""
         while late[r] and arrival(r, step) >= clock[r] + duration["W"]:
             run_weights(r)
         spare = max(*idle, allowed[r]) - idle[r]

@@ -50,7 +50,7 @@ LAUNCHER_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    """Remove the launcher variables that an earlier test's run set in this process."""
+    """Remove launcher variables, such as RANK, that an earlier test left in this process."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

@@ -188,9 +188,10 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid and figures. If `drawn` (orders -> title) already has the same
-    orders, refer to their grid instead of drawing it again. Draw a schedule without a flush over
-    several batches, because its first batch looks the same as with a flush."""
+    """Print a schedule's grid and figures. `drawn` maps orders to the title of the schedule whose
+    grid shows them. If `drawn` contains this schedule's orders, refer to that grid instead of
+    drawing it again. If a schedule has no flush, draw several batches, because its first batch
+    looks the same as with a flush."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")

@@ -1,4 +1,5 @@
-"""Test that the model card matches the record, and that the Hub accepts the card's front matter."""
+"""Test that a model card matches the run's record, and that the Hub accepts the card's front
+matter."""
 
 import pytest
 from huggingface_hub import ModelCard

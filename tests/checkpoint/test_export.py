@@ -101,8 +101,7 @@ def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(strategy,
 
 
 def test_text_before_training_comes_from_the_initial_weights(tmp_path):
-    """Generating a sample before training and keeping the best weights do not change the training
-    itself."""
+    """Neither generating text before training nor `keep_best` changes the training itself."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]

@@ -43,7 +43,8 @@ def write(path, *lines):
 
 
 def test_a_document_is_a_file_a_line_or_a_record(tmp_path):
-    """Blank documents are skipped. A record's text may contain other line separators."""
+    """Blank documents are skipped. The text of a JSON Lines record may contain Unicode line
+    separators."""
     corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
     assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]

@@ -1,7 +1,7 @@
 """Compare our tokenizer with `AutoTokenizer` on folders that have no tokenizer.json.
 
-The folders have slow and fast tokenizers, which use a real tokenizer.model, a vocab.txt or bytes.
-The cases cover every file that can add tokens."""
+The folders contain slow and fast tokenizers that are based on a real tokenizer.model, on a
+vocab.txt or on bytes. The cases cover every file that can add tokens."""
 
 import importlib
 import io
@@ -128,7 +128,7 @@ def test_an_unreadable_model_file_is_refused_with_a_reason(model, tmp_path, monk
 
 
 def test_subword_sampling_is_refused(model, tmp_path):
-    """A tokenizer with subword sampling is rejected, because transformers then gives different IDs
+    """A tokenizer with subword sampling is rejected, because in transformers it gives different IDs
     on each call."""
     (tmp_path / "spiece.model").write_bytes(model)
     sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}

@@ -282,8 +282,8 @@ def test_bpe_dropout_is_refused(folder, tmp_path):
 
 
 def test_texts_without_a_token_are_counted(tmp_path):
-    """If a vocabulary has no token for unknown letters, text that consists of such letters has no
-    IDs and is skipped."""
+    """Text that consists of letters missing from the vocabulary has no IDs. Records with such text
+    are skipped and counted."""
     built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
     built.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}

@@ -86,7 +86,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 
 
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Freeze a rank after the model has been exported and the record has been finished."""
+    """Freeze a rank after the model has been exported and the run's record is complete."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
     original = worker.train
 

@@ -29,7 +29,7 @@ def enter_namespaces(node: Node) -> None:
 
 def with_torchrun(job: dict[str, Any]) -> None:
     """Run torchrun's agent on the node whose index is this process's rank. The agent starts
-    `_run_and_unplug`. If the other agent does not come back, this agent continues alone."""
+    `_run_and_unplug`. If the other agent does not rejoin, this agent continues alone."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 

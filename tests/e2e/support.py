@@ -161,7 +161,7 @@ def processes_with(log: Path) -> list[psutil.Process]:
 def wait_for(
     condition: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
 ) -> None:
-    """Wait until `what()` is true. Fail if the process ends or the timeout expires first."""
+    """Wait until `condition()` is true. Fail if the process ends or the timeout expires first."""
     end = time.monotonic() + timeout_s
     while not condition():
         exit_code = process.poll()

@@ -1,5 +1,5 @@
 """Test that the script responds to every user mistake with exit code 2 and one line that says what
-is wrong, why, and what to type instead. It must create no files."""
+is wrong, why, and what to type instead. The script must not create any files."""
 
 import re
 import sys

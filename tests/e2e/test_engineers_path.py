@@ -1,7 +1,7 @@
 """Run the commands from CLUSTER_QUICKSTART.md: make a plan, write its job script, and run the job
-on two nodes. The job is stopped as at its time limit, requeued and resumed. The nodes are network
-namespaces, and short scripts replace srun and scontrol. The agents, the processes and the run are
-real."""
+on two nodes. The job receives SIGTERM, as it would at its time limit, and is requeued and resumed.
+The nodes are network namespaces, and short scripts replace srun and scontrol. The agents, the
+processes and the run are real."""
 
 import os
 import shlex

@@ -1,6 +1,6 @@
-"""Train with run.sh, with a new process per rank as on GPUs, under torchrun, and under DeepSpeed's
-launcher. Each run must end with exit code 0, leave no processes behind, build no extensions, and
-match the results of a single process."""
+"""Train under four launchers: run.sh, a new process per rank (as on GPUs), torchrun, and
+DeepSpeed's launcher. Each run must end with exit code 0, leave no processes behind, build no
+extensions, and match the results of a single process."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 """Test that a non-finite loss or gradient stops the run. With `on_nonfinite` set to "skip" or
-"rollback", the run must instead continue without that batch."""
+"rollback", the run must instead continue without the affected batch."""
 
 import pytest
 

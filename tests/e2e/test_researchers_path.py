@@ -17,7 +17,7 @@ SHORT = shlex.split(
 
 
 def write_examples(repository, strategy: str) -> None:
-    """Write the files for one example as they are printed in the document."""
+    """Write the files of one example strategy exactly as CONTRIBUTING.md prints them."""
     text = (repository / DOCUMENT).read_text()
     files = dict(re.findall(rf"^```\w+ (\S+{strategy}/\S+)\n(.*?)^```$", text, re.M | re.S))
     assert sorted(name.rpartition("/")[2] for name in files) == ["config.json", "engine.py"]

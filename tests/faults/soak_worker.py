@@ -104,7 +104,7 @@ def strike_at(owner: Any, name: str) -> None:
 
 def strike_in_save(checkpoint: Any, is_target: bool) -> None:
     """Cause the fault while a checkpoint is being written. `is_target` is true on the rank that the
-    fault affects. "no quota" affects all ranks, because they share one quota."""
+    fault affects. The fault "no quota" affects all ranks, because they share one quota."""
     if KIND == "no quota":
         record_strike()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

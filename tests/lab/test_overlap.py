@@ -1,5 +1,5 @@
-"""Test the measured shares of communication time: compare random traces with counts of ticks, and
-trace a two-process run."""
+"""Test how a trace is divided into computation and communication: check random traces against sets
+of ticks, and trace a run of two processes."""
 
 import gzip
 import json
@@ -30,8 +30,8 @@ def ticks(spans):
 
 
 def check(rank, computing, talking, step):
-    """Compare a rank's seconds per step with the sizes of sets of ticks. A tick is one
-    microsecond."""
+    """Check a rank's seconds per step against `computing` and `talking`, which are sets of ticks. A
+    tick is one microsecond."""
     assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
         "step": step,
         "computing": len(computing),

@@ -1,5 +1,5 @@
-"""Test traces of the runs in a plan: timelines, records of two processes, and published shares of
-communication time."""
+"""Test how the runs in a plan are traced: timelines, records of two processes, and the published
+shares of computing and communication."""
 
 import json
 

@@ -105,8 +105,9 @@ def test_models_without_a_document_mask_do_not_pack(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, monkeypatch):
-    """Models with sliding windows or logit caps give correct results if only the ends of documents
-    are known. In this case, other models use the document kernel, which supports neither."""
+    """Models with sliding windows or logit caps give correct results if attention receives only the
+    ends of the documents. In this case, other models use the document kernel, which supports
+    neither windows nor caps."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))
@@ -122,7 +123,7 @@ def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_chunked_loss_equals_the_full_loss(kind, tmp_path):
     """The gradients of the chunked loss equal the gradients of the loss over all tokens at once.
-    The three models apply a cap, a bias and a factor to their logits, respectively."""
+    The tested models apply a cap, a bias or a factor to their logits."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -231,7 +232,8 @@ def test_models_other_than_dense_decoders_are_refused_in_one_line(changes, words
 
 
 def test_options_missing_in_native_families_suggest_transformers_blocks(tmp_path):
-    """A native model accepts a sliding window only if samples are no longer than the window."""
+    """If samples are longer than a native model's sliding window, the error suggests transformers'
+    blocks."""
     windowed = make_folder("mistral-window", tmp_path / "windowed")
     with refused("max_length=64", f"model to 'hub:{windowed}'"):
         plan_for(tmp_path, model=str(windowed), max_length=64, strategy="dp", dataset="embedded")

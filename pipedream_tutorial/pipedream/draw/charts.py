@@ -41,8 +41,8 @@ FLOOR = 0.4  # distance of 0 below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Draw every schedule's busy share under three definitions, with the least busy schedule on
-    top. PipeDream's weight policies share a row if they are equally busy."""
+    """Draw every schedule's utilization under three definitions, with the lowest on top.
+    PipeDream's weight policies share a row if their utilization is equal."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.possible_rows:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle

@@ -121,7 +121,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     cells: dict[Op, Rectangle] = {}
     for rank, item, start, stop in timeline.events:
         height = ROW / len(item.parts)
-        for part, op in enumerate(item.parts):  # a pair's forward lies above its backward
+        for part, op in enumerate(item.parts):  # a pair's forward is drawn above its backward
             rectangle = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
             cells[op] = Rectangle(*rectangle, facecolor=color(op), gid=str(op))
             ax.add_patch(cells[op])
@@ -207,8 +207,8 @@ def idle_text(shares: Idle) -> str:
 
 
 def cost_text(timeline: Timeline) -> str:
-    """Return text with a timeline's makespan, its idle share, and the most microbatches that each
-    rank holds."""
+    """Return text with a timeline's makespan, its idle share, and each rank's peak activations in
+    microbatches."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
     makespan = number(timeline.makespan)
     return (
@@ -230,7 +230,7 @@ def durations_text(timeline: Timeline) -> str:
 
 
 def naive_pipeline(work: Work) -> Figure:
-    """Draw the naive schedule, in which only one rank at a time works."""
+    """Draw the naive schedule, in which only one rank works at a time."""
     timeline = measure("naive", work.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "

@@ -2,7 +2,7 @@
 
 A page has a width of WIDTH inches at DPI. A README shows it at about half this width, so no text is
 smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design", 2008), except
-the dark green of W. F, B, I and W therefore also differ in lightness.
+the dark green of W. Because W is dark, F, B, I and W also differ in lightness.
 """
 
 import pathlib
@@ -125,9 +125,9 @@ Readers most easily associate a label with the marker on its left."""
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points (in data units), starting with the rightmost. A label is as
     near to its point as possible without hiding points, other labels, their lines, or anything at
-    `avoid`. A line passes below another point or label only if there is no alternative, because the
-    line would seem to lead there. Set the axis limits before the call. Raises RuntimeError if there
-    is no space."""
+    `avoid`. A line crosses another point or label only if there is no alternative, because the line
+    would seem to end there. Set the axis limits before the call. Raises RuntimeError if there is no
+    space."""
     pixels = ax.transData.transform
     marks = [_box_around(pixels(at), DOT) for at in labels]
     marks += [_box_around(pixels(at), 1) for at in avoid]

@@ -81,7 +81,8 @@ class Plan(NamedTuple):
 
     @property
     def terms(self) -> dict[str, Fraction]:
-        """Seconds per microbatch for each stage and link. The largest value sets the pace."""
+        """Seconds per microbatch for each stage and link. The largest value is the pipeline's
+        period."""
         seconds = {}
         for index, stage in enumerate(self.stages):
             seconds[f"compute of stage {index}"] = stage.compute_s / stage.replicas
@@ -228,8 +229,8 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
     """Return PipeDream's order, 1F1B-RR. Replica r of a stage with R replicas runs every microbatch
-    i for which i mod R == r. At most `in_flight` of a stage's microbatches are in flight per
-    replica. Ranks are numbered stage by stage."""
+    i for which i mod R == r. Each replica of stage k has at most `in_flight[k]` microbatches in
+    flight. Ranks are numbered stage by stage."""
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):

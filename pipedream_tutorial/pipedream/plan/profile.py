@@ -96,9 +96,9 @@ def measure_profile(
 
     The tensor `example` is one microbatch, the first layer's input. Each layer's output is the next
     layer's input. The last layer also receives `targets` and returns a loss. The reported times are
-    medians over `repeats`, rounded to 0.1 us. A third as many warm-up repeats run first. Each
-    repeat runs all layers, so a disturbance slows one repeat of several layers, not all repeats of
-    one layer.
+    medians over `repeats`, rounded to 0.1 us. Before the timed repeats, a third as many warm-up
+    repeats run. Each repeat runs all layers, so a disturbance slows one repeat of several layers,
+    not all repeats of one layer.
     """
     import torch
 

@@ -156,9 +156,9 @@ def build_record(
     lists have one entry per stage.
 
     `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
-    record, `calibration` has the means of `calibrated_on`, the run that gives the durations.
-    For an order from a search, `found` has the letters F, I and W of each rank in a batch.
-    `predicted` is null if the durations do not apply to the schedule.
+    record, `calibration` has the durations measured in `calibrated_on`, from which all runs are
+    predicted. For an order found by a search, `found` has each rank's letters F, I and W for one
+    batch. `predicted` is null if the durations do not apply to the schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs(first.schedule.num_stages)

@@ -32,8 +32,8 @@ def eager_1f1b(p: int, m: int) -> Orders:
 
 def zb_v_fixed(p: int, m: int) -> Orders:
     """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
-    - 1 or more microbatches. With fewer microbatches, the operations of the missing ones are
-    omitted."""
+    - 1 or more microbatches. With fewer microbatches, the operations of the missing microbatches
+    are omitted."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):

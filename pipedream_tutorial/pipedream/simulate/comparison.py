@@ -78,8 +78,9 @@ class Row:
 
     @cached_property
     def steady_idle(self) -> Fraction:
-        """Idle share of all ranks' time if batches follow each other forever, from 0 to 1. Filling
-        and draining take equally long with two and with four batches, so their times cancel out."""
+        """Idle share of all ranks' time if batches follow each other forever, from 0 to 1. To
+        cancel the time for filling and draining, it is computed from the difference between four
+        and two batches."""
         rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
         two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan

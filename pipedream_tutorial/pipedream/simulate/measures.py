@@ -37,8 +37,8 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 
 def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
-    """Return, for each kind of operation, the change of the held activations at its start and at
-    its end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. A
+    """For each kind of operation, return the change in the held activations at its start and at its
+    end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. A
     backward pass subtracts 1. If it is split, its W subtracts 1 instead. With R, the forward pass
     keeps only a share when it ends, and R adds the rest. With v stages per rank, each stage holds
     1/v of the activations of all of the rank's layers."""

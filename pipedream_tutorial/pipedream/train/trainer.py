@@ -178,8 +178,8 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> Gradients:
-        """Run W, the half that no other stage waits for, and the update if it is due. Return the
-        gradients of all weights."""
+        """Run W, the half of the backward pass that no other stage waits for, and the update if it
+        is due. Return the gradients of all weights."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
         gradients = dict(zip(weights, flight.gradients, strict=True))

@@ -20,10 +20,9 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Put the new values into new memory and assign it to the Parameter. If autograd saved a view
-    (a Linear's transposed weight), the view still points to the old memory. If autograd saved the
-    Parameter itself (a LayerNorm's weight, the right factor of `x @ w`), the graph reads the new
-    values."""
+    """Assign a new tensor with the new values to `.data`. If autograd saved a view (a Linear's
+    transposed weight), the view still points to the old memory. If autograd saved the Parameter
+    itself (a LayerNorm's weight, the right factor of `x @ w`), the graph reads the new values."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
