@@ -1,5 +1,5 @@
-"""Solution: both halves start from dZ, the gradient of Z = X W. I computes dZ and keeps it for W.
-This is the cost of a delayed W: X and dZ stay in memory until W has run.
+"""Solution: both halves need dZ, the gradient of Z = X W. I computes dZ and keeps it for W. A
+delayed W costs memory, because X and dZ stay in memory until W has run.
 """
 
 

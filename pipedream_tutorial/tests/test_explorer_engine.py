@@ -115,8 +115,8 @@ def test_every_cell_matches_the_python_simulator():
 
 
 def assert_critical(path, found):
-    """Check that the critical path leads from time 0 to the last end. Each operation must begin
-    when the previous operation has ended or its result has arrived."""
+    """Check that the critical path leads from time 0 to the end of the last operation. Each
+    operation must begin when the previous operation has ended or its result has arrived."""
     times = {
         cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
         for rank, line in enumerate(found["cells"])

@@ -283,9 +283,9 @@ LATE = ("B", 1, 2)
 
 
 def test_a_trace_shows_its_deviation_from_the_simulation(browser, tmp_path):
-    """F takes 10 ms and B takes 20 ms, except that rank 1's last B takes 40 ms. The scaled means
-    are 9 and 21 ms on rank 0, and 11 and 25.67 ms on rank 1. Therefore a batch takes 9 + 3 (11 +
-    25.67) + 21 = 140 ms."""
+    """F takes 10 ms and B takes 20 ms, except that rank 1's last B takes 40 ms. The mean durations
+    of F and B, 10 and 23.33 ms, are scaled by 0.9 on rank 0 and by 1.1 on rank 1. Therefore a batch
+    takes 9 + 3 (11 + 25.67) + 21 = 140 ms."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
         e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e

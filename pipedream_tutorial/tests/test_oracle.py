@@ -75,8 +75,8 @@ def test_stashing_and_vertical_sync_equal_their_recurrences_bitwise(p: int, m: i
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
 def test_2bw_equals_its_recurrence_bitwise(p: int, m: int) -> None:
-    """The recurrence is W(t + 1) = W(t) - lr * gradient at W(t - 1) (2006.09503), and W(-1) is
-    W(0)."""
+    """The recurrence is W(t + 1) = W(t) - lr * gradient at W(t - 1), where W(-1) is W(0) (arXiv
+    2006.09503)."""
     stages = build_stages(p, 1, seed=SEED)
     old = new = initial(stages)
     for t in range(5):

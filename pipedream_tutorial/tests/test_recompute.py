@@ -89,8 +89,8 @@ def test_peak_activations_of_schedules_with_unsplit_backward_passes(
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
 def test_a_late_weight_gradient_keeps_recomputed_activations(name: str, ahead: int) -> None:
-    """All activations of a microbatch are held from R to the late W, so the last rank saves
-    nothing."""
+    """All activations of a microbatch are held from R to the late W, so recomputation does not
+    reduce the peak of the last rank."""
     for c, schedule in built(name):
         found = peak_activations(with_recomputation(schedule, KEPT))
         most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)

@@ -45,8 +45,8 @@ def operations(order: Iterable[Any]) -> list[str]:
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """Number forward passes from 1, as torch 2.13 does in the order that it lists for the last rank
-    of 1F1B. torch does not use this list to run 1F1B."""
+    """Add 1 to the microbatch number of a forward pass. torch 2.13 numbers forward passes from 1 in
+    the order that it lists for the last rank of 1F1B, but it does not use this list to run 1F1B."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 

@@ -119,15 +119,15 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file and remove its bytecode. Python detects changes only by file size and by
-    modification time in whole seconds."""
+    """Write a file and remove its bytecode. Python would use the old bytecode if the file's size
+    and its modification time in whole seconds were unchanged."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def try_group(mutations: list[Mutation]) -> list[str]:
-    """Try mutations that share the same tests: run the tests without any mutation, then with each
-    mutation. Return one line per mutation that is not caught."""
+    """Run the tests that these mutations share: first without a mutation and then, if the tests
+    pass, with each mutation. Return one line per mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

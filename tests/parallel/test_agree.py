@@ -1,5 +1,5 @@
-"""Test the values on which ranks agree before the first step, and that ranks wait for a slow
-rank."""
+"""Test that ranks wait for a slow rank before the first step, and that differences between ranks
+are reported."""
 
 import os
 import threading

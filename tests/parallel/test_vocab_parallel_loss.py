@@ -1,4 +1,4 @@
-"""Test the sharded-vocabulary loss in one process that holds the whole vocabulary with padding."""
+"""Test the loss for a sharded vocabulary in one process that holds the whole padded vocabulary."""
 
 import pytest
 import torch

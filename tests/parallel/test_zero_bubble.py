@@ -1,4 +1,4 @@
-"""Test that split and unsplit backward passes have the same gradients and matrix multiplications.
+"""Test that split and unsplit backward passes give the same gradients and need equally many FLOPs.
 Also test that rounding weights once per step gives the same gradients as a bf16 model."""
 
 import copy

@@ -1,8 +1,8 @@
-"""Define the functions that a parity test's processes call. Each case is a run of
-tools/harness.py.
+"""Define the functions that the processes of a parity test call.
 
-tests.pool calls these functions on every rank. Each public function except the last takes {"cases":
-{name: CONFIG values}, ...} and returns {name: results}."""
+tests.pool calls these functions on every rank. Each public function except `exchange` takes
+{"cases": {name: CONFIG values}, ...} and returns {name: results}. Each case is one training run,
+which tools/harness.py builds."""
 
 import functools
 import hashlib

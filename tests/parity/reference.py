@@ -117,7 +117,8 @@ def train(
     exchange: Callable[[Sequence[torch.Tensor]], Any] = sum,
 ) -> dict[str, Any]:
     """Return the losses and gradient norms of all steps, and evaluations keyed by the number of
-    completed steps. `exchange` combines the replicas' gradients, each for a share of the batch."""
+    completed steps. `exchange` combines the gradients that the replicas compute on their shares of
+    the batch."""
     results: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
     optimizer, parameters = new_adamw(model, settings), list(model.parameters())
     batches = draw_batches(len(records.ids), settings)
@@ -152,8 +153,8 @@ def train_apart(
     outer_lr: float,
     outer_momentum: float,
 ) -> dict[str, Any]:
-    """Train with DiLoCo (2311.08105, algorithm 1). With outer_lr 1 and outer_momentum 0, this is
-    local SGD (1805.09767). `model` holds the weights of the last synchronization."""
+    """Train with DiLoCo (arXiv 2311.08105, algorithm 1). With outer_lr 1 and outer_momentum 0, this
+    is local SGD (arXiv 1805.09767). `model` holds the weights of the last synchronization."""
     results: dict[str, Any] = {"losses": [], "evaluations": {}}
     replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
     optimizers = [new_adamw(replica, settings) for replica in replicas]
@@ -188,8 +189,8 @@ def train_apart(
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
-    """Split the batch into consecutive rows for each replica. At the end of an epoch, the last
-    replica gets fewer rows."""
+    """Split the batch into one range of consecutive rows per replica. At the end of an epoch, the
+    last replica gets fewer rows."""
     rows_per_replica = settings.global_batch_size // num_replicas
     return [
         batch[replica * rows_per_replica : (replica + 1) * rows_per_replica]

@@ -78,10 +78,10 @@ def _pool(**environment: str) -> Pool:
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """Return CONFIG values for infinity with buffers that are as small as the models here. The
-    shipped buffers take gigabytes, and filling them takes longer than a test case. `zero` is merged
-    into zero_optimization. With a sub_group_size of 2**18, models with a million parameters keep
-    their largest groups on disk."""
+    """Return CONFIG values for strategy "infinity" with buffers that are as small as the models in
+    these tests. The default buffers take gigabytes, and filling them takes longer than a test case.
+    `zero` is merged into zero_optimization. With a sub_group_size of 2**18, models with a million
+    parameters keep their largest groups on disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19

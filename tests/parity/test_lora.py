@@ -166,7 +166,8 @@ def made_by_peft(folder, **options):
 
 
 def continued(spec, base, adapters):
-    """Return our model with the adapters from a folder, ready for training, and their CONFIG."""
+    """Load our model and PEFT's adapters for further training. Return the model and the RunConfig
+    that matches the adapters."""
     initial = peft.read_initial(spec, adapters)
     targets = ",".join(initial.targets)
     config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)

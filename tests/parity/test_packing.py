@@ -95,7 +95,8 @@ def test_packed_records_equal_separate_records(count, name, results):
 
 
 def test_local_sgd_with_packed_records_equals_separate_records():
-    """Local SGD gives different results from a single process, so both runs use two processes."""
+    """Local SGD on two processes gives different results from training on one process, so both runs
+    use two processes."""
     case = {
         "local": {**MODELS["gpt2"], "strategy": "local_sgd", **micro_batches(1), "local_steps": 2}
     }

@@ -60,8 +60,8 @@ def load(folder):
 
 
 def run(folder, output_dir, num_processes=2, **changes):
-    """Run the script on `num_processes` processes with the same training settings, and return its
-    results."""
+    """Run the script with SETTINGS and `changes`, and return the results. The global batch size
+    does not depend on `num_processes`."""
     values = {
         **vars(SETTINGS), "model": folder / "model", "weights": folder / "model",
         "tokenizer": "embedded", "dataset": folder / "train.jsonl", "pack": False,
@@ -138,8 +138,8 @@ def test_bf16_gradients_are_rounded_when_sent_and_when_added(folder, tmp_path):
     ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
 )
 def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
-    """Runs with local steps match the algorithms in their papers, even if an epoch ends and is
-    evaluated between two exchanges."""
+    """Local SGD and DiLoCo match the algorithms in their papers, even if an epoch ends and the
+    model is evaluated between two exchanges."""
     model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
     expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)
@@ -162,8 +162,8 @@ def random_gradients(*shape):
 
 
 def test_powersgd_sends_low_rank_matrices_with_error_feedback():
-    """Test error feedback (1905.09767, algorithm 2): the compression error of a step is added to
-    the gradient of the next step. The sum of the updates therefore stays close to the sum of the
+    """Test error feedback (arXiv 1905.13727, algorithm 2): the compression error of a step is added
+    to the gradient of the next step. The sum of the updates therefore stays close to the sum of the
     gradients, which are constant."""
     gradients = random_gradients(2, 1, ROWS, COLUMNS).expand(-1, STEPS, -1, -1)
     found = exchanged(gradients, compression_rank=2)

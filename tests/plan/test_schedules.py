@@ -1,4 +1,5 @@
-"""Compare each schedule's requirements and costs with simulations of its orders."""
+"""Compare the requirements and costs of each schedule with simulations of its order of
+operations."""
 
 import hashlib
 import itertools

@@ -60,8 +60,8 @@ def test_a_key_without_effect_in_config_gives_a_note(key, value):
     ["fsdp_prefetch=1", "pipeline_schedule=1f1b", "sequence_parallel=True", "lora_alpha=16"],
 )
 def test_a_resolved_config_can_be_typed(override):
-    """Keys that a plan resolves may be typed with the resolved value, even if they have no
-    effect."""
+    """The command line may set a key to the value that the plan resolves for it, even if the key
+    has no effect. The plan then has a note."""
     (note,) = notes_of({"strategy": "zero2"}, override)
     assert note.startswith(override.split("=")[0])
 

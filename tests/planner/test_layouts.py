@@ -1,5 +1,5 @@
-"""Compare partitions of a model into stages with brute force, and test which layouts are
-rejected."""
+"""Compare the partition of a model into stages with a brute-force search, and test which layouts
+are rejected."""
 
 import itertools
 import math

@@ -38,8 +38,8 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
 
 
 def test_a_user_text_without_a_gpu_uses_the_words_preset():
-    """The preset "words" applies except to typed values and to CONFIG values that differ from their
-    defaults."""
+    """The preset "words" does not replace values given on the command line or CONFIG values that
+    differ from their defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
     config = draft_plan(built, this_machine(CPU_MACHINE, 2, 2)).config

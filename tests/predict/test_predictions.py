@@ -70,8 +70,8 @@ def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, l
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
-    """More processes must never increase the model state of the fullest process, including state in
-    host memory and on disk."""
+    """With more processes, the process with the most model state must never have more of it. The
+    state includes offloaded state in host memory and on disk."""
     state_sizes = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
@@ -99,7 +99,7 @@ def test_longer_samples_need_more_memory_and_time(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
-    """The settings of every ranked layout must give a plan with the same mesh, batch, layout and
+    """Planning with the settings of a ranked plan must give that plan's mesh, batch, layout and
     schedule."""
     cluster = parse_cluster("4xH200")
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
@@ -118,8 +118,8 @@ def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
 
 @pytest.mark.parametrize("count", [8, 12])
 def test_every_layout_that_can_start_is_ranked(count, tmp_path):
-    """Try every factorization of `count` into the four axes with every strategy. The accepted
-    layouts must be exactly the ranked ones."""
+    """Try every factorization of `count` into sizes of the four mesh axes, with every strategy. The
+    accepted layouts must be exactly the ranked layouts."""
     cluster = parse_cluster(f"{count}xH200")
     listed, started = set(), set()
     for name in NAMES:

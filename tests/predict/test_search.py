@@ -199,8 +199,8 @@ def run_blocking(found, ranks):
     ],
 )
 def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, more):
-    """Sender and receiver must have the same order of messages, and no process may wait for a
-    message that is produced later."""
+    """Sender and receiver must have the messages in the same order, and the receiver must be ready
+    when a message is produced."""
     config = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
     ranks, spans = plan.layout.ranks, predict_spans(plan)

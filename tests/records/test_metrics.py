@@ -161,8 +161,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_trackers_call_the_interfaces_of_their_packages(name, tmp_path, monkeypatch):
-    """The packages are not installed, so fakes record the calls. Compare the order and the keyword
-    names of the calls. A resumed run must continue its tracker run."""
+    """The packages are not installed, so fakes record the calls. Check the order and the arguments
+    of the calls. A resumed run must continue its tracker run."""
     calls = []
 
     def answer(method):

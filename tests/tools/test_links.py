@@ -1,5 +1,5 @@
-"""Test `links` and `doctor --nodes`: the line fit, the ring formula, measurements and slow
-links."""
+"""Test `links` and `doctor --nodes`: the fit of latency and bandwidth, the ring formula,
+measurements and slow links."""
 
 import argparse
 import dataclasses
@@ -107,7 +107,7 @@ FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
 )
 def test_the_slow_rank_is_named(slower, words):
     """A rank whose links are all slow is named. Links between nodes are compared only with each
-    other, so they are not reported as slow."""
+    other. They are not reported as slow just because links within a node are faster."""
     links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in choose_pairs(4)]
     links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)

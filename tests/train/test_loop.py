@@ -130,8 +130,8 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
     ("every", "steps"), [(None, [5, 10, 12]), (0, []), ("signal", []), (4, [4, 8, 12])]
 )
 def test_checkpoints_are_saved_when_due_and_after_the_record(every, steps, monkeypatch):
-    """Before a checkpoint is saved, the record must contain all its steps. Otherwise a kill after
-    the save would lose these steps permanently."""
+    """Before a checkpoint is saved, the record must contain all steps up to the checkpoint.
+    Otherwise, a kill after the save would permanently lose the metrics of these steps."""
     monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
