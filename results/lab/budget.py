@@ -99,7 +99,7 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
 
 
 def flops_per_s(choice: Prediction) -> float:
-    """Return the predicted FLOPs per second. As in the formula, each token counts as 6 N FLOPs."""
+    """Return the predicted FLOPs per second, counted as 6 FLOPs per parameter and token."""
     return 6 * choice.plan.size.num_parameters * (choice.tokens_per_s or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Measure how much the loss increases with smaller or less frequent exchanges.
+"""Measure how much the loss increases when processes exchange less data or exchange it less often.
 
     torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
 

@@ -110,8 +110,8 @@ class Spans:
         return event
 
     def seconds(self, num_steps: int, *kinds: str) -> np.ndarray:
-        """Return, for each step since `marks` was cleared, the total duration of all calls of
-        `kinds` in seconds."""
+        """Return the total duration in seconds of all calls of the given kinds, for each step
+        since `marks` was cleared."""
         durations = [self._durations(key) for key in self.marks if key[0] in kinds]
         # Every step has the same calls.
         return sum(
@@ -147,7 +147,7 @@ def stages_of(pipeline: Pipeline) -> list[Any]:
 
 def trace_phase(engine: Any, batch: Any, topology: Topology) -> float | None:
     """Run one additional step, the last of the run, under the profiler. Return the number of
-    seconds that this rank's GPU computes in the step's forward and backward phase. Return None if
+    seconds during which this rank's GPU computes in the forward and backward phase. Return None if
     there is no GPU or the engine does not use our pipeline. All ranks must call this function.
 
     PyTorch reduces gradients at the end of the phase. This reduction is postponed, so the trace
@@ -181,7 +181,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
 
 
 def measure_gpu_seconds(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call a function. Return its result and the number of seconds that the GPU computed."""
+    """Call a function. Return its result and the seconds during which the GPU computed."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

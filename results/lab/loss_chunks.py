@@ -1,4 +1,5 @@
-"""Compare the time and memory of the loss for several chunk sizes, without chunks and with Liger.
+"""Compare the time and memory of several ways to compute the loss: in chunks of various sizes,
+without chunks, and with Liger.
 
     torchrun --nproc_per_node=N results/lab/loss_chunks.py --out FOLDER [--set key=value ...]
 

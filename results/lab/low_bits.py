@@ -5,8 +5,8 @@
 
 PART is one of:
 
-- optimizers: gpt2 trained for 300 steps on real text with each `optimizer`, and with two other
-  seeds. The differences between seeds show the noise.
+- optimizers: gpt2 trained for 300 steps on real text with each `optimizer`. AdamW runs with three
+  seeds, and the differences between these runs show the noise.
 - base: LoRA on Qwen3-8B and Qwen3-4B at 1 x 1024, with random weights in 16 bits and in 4 bits.
 - full: all weights of Llama-3.2-1B, trained with each `optimizer`.
 

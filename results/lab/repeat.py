@@ -3,10 +3,10 @@
     python results/lab/repeat.py [RECORD.json ...]
 
 A record's `made_with` holds the original command and the commit with which the record was made. A
-record's `command` repeats the measurement with the current code. The dry run of a layout is planned
-for the machine in its record. If a record's dataset is an absolute path, the dry run reads the
-embedded text instead. The program does not test whether this machine has the record's GPUs or can
-create network namespaces.
+record's `command` repeats the measurement with the current code. A dry run that plans a layout uses
+the record's machine instead of this machine. If a record's dataset is an absolute path, the dry run
+reads the embedded text instead. The program does not test whether this machine has the record's
+GPUs or can create network namespaces.
 """
 
 import contextlib

@@ -67,8 +67,8 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
 
 
 def check_layouts(arguments: argparse.Namespace) -> None:
-    """Print the layout of each run in a plan. If the plan is a run's record, its layout is planned
-    for the record's machine, and otherwise for this machine."""
+    """Print the layout of each run in a plan. The layout is planned for the record's machine if the
+    plan is a run's record, and for this machine otherwise."""
     plan = load_json(arguments.plan, "plan")
     for name, values in runs_of(plan, arguments).items():
         draft = draft_of(values, cluster_of(plan))
@@ -76,8 +76,8 @@ def check_layouts(arguments: argparse.Namespace) -> None:
 
 
 def cluster_of(plan: Mapping[str, Any]) -> Cluster:
-    """Return the cluster on which a record's run took place. For other plans, return this machine
-    with the processes that the launcher starts."""
+    """Return the cluster on which the run took place if the plan is a run's record. Otherwise,
+    return this machine with the processes that the launcher starts."""
     if "machine" not in plan:
         count = int(os.environ.get("WORLD_SIZE", "1"))
         return this_machine(detect_machine(), count, count)
@@ -91,7 +91,8 @@ def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
 
 
 def to_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a recorded CONFIG to the current keys. Compression was once a setting of dp."""
+    """Convert a recorded CONFIG to the current keys. In old records, PowerSGD and topk-int8 are
+    settings of dp, not of the strategy `compressed`."""
     values = {key: value for key, value in config.items() if key in KEYS}
     if values.get("gradient_compression") in ("powersgd", "topk-int8"):
         values["compression"] = values.pop("gradient_compression")

@@ -4,8 +4,8 @@
 
 After a warm-up, the program times a few steps, traces two more on every rank, and reads the traces
 as overlap.py does. FOLDER/overlap.json holds the times of every rank for each run, and a timeline
-of rank 0 in the first of the two steps. A failed run terminates the processes and is marked as
-failed in the file. The same command then continues with the runs that are not in the file.
+of rank 0 in the first of the two steps. If a run terminates the processes, it is marked as
+failed in the file. Run the same command again to continue with the runs that are not in the file.
 """
 
 import functools

@@ -58,7 +58,7 @@ NOT_COUNTED = {
 
 
 class Traffic(TorchDispatchMode):
-    """Count the tensors passed to torch.distributed on this thread while the mode is active."""
+    """Dispatch mode that counts the tensors passed to torch.distributed on this thread."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()

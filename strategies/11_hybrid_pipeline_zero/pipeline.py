@@ -39,8 +39,8 @@ def _build_tied_layer(module: nn.Module, weight: str, **options: Any) -> TiedLay
 
 class PipelinedDecoder(private.PlannedPartition, PipelineModule):
     """One process's stage of a model. DeepSpeed represents a model as one list of layers: the
-    embeddings, the blocks, the final norm, and the rows of the output layer. `head` uses these
-    rows."""
+    embeddings, the blocks, the final norm and the output layer. The output layer does nothing when
+    it is called, because `head` uses its weight directly."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
         """Take over the modules of `model`, which cannot be used afterwards. All ranks must call

@@ -12,7 +12,8 @@ TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_rec
 
 
 class OPTIONS(Options):
-    """The default is local SGD. DiLoCo has an outer rate of 0.7 and an outer momentum of 0.9."""
+    """Keys of local SGD and DiLoCo. The default is local SGD. DiLoCo has an outer learning rate of
+    0.7 and an outer momentum of 0.9."""
 
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = config_key(
         8, work=True, help="Number of local steps per replica between synchronizations."

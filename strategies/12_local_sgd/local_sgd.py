@@ -22,8 +22,8 @@ from distributed_training.plan.plan import Plan
 
 
 class LocalSGD(NativeEngine):
-    """Engine whose replicas diverge for `local_steps` steps. Evaluations and checkpoints use the
-    mean of the replicas."""
+    """Engine whose replicas train separately for `local_steps` steps between synchronizations.
+    Evaluations and checkpoints use the mean of the replicas."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
@@ -87,7 +87,8 @@ class LocalSGD(NativeEngine):
         return super().logits(input_ids, past)
 
     def _swap_in_mean(self) -> None:
-        """Between two synchronizations, replace the weights with the mean of the replicas."""
+        """Replace the weights with the mean of the replicas until the next training step, unless
+        the replicas have just synchronized."""
         if self.steps_since_exchange and not self.local_weights:
             self.local_weights = [parameter.detach().clone() for parameter in self.parameters]
             all_reduce_mean(self.parameters)

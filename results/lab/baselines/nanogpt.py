@@ -2,12 +2,11 @@
 
     python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
-nanoGPT is not part of this repository, so pass the model.py from a checkout. Both models train in
-bf16 with fused AdamW and gradient clipping at 1.0 on the same tokens, in several model and batch
-sizes. The program times the models alternately for several rounds and compares their median tokens
-per second.
-Our step is replayed as one CUDA graph if CONFIG's "auto" chooses graphs. nanoGPT's step is composed
-as in its train.py.
+nanoGPT is not part of this repository, so pass the model.py from a checkout. Both models train on
+the same tokens in bf16, with fused AdamW and gradient clipping at 1.0. For each model and batch
+size, the program times both alternately for several rounds and compares their median tokens per
+second. Our step is replayed as one CUDA graph if the default, `cuda_graphs=auto`, selects graphs.
+nanoGPT's step is composed as in its train.py.
 """
 
 import functools
@@ -72,8 +71,8 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
 
 
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
-    """Return the time per step in each round for both models, in seconds, on the run's first
-    batch."""
+    """Time both models on the run's first batch. Return each model's seconds per step in each
+    round."""
     our_step: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
     steps = {"ours": our_step, "nanoGPT": build_nanogpt(run, file)}
     for step in steps.values():

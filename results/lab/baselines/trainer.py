@@ -1,11 +1,11 @@
-"""Compare our speed with transformers' Trainer, with and without torch.compile, on a GPU or CPU.
+"""Compare the speed of this suite with that of transformers' Trainer, on a GPU or CPU.
 
     python -m results.lab.baselines.trainer OUT.json [--tiny]
 
 Both train the same model from the same random weights in bf16, with fused AdamW and gradient
-clipping at 1.0. Each measurement runs in a separate process and inherits no memory or compiled
-kernels. No download is needed, because tokens are random or come from the embedded text. --tiny is
-a smoke test.
+clipping at 1.0. The Trainer runs with and without torch.compile. Each measurement runs in a
+separate process and inherits no memory or compiled kernels. No download is needed, because tokens
+are random or come from the embedded text. --tiny is a smoke test.
 """
 
 import json

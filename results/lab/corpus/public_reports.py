@@ -1,4 +1,4 @@
-"""Compare the output of `data --json` with transformers on inputs from public bug reports.
+"""Compare our `data --json` command with transformers on inputs from public bug reports.
 
     python -m results.lab.corpus.public_reports CASES    (make_inputs.py CASES builds them)
 

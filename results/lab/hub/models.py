@@ -1,6 +1,6 @@
-"""Measure models that run through transformers' code. Compare their speed with that of the native
-Qwen3 model and of the Trainer with Liger. Also check predictions for models to which no constant
-was fitted.
+"""Measure models that run transformers' code instead of ours. Compare their speed with that of the
+native Qwen3 model and of the Trainer with Liger. Also check predictions for models to which no
+constant was fitted.
 
     python -m results.lab.hub.models OUT.json [--tiny] [--only NAME ...]
 

@@ -48,7 +48,8 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 
 
 def one_launch(records: Path) -> Figure:
-    """Plot the speed of steps that are launched operation by operation and as one CUDA graph."""
+    """Plot the speed of steps launched operation by operation and of steps launched as one CUDA
+    graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)

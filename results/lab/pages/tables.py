@@ -69,9 +69,9 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """Return a table of the strategies that use each operation. The number after a strategy is the
-    highest number of KiB that any process sends in the counted step of the strategy's first
-    case."""
+    """Return a table of communication operations, with the strategies that use each operation to
+    send at least 1 KiB per step. The number after a strategy is the KiB that its busiest process
+    sends with the operation, in the strategy's first case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
@@ -97,8 +97,8 @@ def published_operations(file: str) -> str:
 
 def published_samples(name: str) -> str:
     """Return a list of the records in results/records/<name>/*.json. Each entry has the perplexity
-    at the first and the best evaluation, the duration in minutes, and the text that the model
-    generated before and after training, without line breaks or repeated spaces."""
+    at the first and the best evaluation and the duration in minutes. It also quotes the text that
+    the model generated before and after training, each on one line."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)

@@ -67,7 +67,7 @@ def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
 
 
 def _shares_text(run: Mapping[str, Any]) -> str:
-    """Describe the communication of rank 0, which the panel shows, as shares of its step."""
+    """Describe rank 0's total and exposed communication as percentages of the step time."""
     times = run["ranks"][0]["traced_s"]
     shares = (100 * times[part] / times["step"] for part in ("communicating", "exposed"))
     communicating, exposed = shares

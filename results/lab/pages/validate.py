@@ -53,7 +53,7 @@ class Row:
         how much of this memory was in use, so they are excluded unless this memory is less than a
         quarter of the fullest rank's peak. Runs with an order from a search are excluded, because
         old records do not contain the order. Old runs that computed the loss in chunks are
-        excluded, because their chunks took more memory."""
+        excluded, because a chunk took more memory then."""
         is_old = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
@@ -303,7 +303,7 @@ def memory_errors(rows: Iterable[Row]) -> list[float]:
 
 
 def calibrated_errors() -> list[float]:
-    """Return the errors of the step times that are predicted with the rates that `plan --calibrate`
+    """Return the relative errors of step times predicted with the rates that `plan --calibrate`
     measured on four H200s."""
     document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
     rates = from_calibration(document, rates_of(GPUS["H200"]))
@@ -311,8 +311,8 @@ def calibrated_errors() -> list[float]:
 
 
 def choices() -> str:
-    """Describe how often the planner's first choice is the fastest run in its set, and list the
-    other sets."""
+    """State in how many sets the planner's first choice is the fastest run, and list the other
+    sets."""
     other_sets = []
     slowdowns = []
     sets = group_by_work(gpu_rows())

@@ -1,11 +1,12 @@
-"""Compare our orders with the zero bubble authors' generators, on random sizes and durations.
+"""Compare our orders with orders from the zero bubble authors' code, on random sizes and times.
 
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
-Orders must be equal, operation by operation. For ZB-H1 and ZB-H2, the authors' automatic schedule
-with the same memory limit must have the same longest span. A rank's span lasts from the start of
-its first operation to the end of its last. No other program here needs the clone.
+Orders must be equal, operation by operation. For ZB-H1 and ZB-H2, only the longest span of a rank
+must equal the longest span in the authors' automatic schedule with the same memory limit. A rank's
+span lasts from the start of its first operation to the end of its last. No other program here needs
+the clone.
 """
 
 import argparse

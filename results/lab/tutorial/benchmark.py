@@ -1,4 +1,4 @@
-"""Measure the tutorial's runtime on GPUs, with blocks of GPT-2 medium.
+"""Measure schedules on GPUs with pipedream_runtime.py and blocks of GPT-2 medium.
 
     python results/lab/tutorial/benchmark.py flushes --record out.json
     torchrun --nproc_per_node=4 results/lab/tutorial/benchmark.py zero-bubble --record out.json

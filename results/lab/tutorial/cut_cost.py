@@ -1,10 +1,12 @@
-"""Measure the cost of a split backward pass, (I + W) / B, on this machine's CPU.
+"""Measure how much longer a split backward pass takes than a whole one on this machine's CPU.
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-The model consists of GPT-2 blocks and runs on one thread. The pass is split in three ways: by our
-code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls to autograd.grad. All three
-alternate with the whole pass, so that other load affects all of them equally. Times are medians.
+The result is (I + W) / B: the time of the two parts, I and W, relative to the time B of the whole
+pass. The model consists of GPT-2 blocks and runs on one thread. The pass is split in three ways: by
+our code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls to autograd.grad. All
+three alternate with the whole pass, so that other load affects all of them equally. Times are
+medians.
 """
 
 import json
@@ -32,7 +34,7 @@ SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "token
 REPEATS = 30
 
 Halves = tuple[float, float, float]
-"""Seconds for F, I and W, or seconds for F and B and a 0 if the backward pass is whole."""
+"""Seconds for F, I and W. If the backward pass is whole, seconds for F and B, followed by 0."""
 
 
 def time_steps(*steps: Callable[[], Any]) -> Halves:

@@ -39,7 +39,7 @@ _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re
 
 def load_records(folder: Path) -> dict[str, dict[str, Any]]:
     """Map each file name to its runtime record, with CPU records first and H200 records after them.
-    Raises UserError if a record has a different format."""
+    Raises UserError if a record has an unsupported format."""
     records = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):

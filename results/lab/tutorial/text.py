@@ -91,7 +91,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """Describe how many records meet the goal, and whether weights, weight versions and clocks
+    """State how many records meet the goal, and whether weights, weight versions and clocks
     agree."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]

@@ -1,13 +1,14 @@
 """Compute the memory and traffic of data, tensor and pipeline parallelism and of their hybrids.
 
-P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. A parameter takes 2
-bytes of weights, 2 of gradients and 12 of optimizer state (an fp32 copy and two Adam moments;
-Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as by Korthikanti et al.
-(2205.05198): 34 b T D bytes per block with 2-byte elements and dropout. Attention scores are not
-kept, as with flash attention or selective recomputation. Collectives over n devices run as rings.
-Each device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, and twice as
-many for an all-reduce. Numbers of bytes are exact fractions. The following are not modeled:
-framework buffers, fragmentation, vocabulary padding, the loss values, and overlap with computation.
+P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Each parameter
+takes 2 bytes for the weight, 2 for the gradient and 12 for the optimizer state (an fp32 copy and
+two Adam moments; Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as in
+Korthikanti et al. (2205.05198): 34 b T D bytes per block with 2-byte elements and dropout.
+Attention scores are not kept, as with flash attention or selective recomputation. Collectives over
+n devices run as rings. Each device sends (n - 1) / n of the elements for a reduce-scatter or an
+all-gather, and twice as many for an all-reduce. Byte counts are exact fractions. The following are
+not modeled: framework buffers, fragmentation, vocabulary padding, the loss values, and overlap with
+computation.
 """
 
 import textwrap
@@ -158,9 +159,10 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
-    """Return the number of parameters on one device of a stage. Tensor parallelism shards only the
-    weight matrices. With several stages, the first and the last both hold the tied embedding. In a
-    V-shaped schedule, device 0 holds both of these stages and needs the embedding only once."""
+    """Return the number of parameters on one device of a stage. Tensor parallelism replicates
+    norms, positions and the biases of row-parallel layers, and shards the rest. With several
+    stages, the first and the last both hold the tied embedding. In a V-shaped schedule, device 0
+    holds both of these stages and needs the embedding only once."""
     d, blocks = model.hidden, model.layers // layout.pipeline
     sharded, replicated = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
     if stage == 0:
