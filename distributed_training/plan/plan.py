@@ -1,6 +1,6 @@
 """Define the plan of a run: all decisions about the run, as plain data in <run>/plan.json.
 planner/make_plan.py makes the plan once. A dry run prints the plan, every process reads it, and the
-record repeats it. This module does not import torch."""
+run's record repeats it. This module does not import torch."""
 
 import json
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Statistics about records that are packed into blocks."""
+    """Statistics about packed records."""
 
     # Maximum number of documents in any micro-batch; padding counts as one document per sample
     max_documents: int
@@ -89,10 +89,10 @@ class Draft:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """Return the numbers of parts into which sequence parallelism divides a micro-batch between
-        sharded layers: (along samples, along tokens).
+        """Return the numbers of parts (along samples, along tokens) into which sequence parallelism
+        divides a micro-batch's activations.
 
-        If tp divides the number of samples, the micro-batch is divided by sample, otherwise by
+        If the number of samples is divisible by tp, activations are divided by sample, otherwise by
         token. Samples are contiguous in memory, so whole samples need no copy after they are
         gathered. Return (1, 1) without sequence parallelism."""
         if not self.config.sequence_parallel:

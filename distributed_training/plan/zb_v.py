@@ -172,10 +172,10 @@ def build_zb_v_steps(
 ) -> tuple[str, ...]:
     """Return the steps of each of `p` processes as a string of letters.
 
-    Several orders are built. The returned order has the smallest maximum idle time of any process.
-    After each attempt, processes that idled less than this maximum may idle longer in the next
-    attempt. `f`, `i` and `w` are the durations in seconds of one stage's steps, and `message` is
-    the time to send a message. Durations are rounded to nanoseconds."""
+    This function builds several orders and returns the order that minimizes the longest idle time
+    of any process. After each attempt, processes that idled less than the longest idle time may
+    idle longer in the next attempt. `f`, `i` and `w` are the durations in seconds of one stage's
+    steps, and `message` is the time to send a message. Durations are rounded to nanoseconds."""
     seconds_by_kind = {"F": f, "I": i, "W": w, "message": message}
     durations = {kind: round(1e9 * seconds) for kind, seconds in seconds_by_kind.items()}
     best: list[list[str]] = []
@@ -198,7 +198,7 @@ def build_zb_v_steps(
 
 
 def median_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the durations of F, I and W that the authors use for uneven stages. First, the
+    """Return the durations of F, I and W that the authors of ZB-V use for uneven stages. First, the
     durations of each process's two stages are averaged. Then, the median over all processes is
     taken."""
     pairs = list(zip(stage_s, reversed(stage_s), strict=True))[: len(stage_s) // 2]

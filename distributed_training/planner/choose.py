@@ -131,10 +131,10 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
-    """Return a draft plan for a candidate, whose CONFIG must have a batch size. If the candidate
-    has its strategy's mesh, an axis of size -1 gets the remaining processes. Messages for the user
-    are appended to `notes`. Raises UserError if the number of processes does not fit the mesh, or
-    if settings are incompatible."""
+    """Return a draft plan for a candidate, whose CONFIG must have a batch size. If the candidate's
+    mesh is still the strategy's mesh, an axis of size -1 gets the remaining processes. Messages for
+    the user are appended to `notes`. Raises UserError if the number of processes does not fit the
+    mesh, or if settings are incompatible."""
     notes = [] if notes is None else notes
     machine = cluster.machine
     num_processes = cluster.num_processes
@@ -358,8 +358,8 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 def _find_timed_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
     """Find orders of a pipeline's operations that suit the predicted durations. The durations are
-    for the cluster's rates or, if these rates are unknown, for an H200. The plan stores the orders,
-    because ranks with different orders would deadlock."""
+    predicted with the cluster's rates or, if these rates are unknown, with the rates of an H200.
+    The plan stores the orders, because ranks with different orders would deadlock."""
     step = StepCosts(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage

@@ -3,8 +3,8 @@ This module does not import torch.
 
 A setting that has no effect is rejected on the command line. In CONFIG or a preset, which several
 strategies may share, such a setting only causes a note, unless the key is strict. A value that the
-plan has in any case, such as a default, also causes only a note. Therefore the values of a resolved
-CONFIG can be repeated on the command line."""
+plan would have anyway, such as a default, also causes only a note. Therefore the values of a
+resolved CONFIG can be repeated on the command line."""
 
 import contextlib
 from collections.abc import Callable, Iterator

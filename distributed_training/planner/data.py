@@ -46,7 +46,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Values of CONFIG keys and counts that depend on the samples."""
+    """Counts and CONFIG values that depend on the samples."""
 
     config_values: dict[str, Any] = field(default_factory=dict)  # key -> value
     packing: Packing | None = None
@@ -93,7 +93,7 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         config_values["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(
             stored_dtype, "fp32"
         )
-    if spec.weights_dir is not None:  # runs/latest will point to another run
+    if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
     identities = dict[str, str]()
     if weights_dir is not None:
@@ -300,8 +300,8 @@ def _choose_weights(
 
 
 def _tokenizer_folders(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
-    """Return the local folders of the weights and whether the model comes from the Hub. An adapter
-    folder comes before the folder of the base model."""
+    """Return the local folders in which to look for the tokenizer of the weights, and whether the
+    base model is only on the Hub. An adapter folder comes before the folder of the base model."""
     if source in (AUTO, "pretrained", "random"):
         return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
     folder = Path(source).resolve()

@@ -27,8 +27,8 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR"
 
 
 def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
-    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if
-    values in the JSON differ from CONFIG, or if this suite does not run a section as written."""
+    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if the
+    JSON contradicts CONFIG or contains a section that this suite does not accept."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))

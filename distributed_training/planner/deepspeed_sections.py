@@ -136,7 +136,7 @@ CHECK_TIMEOUT_S = 120
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
     """Delete every section of `document` that has no effect. Return the dotted names of the values
     that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
-    run as written."""
+    accept."""
     for name, section in list(document.items()):
         is_object = isinstance(section, dict)
         is_off = is_object and (section.get("enabled") is False or not any(section.values()))

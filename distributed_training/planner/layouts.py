@@ -64,9 +64,9 @@ class Candidate:
 
 
 def divide(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
-    """Return the mesh, the layout of the model and the batch of one step. If the candidate has its
-    strategy's mesh, an axis of size -1 gets the remaining processes. Raises UserError if the mesh
-    does not fit the processes, or cannot divide the model or the batch."""
+    """Return the mesh, the layout of the model and the batch of one step. If the candidate's mesh
+    is still the strategy's mesh, an axis of size -1 gets the remaining processes. Raises UserError
+    if the mesh does not fit the processes, or cannot divide the model or the batch."""
     mesh = dict(candidate.mesh)
     if mesh == candidate.strategy.mesh:
         mesh = fill_mesh(candidate, world_size)

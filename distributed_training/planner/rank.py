@@ -49,7 +49,7 @@ def rank_layouts(
     """Return the predictions of all valid layouts, sorted from best to worst.
 
     `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
-    incompatible. Strategies whose algorithm gives different training results are included only if
+    incompatible. Strategies whose algorithm changes the training results are included only if
     `requested` names them. On CPUs, strategies with CPU offload are included only if `requested`
     names them or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for
     all."""

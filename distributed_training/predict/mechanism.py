@@ -151,8 +151,8 @@ class Timing(PipelineRank):
     def collective_s(
         self, axis: str, operation: str, tensor_bytes: float, num_collectives: float
     ) -> float:
-        """Return the time in seconds for `num_collectives` collectives over an axis that together
-        exchange `tensor_bytes`."""
+        """Return the time in seconds for `num_collectives` collectives over an axis. Together, the
+        collectives exchange `tensor_bytes` bytes."""
         members = self.mesh[axis]
         # tp is the fastest-varying axis. If a group spans nodes, each member has its own network
         # adapter, and NCCL's rings use all adapters of a node.

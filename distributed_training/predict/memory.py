@@ -50,7 +50,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
-    """Estimate the peak memory of a plan's processes by component. `tokenized`: whether the token
+    """Estimate the peak memory of a plan's processes by component. `tokenized` is True if the token
     cache already contains the samples."""
     mechanisms = used_by(plan)
     ranks = pipeline_ranks(plan)

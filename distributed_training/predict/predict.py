@@ -84,8 +84,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """Return a cluster that consists of this machine and identical machines. `gpu`: name or JSON
-    description of the GPU whose rates are used instead of the rates of this machine's GPU."""
+    """Return a cluster that consists of this machine and identical machines. `gpu` is the name or
+    JSON description of the GPU whose rates are used instead of the rates of this machine's GPU."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -232,7 +232,7 @@ class Prediction:
 
 
 def predict(plan: Draft, rates: Rates | None, *, tokenized: bool = False) -> Prediction:
-    """Predict the memory and time of a plan's step. `tokenized`: whether the token cache already
+    """Predict the memory and time of a plan's step. `tokenized` is True if the token cache already
     contains the samples."""
     return Prediction(
         plan=plan,

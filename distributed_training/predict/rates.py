@@ -41,7 +41,7 @@ class Rates:
     attention_flops: float  # FLOP/s of causal attention over long sequences
     link_bytes: float  # bytes/s that a process sends in a collective inside a node
     network_bytes: float = ADAPTER_BYTES_PER_S
-    num_sms: int = 1  # number of multiprocessors; 1: matrix multiplications do not run in waves
+    num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
@@ -76,8 +76,8 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> Rates:
-    """Return the rates of a process that runs on an equal share of the CPU cores. `has_bf16`:
-    whether the cores have bf16 instructions. Without these instructions, matrix multiplications are
+    """Return the rates of a process that runs on an equal share of the CPU cores. `has_bf16` is
+    True if the cores have bf16 instructions. Without these instructions, matrix multiplications are
     25 times slower in bf16 than in fp32."""
     cores = num_cpus / num_processes
     core = FITTED.cpu_core

@@ -11,8 +11,8 @@ from distributed_training.plan.plan import Draft
 
 
 def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """Return the duration in seconds of each (kind, stage). `stage_s`: durations of F, I and W for
-    each stage."""
+    """Return the duration in seconds of each (kind, stage). `stage_s` contains the durations of F,
+    I and W for each stage."""
     return {
         (kind, stage): duration
         for stage, durations in enumerate(stage_s)
@@ -22,8 +22,8 @@ def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
 
 def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
     """Map each operation to (the operation that needs its result, the time in seconds to send the
-    result). The time is 0 if both operations run on the same rank. `ranks`: the rank of each
-    stage."""
+    result). The time is 0 if both operations run on the same rank. `ranks` contains the rank of
+    each stage."""
     consumers: dict[Step, tuple[Step, float]] = {}
     for stage, (rank, next_rank) in enumerate(itertools.pairwise(ranks)):
         transfer_s = 0.0 if rank == next_rank else message_s
@@ -40,11 +40,11 @@ def simulate(
     launch_s: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
     """Return the (start, end) times of each operation in seconds, one pair per micro-batch. If the
-    orders deadlock, the returned mapping is empty. `consumers`: the result of `map_consumers`.
+    orders deadlock, the returned mapping is empty. `consumers` is the result of `map_consumers`.
 
-    `launch_s`: time in seconds that a rank's host needs to launch each operation. The host
-    launches operations ahead of the GPU, and no operation ends on the GPU before its launch has
-    ended."""
+    `launch_s` contains the time in seconds that a rank's host needs to launch each operation. The
+    host launches operations ahead of the GPU, and no operation ends on the GPU before its launch
+    has ended."""
     # Times at which each micro-batch's input, or the gradient of its output, arrives
     ready: dict[Step, list[float]] = {step: [] for step, _ in consumers.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)

@@ -71,9 +71,9 @@ def use_private_caches() -> None:
 
 def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     """Create the folder `name`, with mode 0700, in the first of `roots` in which this is possible.
-    The default roots are this user's cache folder and, unless CACHE names a cache folder, the
-    temporary folder. Return the folder and the reason why it must not be used, or "" if it may be
-    used."""
+    The default roots are this user's cache folder and, unless DISTRIBUTED_TRAINING_CACHE names a
+    cache folder, the temporary folder. Return the folder and the reason why it must not be used, or
+    "" if it may be used."""
     why = ""
     fallbacks = () if _named_folder() else (_temporary_folder(),)
     for root in roots or (cache_folder().resolve(), *fallbacks):

@@ -106,8 +106,8 @@ def print_error(text: str) -> None:
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
     """Call `act` and return the exit code. If `act` raises an error that the user can fix, such as
-    a UserError or a full disk, print the error without a traceback. `trains`: whether `act` trains
-    a model, which determines the message after Ctrl-C."""
+    a UserError or a full disk, print the error without a traceback. `trains` is True if `act`
+    trains a model, which determines the message after Ctrl-C."""
     try:
         code = act()
         sys.stdout.flush()
@@ -167,8 +167,9 @@ def rejected_variable_error(error: Exception) -> UserError | None:
     """Return an error that names the torch or Hugging Face environment variable that a library
     rejected. Return None if no variable was rejected.
 
-    The message of `error` contains the name of the variable, or its value in quotes or after a
-    colon. A value elsewhere in the message, such as 9.0 or True, has another cause."""
+    A variable counts as rejected if the message of `error` contains its name, or its value in
+    quotes or after a colon. An equal value elsewhere, such as 9.0 or True, may have another
+    cause."""
     message = str(error)
     for name, value in os.environ.items():
         quoted_value = rf"(: |['\"]){re.escape(value)}(?!\w)"

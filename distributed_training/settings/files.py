@@ -29,7 +29,7 @@ _CRC_BLOCK_BYTES = 4096
 _MAX_JSON_BYTES = (
     64_000_000  # size limit for JSON files; a file of this size takes one to two seconds to parse
 )
-# Beginning of a message from Python's JSON parser -> our message for the same mistake
+# Beginning of a message from Python's JSON parser -> this suite's message for the same mistake
 _JSON_ERROR_TEXTS = {
     "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
     "Expecting value": "a value is missing, or is not JSON",
@@ -212,8 +212,8 @@ def _describe_json_error(error: json.JSONDecodeError) -> str:
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
-    """Return our description of an error from Python's JSON parser. If there is no description,
-    return the parser's message."""
+    """Return this module's description of an error from Python's JSON parser. If there is no
+    description, return the parser's message."""
     mistakes = (text for start, text in _JSON_ERROR_TEXTS.items() if error.msg.startswith(start))
     return next(mistakes, error.msg)
 

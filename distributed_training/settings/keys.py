@@ -59,8 +59,8 @@ class Options(BaseModel):
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
         """Return the size of one exchange in bytes, by kind of collective operation. The exchange
-        contains `num_values` gradients. `matrices`: (rows, columns) of each gradient that is a
-        matrix."""
+        contains `num_values` values. `matrices` contains the (rows, columns) of each gradient that
+        is a matrix."""
         return {"all_reduce": 4 * num_values}
 
 
@@ -72,8 +72,8 @@ def config_key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a model field as a key. The help text is `help` or a string below the field. `work`:
-    whether two runs must have the same value to be comparable."""
+    """Declare a model field as a key. The help text is `help` or a string below the field. `work`
+    is True if two runs must have the same value to be comparable."""
     schema: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=schema)
 

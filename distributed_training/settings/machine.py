@@ -11,7 +11,7 @@ bandwidths are in GB/s per direction:
 - PCIe x16: about 63 for version 5, 31.5 for 4, and 15.75 for 3
 
 An entry whose name contains another entry's name comes before that entry. A plain name such as V100
-denotes the model's first entry that is not a PCIe or NVL form."""
+denotes the model's first entry whose form factor is not PCIe or NVL."""
 
 import json
 import os
@@ -83,8 +83,8 @@ def has_bf16(info: Path) -> bool:
 
 
 def threads_per_process(processes_here: int) -> int:
-    """Return the number of cores for each of `processes_here` processes on this machine, at least
-    1."""
+    """Return the number of threads for each of `processes_here` processes on this machine: an equal
+    share of the available cores, at least 1."""
     return max(1, available_cpus() // processes_here)
 
 
@@ -238,7 +238,7 @@ def find_gpu(device_name: str | None) -> Gpu | None:
         if set(gpu.name.upper().split("-")) <= set(name_parts):
             return gpu
     # If no entry matches completely, for example because the memory differs, use the first entry of
-    # the same model and form (PCIe, NVL).
+    # the same model and form factor (PCIe, NVL).
     forms = {"PCIE", "NVL"}
     for gpu in GPUS.values():
         model, *suffixes = gpu.name.upper().removeprefix("RTX-").split("-")

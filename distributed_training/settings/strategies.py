@@ -217,7 +217,8 @@ class Strategy:
 
     @property
     def sharding(self) -> str:
-        """Describe the sharded and offloaded state for the header of a run."""
+        """Describe which state is sharded and which is offloaded, for the summary printed when a
+        run starts."""
         phrases = []
         if self.mesh["pp"] != 1:
             phrases.append("partitions the layers over pp")
@@ -366,7 +367,7 @@ def _check_form(
     folder: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
 ) -> None:
     """Raise UserError if the `form` of the user's DeepSpeed JSON differs from the form of the
-    strategy's own JSON. `document` is the content of the user's JSON, and `source` its file."""
+    strategy's own JSON. `document` is the content of the user's JSON, and `source` is its file."""
     forms = {
         name: _describe_form(_read_json(other._path, other.deepspeed)[2])
         for name, other in list_strategies().items()

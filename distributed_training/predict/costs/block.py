@@ -144,7 +144,7 @@ def backward_bytes(rank: PipelineRank) -> float:
 
 
 def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
-    """Return which fraction of the gradients exists at a point in a step.
+    """Return the fraction of the gradients that exists at a point in a step.
 
     With several micro-batches, all gradients exist. With a single micro-batch, no gradients are
     counted during the passes, because activations are freed as gradients are added. At the first

@@ -8,9 +8,9 @@ from distributed_training.predict.mechanism import Cost, Mechanism, PipelineRank
 
 
 def forward_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of repeating the forward pass. Only uncompiled blocks with adapters repeat
-    the last matrix multiplication. Compiled blocks with adapters also save half of the adapters'
-    cost."""
+    """Return the cost of repeating the forward pass. The last matrix multiplication is repeated
+    only in uncompiled blocks with adapters. Compiled blocks with adapters repeat only half of the
+    adapters' computation."""
     last_gemm = block.last_gemm_cost(timing)
     if timing.config.compile:
         return forward, -(

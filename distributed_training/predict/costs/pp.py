@@ -77,9 +77,9 @@ def pending_bytes(rank: PipelineRank) -> float:
     inputs (I) to the backward pass for weights (W), in addition to the activations.
 
     In compiled blocks, the inputs of all matrices and the gradients of their outputs replace the
-    activations and have the same total size (parallel/zero_bubble.py). With sequence parallelism,
-    additional memory is needed, because the gradients of both sums over tp are unsharded. In
-    uncompiled blocks, the gradients are kept in addition to the activations."""
+    activations and have the same total size (parallel/zero_bubble.py). Sequence parallelism needs
+    additional memory, because the gradients of the two results that a block sums over tp are
+    unsharded. In uncompiled blocks, the gradients are kept in addition to the activations."""
     if rank.config.compile:
         return 2 * (1 - rank.hidden_share) * rank.hidden_bytes
     return rank.tokens * rank.dtype_bytes * sum(rows for rows, _ in rank.size.block_matrices)

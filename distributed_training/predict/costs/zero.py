@@ -66,8 +66,8 @@ def bucket_bytes(rank: PipelineRank) -> float:
 def fp32_gradient_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
-    """Return the size in bytes of the fp32 gradients that Adam needs for this process's shard,
-    including a flat copy in the compute dtype."""
+    """Return the size in bytes of the gradients that Adam needs for this process's shard: fp32
+    gradients and a flat copy in the compute dtype."""
     if point != "update" or rank.strategy.steps_on_host:
         return {}
     return {"buffers": (4 + rank.dtype_bytes) * rank.trained_parameters / rank.shards}
