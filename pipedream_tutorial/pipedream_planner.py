@@ -37,12 +37,12 @@ CONFIG: dict[str, Any] = {
     # 1.25e8 is 1 Gbit/s.
     "bandwidth": 1.25e8,  # bytes per second between two workers; None: sending takes no time
     "replication": True,  # True: several workers may run the same stage
-    # As PipeDream's formula:
+    # As in PipeDream's formula:
     "use_all_workers": False,  # True: use all workers, even if fewer workers are as fast
     # 2: ring all-reduce over full-duplex links. 4: PipeDream's links, one direction at a time
     "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m times the weights
     "num_microbatches": 128,  # number of microbatches to simulate
-    # The other keys are for measurements. A third as many warm-up runs come first.
+    # The other keys are for measurements. Before timed runs, a third as many warm-up runs are made.
     "device": "cpu",  # device to measure on
     "dtype": "float32",  # dtype to measure with
     "batch": 1,  # sequences per microbatch in measurements

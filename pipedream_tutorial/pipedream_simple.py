@@ -67,7 +67,8 @@ def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> li
 
 
 def zero_bubble(m: int, ahead: int, delay: int) -> str:
-    """Return 1F1B with split backward passes. W comes `delay` microbatches after its I."""
+    """Return the letters of one rank under 1F1B with split backward passes. Each W comes `delay`
+    microbatches after its I."""
     delay = min(delay, m)
     return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
 

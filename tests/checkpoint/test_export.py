@@ -1,5 +1,5 @@
-"""Test sampling, the weights from `keep_best` and from checkpoints, and the `generate` and `export`
-commands."""
+"""Test text generation, the weights from `keep_best` and from checkpoints, and the `generate` and
+`export` commands."""
 
 import itertools
 import json

@@ -256,7 +256,7 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
 
     `busy_links=True` is the planner's model. A link carries one message at a time and takes link_s
     / 2 in each direction. The link is simulated as a separate stage between its neighbors, and more
-    microbatches are in flight to hide it. The period equals the planner's period.
+    microbatches are in flight to hide the messages. The period equals the planner's period.
 
     `busy_links=False` is the simulator's model. Every message takes link_s / 2 of the slowest link,
     regardless of other messages. No additional microbatches are in flight, so workers wait for
