@@ -61,7 +61,7 @@ def test_a_key_without_effect_in_config_gives_a_note(key, value):
 )
 def test_a_resolved_config_can_be_typed(override):
     """The command line may set a key to the value that the plan resolves for it, even if the key
-    has no effect. The plan then has a note."""
+    has no effect. The plan then contains a note."""
     (note,) = notes_of({"strategy": "zero2"}, override)
     assert note.startswith(override.split("=")[0])
 

@@ -70,8 +70,8 @@ def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, l
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
-    """With more processes, the process with the most model state must never have more of it. The
-    state includes offloaded state in host memory and on disk."""
+    """The largest model state of any process must not grow with the number of processes. The state
+    includes offloaded state in host memory and on disk."""
     state_sizes = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
