@@ -83,7 +83,7 @@ def search_orders(
 
     def max_held_blocks(steps: list[Step]) -> int | None:
         """Return the largest number of blocks whose activations a rank holds at once. Return None
-        if an operation comes before its input."""
+        if an operation comes before the operation that produces its input."""
         num_runs = dict.fromkeys(steps, 0)  # number of times that each step has run
         held_blocks = max_held = 0
         for step in steps:
