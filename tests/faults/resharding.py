@@ -96,7 +96,7 @@ def reshard(
     pool: Pool | None = None,
 ) -> dict[Pair, dict[str, float]]:
     """Compare the second half of each pair's steps with an uninterrupted one-process run. For each
-    pair, return the largest relative difference of any loss and of any weight (in the 2-norm)."""
+    pair, return the largest relative difference in a loss, and the largest in a weight (2-norm)."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)

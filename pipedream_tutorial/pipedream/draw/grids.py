@@ -83,8 +83,8 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
 
 
 def grid_height(timeline: Timeline) -> float:
-    """Return a grid's height in inches. Rows are lower if there are many ranks, and higher if pairs
-    share rows."""
+    """Return a grid's height in inches. Rows are shorter if there are many ranks, and taller if
+    they contain pairs."""
     p = timeline.schedule.num_ranks
     pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
     return p * max(0.16, min(0.34, 2.2 / p)) * (1.25 if pairs else 1)

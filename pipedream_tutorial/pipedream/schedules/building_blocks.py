@@ -73,7 +73,7 @@ def _word(own: list[list[int]]) -> list[str]:
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """Yield (slot, kind of its I) for each W of a rank. `own` has the rank's slots by kind. Each W
-    uses the first free slot after its I. The W operations that follow I_UP come first."""
+    uses the first free slot after its I. The W operations that follow I_UP are placed first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
