@@ -163,8 +163,9 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
-    """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError for values
-    that are not accepted and for code that the user has not named."""
+    """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
+    is not accepted. Also raises UserError if only the preset names `model` as a folder of code,
+    because code runs only if the user names it."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,

@@ -123,10 +123,11 @@ def rank_file_name(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
-    """Return the names of the files that `rank` needs to load a checkpoint. Usually, these are all
-    of the checkpoint's files. Only the files written on the rank's node are needed if some files
-    are absent, the nodes have no shared disk, and the layout is unchanged. Raises ElsewhereError if
-    a needed file is on another host."""
+    """Return the names of the files that `rank` needs to load a checkpoint. Raises ElsewhereError
+    if a needed file is on another node.
+
+    A rank needs only the files written on its node if some files are absent, the nodes have no
+    shared disk, and the layout is unchanged. Otherwise, the rank needs all files."""
 
     def find_missing() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]

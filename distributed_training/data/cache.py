@@ -98,13 +98,13 @@ def token_cache_dir() -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a complete folder: the form of the text, the dtypes and counts of each
-    split, and facts about the tokenizer."""
+    """Return the metadata of a complete folder: the form of the text, the array dtypes and the
+    `Counts` of each split, and facts about the tokenizer."""
     return json.loads((folder / _META_FILE).read_bytes())
 
 
 def load_bytes(folder: Path) -> np.ndarray:
-    """Return the number of UTF-8 bytes of text that each token represents, int32 [num_tokens]
+    """Return the number of UTF-8 bytes of text that each token id represents, int32 [num_tokens]
     (data/text_bytes.py)."""
     return np.load(folder / _BYTES_FILE)
 

@@ -111,7 +111,7 @@ def fingerprint(corpus: Corpus) -> str:
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
     """Find the sources of `dataset`. If `validation` names another dataset, the validation text
-    comes from that dataset. Running-text files are read later.
+    comes from that dataset. Running text is not read until the sources are used.
 
     `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
     empty or of an unsupported kind."""

@@ -300,7 +300,7 @@ def max_unpacked_bytes(path: Path) -> int:
 
 
 def bomb_error(path: Path) -> UserError:
-    """Return the error for a file that unpacks to more than `most_unpacked` allows."""
+    """Return the error for a file that unpacks to more than `max_unpacked_bytes` allows."""
     why = f"it unpacks to more than {_UNPACKED_RATIO} times its size on disk"
     fix = "convert it to .jsonl"
     return UserError(f"dataset file {path} cannot be read", why, fix)

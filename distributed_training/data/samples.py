@@ -27,10 +27,10 @@ VALIDATION_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of one split. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. A part
-    contains the inputs and, shifted by one token, the targets. Blocks of running text overlap by
-    one token, so that each token except the first is a target exactly once. A sample is one part
-    or, if records are packed, a block of parts."""
+    """Samples of one split. A sample is one part of the split or, if records are packed, a block
+    of parts. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. A part contains the inputs
+    and, shifted by one token, the targets. Blocks of running text overlap by one token, so that
+    each token except the first is a target exactly once."""
 
     tokens: np.ndarray  # ids of all documents, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
@@ -277,8 +277,8 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
 
 
 def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
-    """Return a split as samples of one part each. Parts without a target in the loss are left out.
-    For example, a prompt may fill the whole part."""
+    """Return samples that contain one part each. Parts without a target in the loss are left out,
+    for example parts that contain only a prompt."""
     ids = split["ids"]
     starts, lengths = parts
     loss_mask = split.get("loss_mask")
@@ -376,7 +376,7 @@ class Sampler:
         samples in order.
 
         The result is int64 [num_calls, micro_batch_size]. It is padded with EMPTY, so that every
-        replica makes the same number of calls."""
+        replica has the same number of micro-batches."""
         num_calls = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
         shape = (num_calls, self.num_replicas, self.micro_batch_size)
         return _pad_to_shape(np.arange(num_samples), shape)[:, self.replica]

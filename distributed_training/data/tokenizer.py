@@ -88,8 +88,8 @@ class Facts:
 
 
 class Tokenizer:
-    """Tokenizer stored in a folder. The tokenizer is loaded when it is first needed, and UserError
-    is raised at that point if it cannot be read."""
+    """Tokenizer stored in a folder. The tokenizer is loaded when it is first needed. If loading
+    fails, UserError is raised at that point."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -329,8 +329,8 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, self.special_tokens)))
 
     def count_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]
-        (data/text_bytes.py)."""
+        """Return the number of UTF-8 bytes of text that each token id represents, int32
+        [num_tokens] (data/text_bytes.py)."""
         return count_bytes(self._hf_tokenizer, self.special_ids, self.num_tokens)
 
     @cached_property

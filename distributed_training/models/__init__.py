@@ -128,14 +128,14 @@ class ModelSize:
 
     @property
     def column_parallel_outputs(self) -> int:
-        """Return the number of values per token in the outputs of a block's matrices. Only matrices
-        that tp shards by rows count."""
+        """Return the number of output values per token, summed over the matrices of a block that tp
+        shards by rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def row_parallel_inputs(self) -> int:
-        """Return the number of values per token in the inputs of a block's matrices. Only matrices
-        that tp shards by columns count."""
+        """Return the number of input values per token, summed over the matrices of a block that tp
+        shards by columns."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property

@@ -28,8 +28,8 @@ _MAX_HEAD_SIZE = 256
 class Documents(NamedTuple):
     """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    Padding counts as a separate document. Either `ends` or `mask` is given and restricts
-    attention."""
+    Padding counts as a separate document. Either `ends` or `mask` is set, and attention uses the
+    one that is set."""
 
     positions: torch.Tensor  # position of each token in its document, int64 [B, T]
     ends: torch.Tensor | None = None  # 0, then all ends in the B T tokens, int32
@@ -67,8 +67,8 @@ def describe_documents(
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
     """Return the ends of the non-empty documents, [num_kept]. `ends` must be in ascending order. An
     empty document has the same end as the document before it. If fewer than `num_kept` documents
-    remain, the last end is repeated. More than `num_kept` documents are an error, which a GPU
-    reports as a failed assertion."""
+    remain, the last end is repeated. If more than `num_kept` documents remain, the function fails.
+    On a GPU, the failure is a failed assertion."""
     is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
     index = is_new.cumsum(0) - 1
     return ends[-1].repeat(num_kept).scatter(0, index, ends)

@@ -143,9 +143,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
-    A family's __init__ sets the modules below, and any that `place` needs, in the order of the
-    family's parameters. The first stage has the modules that are set before the blocks, and the
-    last stage has the modules that are set after the blocks. The embedding has
+    A family's __init__ sets the modules that this class declares, and any that `place` needs, in
+    the order of the family's parameters. The first stage has the modules that are set before the
+    blocks, and the last stage has the modules that are set after the blocks. The embedding has
     `size.padded_vocab_size` rows. Padding is removed or masked before the logits are used."""
 
     # Patterns of module names -> role, in addition to _ROLES
@@ -503,7 +503,8 @@ def fill_parameters(
 def hashed_normal(
     shape: Sequence[int], slices: Slices, key: int, device: torch.device
 ) -> torch.Tensor:
-    """Return a box of a matrix of random numbers that are identical on every device.
+    """Return the part of a random matrix that `slices` selects. The matrix is identical on every
+    device.
 
     Each number depends only on `key` and its position in the matrix. It is the sum of four uniform
     numbers, which is close to normal, with standard deviation 1 and magnitudes up to 3.5. The hash

@@ -89,8 +89,8 @@ class Adapters:
         return rounded_source(base, size, dtype)
 
     def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
-        """Return a source of the `base` weights with the adapters merged in. The sum is computed in
-        fp32."""
+        """Return a source of the `base` weights with the adapters merged in. The weights and the
+        adapters are added in fp32."""
         weights = self.trained_base(base, size)
 
         def read(name: str, slices: Slices) -> torch.Tensor:
@@ -287,8 +287,8 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def check_base(fingerprint: int, base: str | None, origin: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
-    fingerprint of the weights on which adapters were trained. If `base` is None, the latter is
-    unknown, and any weights are accepted. `origin` names the adapters in the message."""
+    fingerprint of the weights on which adapters were trained. `base` is None if this fingerprint is
+    unknown. In that case, any weights are accepted. `origin` names the adapters in the message."""
     if base is not None and int(base) != fingerprint:
         what = f"{origin}: these adapters were trained on other weights"
         raise UserError(

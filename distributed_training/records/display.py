@@ -284,8 +284,9 @@ def _state(r: Record) -> str:
 def describe_prediction(
     prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
-    """Describe the predicted memory and RAM per process, the time per step, the total time and the
-    main bottleneck. Return "" if there is no prediction."""
+    """Describe the predicted GPU memory and RAM per process, the time per step, the total time and
+    the main bottleneck. Without a GPU, the size of the tensors replaces the GPU memory. Return ""
+    if there is no prediction."""
     if prediction is None:
         return ""
     label = "GPU memory" if on_gpu else "tensors"

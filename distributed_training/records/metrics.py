@@ -33,7 +33,7 @@ class StepTimer:
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Begin the next step now. The time since the last call of `mark` is not attributed to any
+        """Begin the next step now. The time since the last call to `mark` is not attributed to any
         step."""
         self._marks.clear()
         self.mark()
@@ -46,8 +46,8 @@ class StepTimer:
         self._marks[-1].record()
 
     def durations_s(self) -> list[float]:
-        """Return the duration in seconds of each step since the last call. On a GPU, wait until the
-        last step has finished."""
+        """Return the duration in seconds of each step since this method or `restart` was last
+        called. On a GPU, wait until the last step has finished."""
         pairs = [*itertools.pairwise(self._marks)]
         self._marks = self._marks[-1:]
         if not self._cuda:
@@ -189,7 +189,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 def format_perplexity(value: float | None) -> str:
     """Return a perplexity with two decimals, or in scientific notation from one million upward.
-    None, the value in a record of a loss that was not finite, gives "nan"."""
+    Return "nan" for None, because records store non-finite losses as None."""
     if value is None:
         return "nan"
     return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"

@@ -72,8 +72,8 @@ logger = logging.getLogger(__name__)
 
 
 class History(BaseModel):
-    """Results that accumulate during training. A resumed run continues them. The times in `saves`
-    and `loads` differ between ranks."""
+    """Results that accumulate during training. A resumed run adds to the results of the original
+    run. The times in `saves` and `loads` differ between ranks."""
 
     step: _Step = 0  # number of finished optimizer steps
     loss_curve: list[tuple[_Step, float | None]] = []  # (step, training loss or None if not finite)
@@ -108,8 +108,8 @@ class History(BaseModel):
         self.epochs.append(row)
 
     def find_stall(self, count: int) -> str:
-        """Describe the lowest validation loss if the last `count` evaluations did not improve on
-        it. Otherwise, or if `count` is 0, return ""."""
+        """Return the lowest validation loss and its step as text if the last `count` evaluations
+        did not lower this loss. Otherwise, or if `count` is 0, return ""."""
         losses = [row["loss"] for row in self.evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
         if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
@@ -263,13 +263,13 @@ def is_alive(r: Record) -> bool:
 def mark_stopped(
     run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
 ) -> bool:
-    """Report why the run stops. Any rank or the launcher may call this function. Also update the
-    status of a record that rank 0 has not finished. Return whether this is the first reported
-    cause.
+    """Report why a run stops. Any rank or the launcher may call this function. If rank 0 has not
+    finished the run's record, also update the record's status. Return whether this is the first
+    reported cause.
 
-    The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. `consequence`
-    tells whether the failure follows from another failure, such as a lost connection to a failed
-    process. A consequence is recorded only until a cause is reported."""
+    The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. Set `consequence`
+    if another failure led to this one. For example, a connection is lost because the process at the
+    other end failed. A consequence is recorded only until a cause is reported."""
     fault = {
         "at": time.time() - ago_s, "consequence": consequence,
         "said": {"status": status, "error": error, "finished_at": timestamp()},
@@ -303,9 +303,9 @@ def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
 
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
-    """Write a record. Unless the run succeeded, include the earliest reported cause of its end.
-    Write the record again if another cause is reported in the meantime. With `known_faults`,
-    overwrite the old record if the disk is full."""
+    """Write a run's record. Unless the run succeeded, include the earliest reported cause of the
+    run's end. If another fault is reported in the meantime, write the record again. With
+    `known_faults`, overwrite the old record if the disk is full."""
     file = run_dir / RECORD_FILE
     old_faults = None
     while (faults := _read_faults(run_dir, *known_faults)) != old_faults:
@@ -316,7 +316,7 @@ def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any)
         except OSError:
             if not known_faults:
                 raise
-            # The disk has no space for a second file. Without indentation the record is shorter
+            # The disk has no space for a second file. Without indentation, the record is shorter
             # than the old one, so overwrite the old file.
             with open(file, "r+b") as old_record:
                 old_record.write(to_json(record, inf_nan_mode="null") + b"\n")

@@ -137,9 +137,9 @@ def each_run(
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run, call `use` with it, free its memory, and yield its name and results.
 
-    A run is defined by some CONFIG values or by a complete CONFIG. The results are the list of the
-    values that `use` returned on each rank, or the error message if the run is rejected. The values
-    must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank.
+    A run is defined by some CONFIG values or by a complete CONFIG. The results are a list of the
+    values that `use` returned, one per rank, or the error message if the run is rejected. The
+    values must be JSON-serializable. After `deadline_s` seconds, no further run starts on any rank.
     `run_cache` holds objects that runs share. If a run fails, this process exits, because the other
     ranks wait in a collective that cannot complete. All ranks must iterate over this
     generator."""
@@ -180,7 +180,7 @@ def _do_run(
     run_cache: RunCache | None,
 ) -> list[Any] | str:
     """Build the plan, data, sampler and engine as in a training run, then call `use`. Return a
-    list of the values that `use` returned on each rank. If the run is rejected, return the error
+    list of the values that `use` returned, one per rank. If the run is rejected, return the error
     message. All ranks must call this function."""
     try:
         if isinstance(values, Request):

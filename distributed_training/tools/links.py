@@ -151,7 +151,8 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the fit and the points for each operation in the entries from `time_group`.
 
     Each point contains the algorithm bandwidth, the bus bandwidth and `ring_s`. The value `ring_s`
-    is the time of the messages in a ring at the measured latency and bandwidth of a single send."""
+    is the time that the messages in a ring would take at the measured latency and bandwidth of a
+    single send."""
     members = entries[0]["members"]
     sizes = [entry["bytes"] for entry in entries]
     lines = {

@@ -325,9 +325,10 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
     Return the exit code.
 
-    `to` defaults to the run's hf/. If `merge` is set, write the whole model instead of adapters.
-    `to` then defaults to merged/ if hf/ exists. If the run also has no checkpoint, the adapters
-    come from hf/."""
+    `to` defaults to the run's hf/. If `merge` is set, write the whole model instead of adapters:
+
+    - `to` defaults to merged/ if hf/ exists;
+    - if the run has no checkpoint, the adapters in hf/ are merged."""
     run = resolve_user_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST

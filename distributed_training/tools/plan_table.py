@@ -59,7 +59,8 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
 
 
 def _layout_and_mode(choice: Prediction) -> str:
-    """Return the name of the layout and, if the layout uses activation checkpointing, its mode."""
+    """Return the name of the layout, followed by the mode of activation checkpointing unless the
+    mode is "none"."""
     mode = choice.plan.config.activation_checkpointing
     name = layout_name(choice.plan)
     return name if mode == "none" else f"{name} +{mode}"
@@ -149,7 +150,7 @@ def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit in which the value is at least 2."""
+    """Format a duration in the largest unit in which the value is at least 2, or in seconds."""
     for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"

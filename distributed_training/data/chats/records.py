@@ -109,8 +109,8 @@ class Shape:
         self.unread = self._find_unread(fields, names or record)
 
     def _find_unread(self, fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Return the columns in `names` that are not read. `fields` is the first record of the
-        dataset."""
+        """Return the columns in `names` that this class does not read. `fields` is the first record
+        of the dataset."""
         used_columns = {*self.names}
         if self.form != TEXT:
             used_columns |= {*_CONTEXT_COLUMNS, "chat_template_kwargs"}

@@ -150,9 +150,10 @@ def build_responder(
     cpu_s: float = CPU_S,
 ) -> Callable[[Conversation, bool], Any]:
     """Return the function that answers requests in the child process. For a conversation, that
-    function returns a list of samples. For a question without an answer, it returns a list that
-    contains only the rendered text. If the template fails, it returns the reason as a string. A
-    template that takes too long terminates the process."""
+    function returns a list of samples. For a question without an answer, that function returns a
+    list that contains only the rendered text. If the template fails, the reason is returned as a
+    string. If rendering a text takes more than `cpu_s` seconds of CPU time, the process is
+    killed."""
     import warnings
 
     warnings.simplefilter("ignore")

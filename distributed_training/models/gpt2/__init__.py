@@ -75,7 +75,8 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """Keys of a config.json with GPT-2's published architecture. Other values are rejected."""
+    """Keys of a config.json that affect the computation. Options that differ from GPT-2's published
+    architecture are rejected."""
 
     model_type: Literal["gpt2"]
     vocab_size: Count

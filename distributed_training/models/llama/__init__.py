@@ -58,8 +58,8 @@ class Rope(BaseModel, strict=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Remove the older name for `rope_type`, and a `partial_rotary_factor` of 1, which rotates
-        the whole head."""
+        """Remove redundant entries: the older name for `rope_type`, and a `partial_rotary_factor`
+        of 1."""
         redundant = {"type": values.get("type"), "partial_rotary_factor": 1.0}
         return {k: v for k, v in values.items() if k not in redundant or v != redundant[k]}
 

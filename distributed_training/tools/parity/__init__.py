@@ -128,8 +128,8 @@ def train_group(
     group_trials: Sequence[Trial], *, trials: Sequence[Trial], out: Path, build: compare.Build,
     script: Path, can_fork: bool,
 ) -> None:  # fmt: skip
-    """Run `group_trials`, a subset of `trials`, in one group of processes. If a trial ends the
-    group, run the remaining trials in a new group. Raises KeyboardInterrupt on Ctrl-C and
+    """Run `group_trials`, a subset of `trials`, in one group of processes. If the group exits
+    during a trial, run the remaining trials in a new group. Raises KeyboardInterrupt on Ctrl-C and
     SIGTERM."""
     jobs_file, results = out / "runs/jobs.json", out / "runs/results.jsonl"
     count = group_trials[0].num_processes

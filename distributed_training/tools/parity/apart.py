@@ -25,7 +25,7 @@ def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndar
 
 
 class OneByOneSampler(Sampler):
-    """Sampler whose steps have the same records as packed blocks, but one record per row."""
+    """Sampler whose steps contain the same records as with packing, but with one record per row."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)

@@ -2,9 +2,9 @@
 reference, which a group of one process trained earlier.
 
 A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
-"progress": [number of runs before these, number of all runs]}. Before each run, rank 0 adds a line
+"progress": [number of earlier runs, total number of runs]}. Before each run, rank 0 adds a line
 {"began": key} to the results file. After the run, it adds a line {"key": key, ...}. From these
-lines, the launching process knows which run ended the group."""
+lines, the launching process knows during which run the group exited."""
 
 import json
 import math
@@ -151,7 +151,7 @@ def _train_one_by_one(run: harness.Run) -> Values:
 
 
 def _train_dequantized(run: harness.Run) -> Values:
-    """Call `_train` after replacing the frozen NF4 matrices by their dequantized values in the
+    """Call `_train` after replacing the frozen NF4 matrices with their dequantized values in the
     compute dtype."""
     from distributed_training.models.nf4 import replace_by_dequantized
 
