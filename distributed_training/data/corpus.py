@@ -124,7 +124,7 @@ def read_corpus(dataset: str, validation: str | None = None, columns: str | None
 
 
 def find_unread(dataset: str, corpus: Corpus) -> list[str]:
-    """Return the files in a dataset's folder that belong to no split in use, as paths relative to
+    """Return the files in a dataset's folder that no split in `corpus` uses, as paths relative to
     that folder. Hidden files and files that describe the dataset are left out."""
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():

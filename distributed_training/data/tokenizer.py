@@ -102,7 +102,8 @@ class Tokenizer:
 
     @property
     def facts(self) -> Facts:
-        """Properties of the tokenizer. It is loaded unless `restore_facts` has set them."""
+        """Properties of the tokenizer. The tokenizer is loaded unless `restore_facts` was
+        called."""
         if self._facts is None:
             self._facts = self._find_facts()
         return self._facts

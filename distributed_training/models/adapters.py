@@ -72,8 +72,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_name(folder: Path) -> str:
-    """Return the folder of the adapters' base model, or its name on the Hub. Raises UserError if
-    the config names neither."""
+    """Return the folder of the adapters' base model, or the base model's name on the Hub. Raises
+    UserError if the config names neither."""
     name = read_adapters(folder).base_model_name_or_path
     if Path(name).is_dir():
         return str(Path(name).resolve())

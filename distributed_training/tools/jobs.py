@@ -89,8 +89,8 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 
 
 def num_steps(plan: Draft) -> int | None:
-    """Return the number of optimizer steps that CONFIG requests, or None if the number depends on a
-    dataset that is large or not on this machine."""
+    """Return the number of optimizer steps that CONFIG requests. Return None if the number depends
+    on a dataset that is large or not on this machine."""
     config = plan.config
     if config.max_steps != -1:
         return config.max_steps

@@ -20,8 +20,8 @@ class AlignmentError(ValueError):
 
 
 class Rendered(NamedTuple):
-    """Sample rendered from a conversation: its text, the spans of the text that are in the loss,
-    and the number of answers that lost their reasoning or have no end token."""
+    """Sample rendered from a conversation: its text, and the spans of the text that are in the
+    loss. Also counts the answers that lost their reasoning or have no end token."""
 
     text: str
     spans: list[Span]

@@ -41,8 +41,8 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Counts for one split: records read, records left out for each reason, and records or messages
-    to which each note applies."""
+    """Counts for one split: records read, records left out by reason, and records or messages by
+    the note to the user that applies to them."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason

@@ -41,8 +41,8 @@ class Conversation(NamedTuple):
 class Renderer:
     """The parent's interface to the child process that renders templates.
 
-    `templates` contains the template without tools and the template with tools. `names` contains
-    the variables that both templates can use, and `marks` contains the special tokens."""
+    `templates` contains the template without tools and the template with tools. `variables`
+    contains the variables that both templates can use."""
 
     def __init__(
         self, templates: Sequence[str], variables: dict[str, Any], special_tokens: Sequence[str]

@@ -223,7 +223,8 @@ def _cast_input(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
 
 @functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
 def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
-    """Return a subclass of `cls` that reads the parameters `names` in its `cast_dtype`."""
+    """Return a subclass of the module class `cls` that casts the parameters `names` to the module's
+    `cast_dtype` whenever they are read."""
 
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:

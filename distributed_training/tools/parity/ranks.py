@@ -190,7 +190,7 @@ def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
 def compare(entry: Values, reference: Values) -> Differences:
     """Return the relative differences between two runs in losses, gradient norms and tensors."""
     differences = {}
-    # LIMITS also contains the weights, which have no figures.
+    # `figures` has no entry for the weights, the last key of LIMITS.
     figures = zip(LIMITS, entry["figures"], reference["figures"], strict=False)
     for quantity, values, reference_values in figures:
         differences[quantity] = {
