@@ -112,8 +112,9 @@ def write_folder(
 ) -> None:
     """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's parameter
     names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
-    adapters are written unless `merge` is set or the base model has random weights. If a value is
-    not finite, raises RunError and leaves any existing folder unchanged."""
+    adapters are written unless `merge` is set or the base model has random weights.
+
+    Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():

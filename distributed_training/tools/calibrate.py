@@ -196,8 +196,8 @@ def calibrate(group: Group) -> dict[str, Any]:
 
 
 def main(file: Path) -> int:
-    """Measure the speed of this machine, in the processes of a launcher or in a single process.
-    Rank 0 writes the results to `file`. Return the exit code."""
+    """Measure the speed of this machine, in the processes that a launcher started or in one
+    process. Rank 0 writes the results to `file`. Return the exit code."""
     start = time.perf_counter()
     with open_group() as group:
         results = calibrate(group)

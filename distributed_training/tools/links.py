@@ -90,11 +90,11 @@ def time_group(
     operations: Iterable[str],
     ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time operations over a process group, for each size of the whole tensor in bytes.
+    """Time operations over a process group, for each size of the whole tensor in bytes. Return one
+    entry per size, with the time of each operation in seconds on the slowest process.
 
     `members` is a torch process group. If it is None, all processes are members. `ranks` defaults
-    to the ranks of the group, and sends use the first two of `ranks`. Returns one entry per size
-    with the time of each operation in seconds on the slowest process. All ranks must call this
+    to the ranks of the group, and sends use the first two of `ranks`. All ranks must call this
     function."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
@@ -131,7 +131,7 @@ def time_group(
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Fit a line to points of (bytes, seconds) by least squares of the relative errors.
 
-    Returns (latency in seconds, bandwidth in bytes/s, root mean square of the relative errors).
+    Return (latency in seconds, bandwidth in bytes/s, root mean square of the relative errors).
     Neither the latency nor the seconds per byte can be negative."""
     sizes, seconds = np.array(points, dtype=float).T
     coefficients = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)

@@ -21,7 +21,7 @@ class AlignmentError(ValueError):
 
 class Rendered(NamedTuple):
     """Sample rendered from a conversation: its text, and the spans of the text that are in the
-    loss. Also counts the answers that lost their reasoning or have no end token."""
+    loss. Two more fields count the answers that lost their reasoning and that have no end token."""
 
     text: str
     spans: list[Span]

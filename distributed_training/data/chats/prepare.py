@@ -42,7 +42,7 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 @dataclass(slots=True)
 class Counts:
     """Counts for one split: records read, records left out by reason, and records or messages by
-    the note to the user that applies to them."""
+    note. The notes are shown to the user."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason

@@ -1,7 +1,7 @@
 """Wrap a decoder from transformers as a `Decoder` (models/decoder.py).
 
-The modules and their computations come from transformers. The wrapper adds the loss, the names of
-blocks, casts, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
+The modules and their computations come from transformers. The wrapper adds casts, the loss, the
+names of blocks, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
 use, as FSDP and DeepSpeed also do."""
 
 import copy

@@ -1,4 +1,4 @@
-"""List the runs of `parity`: one process twice, packed records one by one, then each layout."""
+"""List the runs of `parity`: the reference runs of one process, then one run per layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
