@@ -267,9 +267,9 @@ class Decoder(nn.Module):
         """Return the pipeline stage that contains a range of blocks. Parameters keep the names that
         they have in the whole model.
 
-        The first stage includes the modules before the blocks, and the last stage the modules after
-        them. The stage shares its modules with this model. However, a last stage that is not also
-        the first gets a copy of a tied embedding."""
+        The first stage includes the modules before the blocks. The last stage includes the modules
+        after the blocks. The stage shares its modules with this model. However, a last stage that
+        is not also the first gets a copy of a tied embedding."""
         stage = copy.copy(self)
         nn.Module.__init__(stage)  # the new stage starts without modules and hooks
         stage.is_first = blocks.start == 0

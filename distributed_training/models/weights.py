@@ -132,7 +132,7 @@ def require_weights(folder: Path) -> list[Path]:
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
     """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
-    Raises UserError if a file is missing or damaged, or if torch.load rejects it with
+    Raises UserError if a file is missing or damaged, or if torch.load rejects the file with
     weights_only=True."""
     stored: dict[str, StoredTensor] = {}
 

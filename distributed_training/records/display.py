@@ -196,8 +196,8 @@ def fill_template(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run. They use only entries that the record has before the first
-    step. The value of a row without content is an empty string."""
+    """Return the header rows of a run. The rows use only entries that the record has before the
+    first step. The value of a row without content is an empty string."""
     config = r.config
     data = r.data
     length = config["max_length"]
