@@ -135,10 +135,12 @@ def apply_fsdp(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if mesh.device_type == "cuda":
-        reduce_scatter = ComputeStreamReduceScatter(torch.cuda.current_stream())
+        stream = torch.cuda.current_stream()
+        num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
         modules: list[Any] = [*model.blocks.values(), model]
         for module in modules:
-            module.set_custom_reduce_scatter(reduce_scatter)
+            comm = ComputeStreamReduceScatter(module, stream, num_replicas)
+            module.set_custom_reduce_scatter(comm)
 
 
 def reset_shards(model: Decoder) -> None:

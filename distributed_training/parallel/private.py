@@ -44,26 +44,44 @@ all_gather_functional = functional_collectives.all_gather_tensor
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, with sharded gradients allocated on the compute stream.
+    """FSDP's reduce-scatter for one FSDP module, with sharded gradients allocated on the compute
+    stream if they are kept until the optimizer step.
 
     By default, FSDP allocates sharded gradients on the communication stream. The caching allocator
     separates free memory by stream, so the gradients cannot reuse memory that the backward pass has
     freed. During the capture of a CUDA graph, the allocator cannot return that memory to the driver
     either. A model with 8B parameters ran out of memory with 23 GiB of free blocks.
 
-    Reusing the memory is safe. The communication stream waits for the compute stream before it
-    writes, and the optimizer step, after which gradients are freed, waits for the communication
-    stream."""
+    Reusing the memory is safe for gradients that are kept. The communication stream waits for the
+    compute stream before it writes, and the optimizer step, after which gradients are freed, waits
+    for the communication stream. Other results are freed while the communication stream still uses
+    them, so the next operations on the compute stream could overwrite them. FSDP adds such a result
+    to an earlier gradient, casts it to the parameters' dtype or, with several replicas, keeps it
+    only until the all-reduce."""
 
-    def __init__(self, compute_stream: torch.cuda.Stream) -> None:
+    def __init__(self, module: Any, compute_stream: torch.cuda.Stream, num_replicas: int) -> None:
+        self.module = module
         self.compute_stream = compute_stream
+        self.num_replicas = num_replicas
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialized tensor of the given size."""
+        if not self._is_kept(dtype):
+            return super().allocate(size, dtype=dtype, device=device)
         with torch.cuda.stream(self.compute_stream):
             return torch.empty(*size, dtype=dtype, device=device)
+
+    def _is_kept(self, dtype: torch.dtype) -> bool:
+        """Return whether the next result, in the given dtype, becomes the module's gradient."""
+        state = self.module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has at most one group
+        group = groups[0] if groups is not None else state._fsdp_param_group
+        return (self.num_replicas == 1 or group.all_reduce_grads) and all(
+            parameter.sharded_param.grad is None and parameter.orig_dtype == dtype
+            for parameter in group.fsdp_params
+        )
 
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:
