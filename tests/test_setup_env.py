@@ -34,7 +34,7 @@ def installed(tmp_path, nvidia_smi, index):
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2, "nothing was installed"
-    (line,) = [line for line in Path(told).read_text().splitlines() if "install" in line]
+    (line,) = [line for line in Path(told).read_text().splitlines() if "pip install" in line]
     return line, done.stderr
 
 

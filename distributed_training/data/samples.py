@@ -211,6 +211,7 @@ def cut_samples(
         num_samples = config.num_samples
     if num_samples > len(train):
         what = f"num_samples={num_samples} is more than the number of samples in the dataset"
+        why = f"the dataset has {len(train)} training samples of {seq_len} tokens"
         fix = f"set num_samples to at most {len(train)}, to auto, or to -1 for all"
         raise UserError(what, why, fix)
     if num_samples != -1:

@@ -14,7 +14,6 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.models import folder_label
-from distributed_training.records.metrics import format_bits, format_perplexity
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural, relative_path
@@ -150,6 +149,26 @@ def _quote(word: str) -> str:
 def gib(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB if the number is small."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def format_perplexity(value: float | None) -> str:
+    """Return a perplexity with two decimals, or in scientific notation from one million upward.
+    Return "nan" for None, because records store non-finite losses as None."""
+    if value is None:
+        return "nan"
+    return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"
+
+
+def format_bits(value: float | None) -> str:
+    """Return a number of bits per byte with four decimals, or "nan" for None."""
+    return "nan" if value is None else f"{value:.4f}"
+
+
+def describe_evaluation(row: dict[str, Any]) -> str:
+    """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
+    text = f"loss {row['loss']:.4f}  perplexity {format_perplexity(row['perplexity'])}"
+    bits = row["bits_per_byte"]
+    return text if bits is None else f"{text}  bpb {bits:.4f}"
 
 
 def duration(seconds: float | None) -> str:

@@ -187,26 +187,6 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
     }
 
 
-def format_perplexity(value: float | None) -> str:
-    """Return a perplexity with two decimals, or in scientific notation from one million upward.
-    Return "nan" for None, because records store non-finite losses as None."""
-    if value is None:
-        return "nan"
-    return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"
-
-
-def format_bits(value: float | None) -> str:
-    """Return a number of bits per byte with four decimals. None gives "nan"."""
-    return "nan" if value is None else f"{value:.4f}"
-
-
-def describe_evaluation(row: dict[str, Any]) -> str:
-    """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
-    text = f"loss {row['loss']:.4f}  perplexity {format_perplexity(row['perplexity'])}"
-    bits = row["bits_per_byte"]
-    return text if bits is None else f"{text}  bpb {bits:.4f}"
-
-
 def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     """Return the tracker that `log_to` names. `about` contains the settings that become the config
     of the tracker's run.

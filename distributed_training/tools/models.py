@@ -34,7 +34,7 @@ from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.planner.data import choose_dataset, choose_tokenizer, cut_data
 from distributed_training.records import metrics
-from distributed_training.records.display import Display, short_path
+from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
@@ -241,7 +241,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
-        "perplexity": metrics.format_perplexity(row["perplexity"]),
+        "perplexity": format_perplexity(row["perplexity"]),
         "bits per byte": "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
         "tokens": f"{row['num_targets']:,} in the loss, {row['num_bytes']:,} bytes of text",
         "samples": f"{len(samples):,} of up to {config.max_length} tokens",

@@ -20,7 +20,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, short_path
+from distributed_training.records.display import Display, describe_evaluation, short_path
 from distributed_training.settings.config import RunConfig
 from distributed_training.supervise.process import STOP_SIGNALS, Startup, handle_signals
 from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
@@ -287,7 +287,7 @@ class Trainer:
         row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
         loss = row["loss"]
         self.history.evaluations.append(row)
-        self._say(f"validation {metrics.describe_evaluation(row)}{suffix}")
+        self._say(f"validation {describe_evaluation(row)}{suffix}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN

@@ -192,7 +192,7 @@ def test_unread_columns_are_listed(record, unread):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": 1, "completion": ""}, ['no "prompt" string', '"completion": "..."']),
+        ({"prompt": 1, "completion": ""}, ['"prompt" is not a JSON string', '"completion": "..."']),
         ({"prompt": "", "chosen": ""}, ['no "completion" string', "It has 'prompt', 'chosen'"]),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight': 0.5", "to 0 or 1"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
@@ -206,11 +206,14 @@ def test_unread_columns_are_listed(record, unread):
             ["tool_calls that are not a list: 5"],
         ),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, ["['c'] in history", "a pair"]),
-        ({"instruction": "a", "output": "b", "history": "cd"}, ['no "history" list']),
-        ({"instruction": "a", "output": "b", "history": 5}, ['no "history" list']),
+        ({"instruction": "a", "output": "b", "history": "cd"}, ['"history" is not a JSON list']),
+        ({"instruction": "a", "output": "b", "history": 5}, ['"history" is not a JSON list']),
         ({"instruction": "a", "output": "b", "history": [[1, "c"]]}, ["[1, 'c'] in history"]),
-        ({"messages": 7}, ['no "messages" list']),
-        ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ['no "chat_template_kwargs" object']),
+        ({"messages": 7}, ['"messages" is not a JSON list']),
+        (
+            {"messages": [ANSWER], "chat_template_kwargs": [1]},
+            ['"chat_template_kwargs" is not a JSON object'],
+        ),
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
     ],
 )

@@ -152,7 +152,12 @@ def test_num_samples_takes_the_first_samples_up_to_all_available(tokenizer, tmp_
     )
     count = len(all_data.train)
     assert len(prepare(tmp_path, tokenizer, num_samples=count).train) == count
-    expected = (f"num_samples={count + 1}", f"yields {count} training", f"at most {count}", "-1")
+    expected = (
+        f"num_samples={count + 1}",
+        f"has {count} training samples",
+        f"at most {count}",
+        "-1",
+    )
     with refused(*expected):
         prepare(tmp_path, tokenizer, num_samples=count + 1)
 
@@ -166,7 +171,7 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
         prepare(tmp_path / "cache", tokenizer, in_memory(train, validation), pack=pack)
     unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
     (tmp_path / "rows").mkdir()
-    with refused("too few records", "yields 0 training", "a larger max_length"):
+    with refused("too few records", "have 0 training", "a larger max_length"):
         prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path / "rows", unseen), pack=False)
 
 

@@ -73,7 +73,7 @@ def test_push_errors_are_one_line(run_dir, tmp_path):
         without = shutil.copytree(run_dir, tmp_path / "run")
         shutil.rmtree(without / "best")
         refusal = push(without, "user/tiny", "--best", **where)
-        assert_refused(refusal, "has no best/", "--keep_best true")
+        assert_refused(refusal, "has no best/", "--keep_best True")
         assert hub.pushed == {}
     refusal = push(run_dir, "user/tiny", **where)
     assert_refused(refusal, "was not pushed", f"push {run_dir}/hf user/tiny")
