@@ -192,7 +192,8 @@ def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(how, strategy, disk
     record = only_record(folder)
     (run_dir,) = (path for path in run_folders(folder) if path.is_dir())
     assert record["status"] == "failed"
-    assert "is full" in record["error"]
+    reason = "would exceed the limit on file sizes" if how == "limit" else "is full"
+    assert reason in record["error"]
     assert "continue with --resume auto" in record["error"]
     assert f"error: {record['error']}" in said
     assert "Traceback" not in said

@@ -85,7 +85,7 @@ def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unb
     ("missing", "words"),
     [
         (1, "rank 1 did not connect within 3 s (rendezvous_timeout_s). Node 1 of 2 is missing; "
-            "Connected hosts: node0. "),
+            "connected hosts: node0. "),
         (0, "rank 1 on node1 cannot reach rank 0 at node0:"),
     ],
 )  # fmt: skip
