@@ -233,8 +233,8 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add --model to commands that read a run. The run's model may be the user's own code, which
-    runs only if the user names it."""
+    """Add --model to commands that read a run. A run may use the user's own model code, which is
+    executed only if the user names its folder with --model."""
     family = "folder of your own model family, if the run trained one"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
@@ -373,7 +373,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Measure this machine. `plan --calibrate` runs this command in its processes."""
+    """Measure this machine. `plan --calibrate` starts processes that run this command."""
     add = parser.add_argument
     add("file", type=Path, help="JSON file to write")
     return lambda a: _load("tools.calibrate").main(a.file)

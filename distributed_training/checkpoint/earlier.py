@@ -1,5 +1,5 @@
-"""Recognize the data of checkpoints that earlier versions wrote, so that these checkpoints can be
-resumed. This module does not import torch."""
+"""Check data fingerprints in checkpoints that earlier versions wrote, so that these checkpoints can
+be resumed. This module does not import torch."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ _VERSION = 4  # version of the token cache in which fingerprints were computed f
 
 
 def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> bool:
-    """Return whether `fingerprint` is the data fingerprint that an earlier version computed for
-    `data`, the samples of the dataset that `config` names. This reads all of the dataset's files.
+    """Return whether `fingerprint` is the fingerprint that an earlier version computed for `data`.
+    This reads all files of the dataset that `config` names.
 
-    Return False if the dataset contains records or if the tokenizer is not GPT-2's. In these cases,
-    token ids have changed since that version."""
+    Return False if the dataset contains records instead of running text, or if the tokenizer is not
+    GPT-2's. In these cases, token ids have changed since that version."""
     if data.form != RUNNING or not data.tokenizer.is_gpt2:
         return False
     corpus = read_corpus(config.dataset, config.validation_dataset)

@@ -86,8 +86,8 @@ def generate_ids(
 
 
 def submit_in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Call `write` with `arguments` in a background thread and return a future for its
-    completion."""
+    """Call `write` with `arguments` in a background thread. Return a future that is done when the
+    call ends."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
@@ -170,7 +170,7 @@ def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
     """Write generation_config.json with the end tokens from `find_stop_ids`, so that other programs
-    stop generation at the same tokens. The sampling settings of the model in `base` are kept."""
+    stop generation at these tokens. The sampling settings of the model in `base` are kept."""
     document = {} if base is None else read_generation_config(base)
     document["eos_token_id"] = find_stop_ids(tokenizer, chat, base)
     # If this key were kept, transformers could regenerate the file from config.json, without our
@@ -189,8 +189,9 @@ def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[i
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write the model card README.md to `folder`, which contains an exported model, such as the
-    hf/, best/ or merged/ folder of a run. `repo_id` is the model's name on the Hub."""
+    """Write README.md, the model card, to `folder`. The folder contains an exported model and may
+    be, for example, a run's hf/, best/ or merged/ folder. `repo_id` is the model's name on the
+    Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
     is_pretrained = r.config["weights"] == "pretrained"

@@ -79,8 +79,9 @@ class Meta(BaseModel, strict=True):
 
 
 def resume_advice(checkpoint: Path) -> str:
-    """Return advice on how to use the run's other checkpoints instead of a damaged one. The advice
-    is to rename the damaged folder, because a renamed folder is not treated as a checkpoint."""
+    """Return advice for a user whose checkpoint is damaged. If the run has other checkpoints, the
+    advice is to rename the damaged folder, because a renamed folder is not treated as a
+    checkpoint."""
     if len(list_checkpoints(checkpoint.parents[1])) < 2:
         return "the run has no other checkpoint, so train again without resume"
     path = shlex.quote(str(checkpoint))
@@ -126,8 +127,8 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
     """Return the names of the files that `rank` needs to load a checkpoint. Raises ElsewhereError
     if a needed file is on another node.
 
-    A rank needs only the files written on its node if some files are absent, the nodes have no
-    shared disk, and the layout is unchanged. Otherwise, the rank needs all files."""
+    Usually, a rank needs all files. If the nodes have no shared disk and the layout is unchanged, a
+    rank on a node that lacks some files needs only the files written on that node."""
 
     def find_missing() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -292,8 +293,8 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 @contextlib.contextmanager
 def _skip_damaged(checkpoint: Path) -> Iterator[None]:
-    """Skip a damaged checkpoint with a warning instead of an error. Raises ElsewhereError if some
-    of the checkpoint's files are on other nodes."""
+    """Within the `with` block, log a warning instead of raising an error if the checkpoint is
+    damaged. Raises ElsewhereError if some of the checkpoint's files are on other nodes."""
     try:
         yield
     except ElsewhereError:
@@ -320,8 +321,8 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
 
 
 def run_identity(plan: Plan) -> dict[str, Any]:
-    """Return the values that identify a run. resume=auto refuses to start a run while an identical
-    run is active."""
+    """Return the values that identify a run. `resume=auto` refuses to start a run while another run
+    with the same values is active."""
     return {**plan.work, "strategy": plan.strategy.name}
 
 
@@ -369,9 +370,8 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 
 def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the CONFIG keys whose files have the same contents as in the run that saved the
-    checkpoint, even if the paths differ. The files may be text files, tokenizer files, weights or a
-    model."""
+    """Return the CONFIG keys that name files with the same contents as in the checkpoint's run,
+    even if the paths differ. The files may be text files, tokenizer files, weights or a model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

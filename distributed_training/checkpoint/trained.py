@@ -72,9 +72,12 @@ class TrainedModel:
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
-        computation use this dtype. A quantized base then stays quantized and keeps its compute
-        dtype. If `dtype` is None, the model computes in fp32. If fp32 weights would take more than
-        a quarter of the available RAM, each weight keeps the dtype in which it is stored."""
+        computation use this dtype. The exception is a quantized base model, which stays quantized
+        and keeps its compute dtype.
+
+        If `dtype` is None, weights and computation use fp32. If fp32 weights would take more than a
+        quarter of the available RAM, each weight instead keeps the dtype in which it is stored, but
+        computation still uses fp32."""
         model = self.spec.build_meta_model()
         weights, fingerprint = self._watch_base(model)
         rounding_dtype = self.adapters.rounding_dtype() if self.adapters else None

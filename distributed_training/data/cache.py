@@ -98,8 +98,8 @@ def token_cache_dir() -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a complete folder: the form of the text, the array dtypes and the
-    `Counts` of each split, and facts about the tokenizer."""
+    """Return the metadata of a complete folder: the form of the text, facts about the tokenizer
+    and, for each split, the array dtypes and the `Counts`."""
     return json.loads((folder / _META_FILE).read_bytes())
 
 

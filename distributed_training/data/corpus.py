@@ -74,8 +74,8 @@ class Source:
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 of the form, the column names and the contents. This reads all files.
-        Raises UserError if a file cannot be read."""
+        """Return the SHA-256 of the form of the text, the column names and the contents. This reads
+        all files. Raises UserError if a file cannot be read."""
         columns = self.shape.columns if self.shape else {}
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:

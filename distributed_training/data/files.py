@@ -74,7 +74,7 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
 
 def encoding_of(path: Path) -> str:
     """Return Python's name for the encoding of a text file, based on its first bytes. Raises
-    UserError if the encoding is not supported, or if the file has a hole."""
+    UserError if the encoding is not supported, or if part of the file was never written."""
     try:
         with open_file(path) as file:
             # Reading a sparse file of 50 GB would take minutes.
@@ -97,8 +97,8 @@ def encoding_of(path: Path) -> str:
 
 
 def _first_hole(file: IO[bytes]) -> int:
-    """Return the byte offset of the first hole in a file, or the size of the file if there is no
-    hole."""
+    """Return the byte offset of the first hole in a sparse file, or the size of the file if there
+    is no hole."""
     descriptor = file.fileno()
     try:
         return os.lseek(descriptor, 0, os.SEEK_HOLE)
@@ -128,8 +128,8 @@ def column_names(path: Path) -> list[str]:
 
 
 def has_added_nulls(path: Path) -> bool:
-    """Return whether a file is a Parquet or Arrow table. In such a table, nested records have nulls
-    for members that only other records have."""
+    """Return whether a file is a Parquet or Arrow table. Such a table adds nulls to a nested record
+    for members that occur only in other records."""
     return suffix_of(path) in (".parquet", ".arrow")
 
 

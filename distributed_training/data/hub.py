@@ -112,8 +112,8 @@ def is_tokenizer_file(name: str) -> bool:
 
 def fetch_error(missing: str, error: OSError, command: str, alternative: str = "") -> UserError:
     """Return the error for files that are neither cached nor downloadable. `missing` names the
-    files and ends with "is" or "are". `command` is a command that downloads the files, and
-    `alternative` suggests an alternative."""
+    files and ends with "is" or "are". `command` is a command that downloads the files.
+    `alternative` tells the user what to do instead of downloading."""
     what = f"{missing} not in the Hugging Face cache and cannot be downloaded"
     fix = f"{alternative}, or {_DOWNLOAD_ADVICE}" if alternative else _DOWNLOAD_ADVICE
     return UserError(what, str(error), f"{fix}: {command}")

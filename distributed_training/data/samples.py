@@ -27,10 +27,10 @@ VALIDATION_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of one split. A sample is one part of the split or, if records are packed, a block
-    of parts. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. A part contains the inputs
-    and, shifted by one token, the targets. Blocks of running text overlap by one token, so that
-    each token except the first is a target exactly once."""
+    """Samples of one split. A sample is one part of the split or, if records are packed, a block of
+    parts. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. Its inputs are all of its
+    tokens except the last, and its targets are all except the first. Blocks of running text overlap
+    by one token, so that each token except the first is a target exactly once."""
 
     tokens: np.ndarray  # ids of all documents, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
@@ -231,8 +231,8 @@ def cut_samples(
 
 
 def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
-    """Return whether text of the given form is cut into full blocks or packed. `can_pack` is as in
-    `cut_samples`."""
+    """Return whether a sample may contain text from several documents. If so, running text is cut
+    into full blocks, and records are packed. `can_pack` is as in `cut_samples`."""
     return config.pack is not False and (form == RUNNING or can_pack)
 
 
@@ -240,7 +240,7 @@ def all_samples(
     folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
 ) -> Samples:
     """Return all samples of the first split in a cache folder. `can_pack` is as in `cut_samples`.
-    If `with_tail` is set, include the end of running text that does not fill a block."""
+    If `with_tail` is set, include the last block of running text even if it is incomplete."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     starts, lengths = find_parts(split, form, config.max_length, packs=packs)
@@ -291,10 +291,11 @@ def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id
 
 
 def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of targets in the loss of each part, int64 [num_parts].
+    """Return, for each part, the number of targets that are in the loss, int64 [num_parts].
 
-    The targets of part i are among ids[starts[i] + 1 : starts[i] + lengths[i] + 1]. Each part must
-    have at least one token, and `starts` must ascend."""
+    The targets of part i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1], and `mask` is True
+    for ids in the loss. Each part must have at least one target, and `starts` must be in ascending
+    order."""
     if len(starts) == 0:
         return np.zeros(0, np.int64)
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
@@ -310,7 +311,7 @@ def _count_up(counts: np.ndarray) -> np.ndarray:
 
 
 def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the cumulative sum of `values` within each row. `rows` must ascend."""
+    """Return the cumulative sum of `values` within each row. `rows` must be in ascending order."""
     sums = np.cumsum(values)
     row_starts = np.searchsorted(rows, rows)  # first index with the same row
     return sums - (sums[row_starts] - values[row_starts])

@@ -401,7 +401,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
         """Return an int32 array of ids for each string. If `special` is set, add the special tokens
-        at both ends of each string."""
+        that the tokenizer puts at the beginning and end of a string."""
         return [np.array(ids, np.int32) for ids in self._encode(texts, special=special)]
 
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -466,8 +466,8 @@ class Tokenizer:
     def _read_offsets(
         self, text: str, pairs: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (index of the first character, index after the last character) of each token, from
-        the library's offsets. Return None if the offsets are wrong.
+        """Return (index of the first character, index after the last character) of each token,
+        based on the offsets from the `tokenizers` library. Return None if the offsets are wrong.
 
         If a character has no token, the library shifts the offsets of the following tokens in the
         same word. No token then covers the end of the word."""
@@ -555,7 +555,8 @@ class Tokenizer:
 
     @property
     def is_templated(self) -> bool:
-        """True if the tokenizer's own template writes all special tokens in a conversation."""
+        """True if the tokenizer has its own chat template, which renders all special tokens in a
+        conversation."""
         return self.facts.has_template
 
     def is_chat_form(self, form: str | None) -> bool:
@@ -628,8 +629,8 @@ class Tokenizer:
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
-    """Re-raise `error` if it is a KeyboardInterrupt, SystemExit or UserError. A panic in the Rust
-    library, which is also a BaseException, is not re-raised."""
+    """Re-raise `error` if it is a KeyboardInterrupt, SystemExit or UserError. Do not re-raise a
+    panic in the Rust code of the `tokenizers` library, although a panic is also a BaseException."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
 
@@ -663,9 +664,9 @@ def has_builtin_template(folder: Path) -> bool:
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Return whether the folder contains GPT-2's two files and no other file that affects ids.
-    Examples are the folders of our tokenizer, of exports with this tokenizer, and of GPT-2 from the
-    Hub."""
+    """Return whether the folder contains GPT-2's two tokenizer files and no other file that affects
+    ids. Examples are the folder of our tokenizer, exports that use this tokenizer, and GPT-2 in the
+    Hub cache."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:

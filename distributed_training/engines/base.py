@@ -62,8 +62,8 @@ class Engine(abc.ABC):
         the same ids and receive the same logits."""
 
     def past(self) -> KVCache | None:
-        """Return a cache that lets `logits` process each token only once, or None under tp or
-        pp."""
+        """Return a cache that lets `logits` process each token only once, or None with tensor or
+        pipeline parallelism."""
         return KVCache() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
@@ -102,8 +102,8 @@ class Engine(abc.ABC):
         """Restore this rank's `local_state`. Call this after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """Return all weights by parameter name, gathered on rank 0's CPU. Return None on other
-        ranks. All ranks must call this method."""
+        """Gather all weights on rank 0's CPU and return them there by parameter name. Return None
+        on other ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         local_parts = [part for part in weights if part.writes and math.prod(part.size)]
         parts_by_rank = gather(
@@ -134,8 +134,8 @@ class Engine(abc.ABC):
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put `module` in evaluation mode, and disable gradients and torch.compile within the `with`
-    block. Compiled code would be recompiled for new shapes."""
+    """Put `module` in evaluation mode. Within the `with` block, disable gradients and
+    torch.compile, which would otherwise recompile the model for new shapes."""
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield

@@ -91,8 +91,8 @@ class DeepSpeedEngine(base.Engine):
         return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        """Run all micro-batches and update the parameters with the gradient of `scale` x loss.
-        Return this rank's summed loss."""
+        """Run all micro-batches and update the parameters with the gradient of the loss times
+        `scale`. Return this rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:

@@ -21,7 +21,8 @@ class AlignmentError(ValueError):
 
 class Rendered(NamedTuple):
     """Sample rendered from a conversation: its text, and the spans of the text that are in the
-    loss. Two more fields count the answers that lost their reasoning and that have no end token."""
+    loss. Two more fields count the answers whose reasoning was removed, and the answers without an
+    end token."""
 
     text: str
     spans: list[Span]
@@ -47,13 +48,14 @@ def align(
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
-    The template may render an answer in the whole conversation differently than during generation.
+    The template may render an answer differently in the whole conversation than during generation.
     If `marked` is None, each such answer gets a separate sample, and all other answers share the
     first sample.
 
     If the template marks the text to train on, `marked` contains the marked spans. The result is
-    then one sample with these spans, or no sample if none remain. `skip` contains the indices of
-    messages that are not in the loss. The pattern `special_pattern` matches special tokens.
+    then one sample with the marked spans outside skipped messages, or no sample if there are no
+    such spans. `skip` contains the indices of messages that are not in the loss. The pattern
+    `special_pattern` matches special tokens.
 
     Some templates, such as GLM-4's, put no special token after an answer. The special token that
     begins the next turn is then in the loss, because the model must generate it to stop. This token

@@ -41,8 +41,9 @@ _BATCH_SIZE = 64  # conversations per request to the renderer
 
 @dataclass(slots=True)
 class Counts:
-    """Counts for one split: records read, records left out by reason, and records or messages by
-    note. The notes are shown to the user."""
+    """Counts for one split: the records read, the records left out for each reason, and the records
+    or messages to which each note applies. A note tells the user about a peculiarity of the
+    data."""
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason

@@ -58,9 +58,9 @@ def list_names(columns: Iterable[str]) -> str:
 class Shape:
     """Shape of the records in a dataset, recognized from the first record.
 
-    `columns` maps column names that this module knows to the names in the dataset. If `record` has
-    only some of the columns, `names` contains the names of all columns. Raises UserError if the
-    record lacks one of `columns` or has no known column."""
+    `columns` maps column names that this module knows to the names in the dataset. `names` contains
+    the names of all columns and may be omitted if `record` has all of them. Raises UserError if
+    `record` lacks a column that `columns` names, or has no known column."""
 
     def __init__(
         self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()
@@ -136,20 +136,20 @@ class Shape:
         return text
 
     def read_pair(self, record: Any, where: str) -> tuple[str, str]:
-        """Return (prompt, completion) of a record that has both. Raises UserError if either is
-        missing."""
+        """Return (prompt, completion) from a record. Raises UserError if the prompt or the
+        completion is missing."""
         prompt, completion = self._read_strings(record, where)
         return prompt, completion
 
     def read_conversation(
         self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
     ) -> Conversation:
-        """Return the conversation in a record that has either messages or a question with its
-        answer.
+        """Return the conversation from a record, which must contain either messages or a question
+        with its answer.
 
         Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
-        removed, because Arrow tables add such members. Raises UserError if the record does not have
-        this shape."""
+        removed, because Arrow tables add such members. Raises UserError if the record does not
+        contain a valid conversation."""
         fields = self._check_record(record, where)
         if drop_nulls:
             fields = _drop_nulls(fields)

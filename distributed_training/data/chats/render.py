@@ -3,7 +3,7 @@
 A template is third-party code that may fail, run forever or exhaust memory. The parent process
 survives such a failure and reports the record that caused it. Parent and child exchange lines of
 JSON: first the arguments of `build_responder`, then batches of conversations. The child answers
-each conversation separately, so that the parent knows which conversation terminated the child."""
+each conversation separately, so that the parent knows which conversation made the child fail."""
 
 import functools
 import json
