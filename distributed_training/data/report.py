@@ -63,7 +63,8 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
                 int(split["loss_mask"][first + 1 : first + size + 1].argmax()) + 1
                 for first, size in zip(firsts[is_filled], full_lengths[is_filled], strict=True)
             )
-    elif not (packs and meta["form"] in (RUNNING, TEXT)):  # which are split into several samples
+    # If texts are packed, long texts are split into several samples instead of being cut.
+    elif not (packs and meta["form"] in (RUNNING, TEXT)):
         is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
     # Neighboring samples of running text share a token: the last token of one sample is the first
     # token of the next.
