@@ -2,7 +2,7 @@
 other processes, which read plan.json. Under a launcher, rank 0 plans, and the other ranks receive
 the plan (rendezvous.py).
 
-Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is not
+This module, ranks.py and rendezvous.py read launch settings from the environment. torch is not
 imported before training begins."""
 
 import gc
@@ -82,8 +82,8 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
 
 
 def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -> int:
-    """Plan the run, write plan.json and run the plan, in this process or in new processes. Return
-    the run's exit code."""
+    """Plan the run, write plan.json, and execute the plan in this process or in new processes.
+    Return the run's exit code."""
     startup = Startup()
     require_loopback()
     machine = cluster.machine
@@ -138,8 +138,8 @@ def _plan_before_forks(
 
 
 def _plan_smaller(failed_plan: Plan, config: Request, cluster: Cluster) -> Plan:
-    """Plan again with a layout that needs less memory than the failed layout was predicted to
-    need."""
+    """Plan the run again with a layout whose predicted memory use is lower than that of the failed
+    layout."""
     what = f"{layout_name(failed_plan)} with batch_size={failed_plan.config.batch_size}"
     cluster = replace(cluster, below_bytes=estimate_memory(failed_plan).needed_bytes)
     plan = plan_run(config, cluster)
@@ -172,7 +172,8 @@ def ran_out_of_memory_early(run_dir: Path) -> bool:
 
 def run_planned_rank() -> int:
     """Run this process's part of a plan that the launching process is still making. The first line
-    of standard input contains the run's folder and the folders whose code may run."""
+    of standard input contains the run's folder and the folders whose Python code this process may
+    execute."""
     process = current_process()
     assert process is not None
     worker = import_worker()

@@ -139,8 +139,8 @@ def _refuse_other_launchers() -> None:
 
 
 def require_loopback() -> None:
-    """Raise UserError if processes on this machine cannot connect to one another, as in a network
-    namespace whose loopback interface is down. Otherwise, they would wait forever."""
+    """Raise UserError if processes on this machine cannot connect to one another, for example
+    because the loopback interface is down. Without this check, the processes would wait forever."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=5.0).close()
@@ -151,8 +151,8 @@ def require_loopback() -> None:
 
 
 def single_process() -> Process:
-    """Return the only process of a run. Set the variables that libraries read, as a launcher
-    would."""
+    """Return the `Process` for a run that has only one process. Set the variables that libraries
+    read, as a launcher would."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -161,7 +161,7 @@ def single_process() -> Process:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksOutcome:
     """Outcome of the ranks on one machine: their return codes, and the signal that stopped the
-    process that started the ranks."""
+    launching process, if any."""
 
     signum: int  # number of the signal that stopped this process; 0 if none
     codes: dict[int, int]  # rank -> return code, as in Popen, of ranks that ended by themselves
@@ -326,9 +326,9 @@ def _send_signal(ranks: Ranks, signum: int) -> None:
 
 
 def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
-    """Terminate all ranks, and kill ranks that are still running after a time limit. Until then,
-    ranks can save or, if a rank failed, report the cause. `was_signaled` is True if the ranks have
-    already received a signal."""
+    """Terminate all ranks. Until a time limit, ranks can save a checkpoint or, if a rank failed,
+    report the cause. Kill the ranks that are still running after the time limit. `was_signaled` is
+    True if the ranks have already received a signal."""
     timeout_s = SHUTDOWN_TIMEOUT_S
     with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end
         timeout_s = float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE, SHUTDOWN_TIMEOUT_S))

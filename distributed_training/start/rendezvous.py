@@ -156,8 +156,8 @@ def _reason(error: OSError | UnicodeError) -> str:
 
 
 def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tuple[str, str]:
-    """Wait until the store accepts connections. Return this host's address on the connection and
-    the store's address. Raises UserError if there is no connection by `end`."""
+    """Wait until the store accepts connections. Return this host's address and the store's address,
+    as used by the connection. Raises UserError if there is no connection by `end`."""
     while True:
         timeout_s = max(RETRY_S, end - time.monotonic())
         try:
@@ -369,9 +369,9 @@ def continue_run(
 
 def check_disks(plan: Plan, process: Process) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with shared_disk=False,
-    each node has a folder of its own. To resume, each node's own folder must contain that node's
-    files of the checkpoint. Raises UserError on every rank if a node lacks the folder or a file.
-    All ranks must call this function."""
+    each node has a folder of its own. To resume, each node's own folder must contain the checkpoint
+    files of that node. Raises UserError on every rank if a node lacks the folder or a file. All
+    ranks must call this function."""
     is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
     disk_marker = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")

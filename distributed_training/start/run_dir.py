@@ -57,8 +57,8 @@ def reserve_run_dir(
 
 
 def refuse_other_json(plan: Plan) -> None:
-    """Raise UserError if `accelerate launch` names a different DeepSpeed JSON than the plan
-    uses."""
+    """Raise UserError if `accelerate launch` specifies a DeepSpeed JSON file other than the one
+    that the plan uses."""
     other_json = os.environ.get(ACCELERATE_JSON)
     plan_json = plan.strategy.source
     if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):
@@ -103,9 +103,10 @@ def write_plan(plan: Plan) -> None:
 
 
 def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Return the checkpoint from which a restarted run continues, and a note. The checkpoint is the
-    last one written after the run was planned or, if there is none, the one from which the run
-    resumed. None means that the run starts from the beginning."""
+    """Return the checkpoint from which a restarted run continues, and a note that names this
+    checkpoint. It is the last checkpoint that was written after the run was planned or, if there is
+    none, the checkpoint from which the run resumed. None means that the run starts from the
+    beginning."""
     planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
     saved = plan.checkpoint
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first

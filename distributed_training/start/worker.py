@@ -1,4 +1,5 @@
-"""Run one process's part of a run: connect, train and record, or fail with one message."""
+"""Run one process's part of a run. Connect to the other ranks and train. If an error occurs, record
+and print its cause."""
 
 import importlib
 import logging
@@ -97,7 +98,8 @@ def join(
 
 
 def open_store(process: Process, limit_s: float) -> dist.Store:
-    """Return the store that all ranks share. A single process needs no rendezvous."""
+    """Return the store that all ranks share. A single process gets a local store, without a
+    rendezvous."""
     if process.world_size > 1:
         return rendezvous.connect_ranks(process, limit_s)
     rendezvous.use_loopback()  # gloo and NCCL still need an address

@@ -2,9 +2,9 @@
 
 All processes of the run on the same machine hold a shared lock on the file. The claim therefore
 lasts until the last of these processes has ended. Other machines may not see the lock, and some
-file systems have no locks. Therefore rank 0 of the run also touches the file every few seconds.
-Rank 0 ends the run if another run has claimed the directory in the meantime. This module does not
-import torch."""
+file systems do not support locks. Therefore, rank 0 of the run also touches the file every few
+seconds. Rank 0 ends the run if another run has claimed the directory in the meantime. This module
+does not import torch."""
 
 import contextlib
 import fcntl

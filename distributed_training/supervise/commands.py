@@ -22,9 +22,9 @@ def build_continue_command(plan: Plan) -> tuple[str, str]:
 
 
 def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
-    """Map purposes to commands after a finished run: generate text, compare runs and train longer.
-    If the run overfitted, the last command keeps the best weights instead of training longer.
-    Commands that do not apply are omitted."""
+    """Return the commands to suggest after a finished run, by purpose: generate text, compare runs
+    and train longer. If the run overfitted, the last command instead trains again and keeps the
+    best weights. Commands that do not apply are omitted."""
     config = plan.config
     script = _script(plan)
     suggestions = {}

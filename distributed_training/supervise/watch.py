@@ -2,7 +2,7 @@
 
 Threads in each process end the process if its launcher or another process is lost, or if training
 makes no progress. Every process writes its activity to the process group's store and reads the
-activity of the next rank. Therefore the previous rank notices each frozen or unreachable process.
+activity of the next rank. Each rank thus notices if the next rank freezes or becomes unreachable.
 Rank 0 also limits the duration of each activity. Time during which this process was stopped, for
 example by Ctrl-Z, does not count."""
 
@@ -122,8 +122,8 @@ class Watch:
     def set_activity(
         self, activity: str, *, is_step: bool = False, thread: int | None = None
     ) -> None:
-        """Record that the main thread starts an activity. `thread` is the thread that the main
-        thread waits for, if any."""
+        """Record that the main thread is starting an activity. `thread` is the thread that the main
+        thread waits for during this activity, if any."""
         if self._is_step:
             self._steps_s.append(self._clock - self._activity_start)
         self._is_step = is_step
@@ -290,7 +290,8 @@ class Watch:
 
 
 def find_launchers() -> list[psutil.Process]:
-    """Return the parent process and, under deepspeed, the launchers above it."""
+    """Return the parent process. Under deepspeed, also return the launchers above it in the process
+    tree."""
     parents = psutil.Process().parents()
     deepspeed_launchers = itertools.takewhile(
         lambda p: "deepspeed" in " ".join(p.cmdline()), parents[1:]
@@ -306,9 +307,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def describe_late_ranks(states: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the ranks that the other ranks wait for. These are the ranks with the fewest
-    activities or, if all ranks have the same number of activities, the ranks outside a collective.
-    `states` contains the result of `_describe` for each rank."""
+    """Describe the ranks that the other ranks are waiting for. These are the ranks that have
+    started the fewest activities. If all ranks have started the same number, these are the ranks
+    that are not in a collective. `states` contains the result of `_describe` for each rank."""
     min_count = min(state["count"] for state in states)
     late_ranks = [rank for rank, state in enumerate(states) if state["count"] == min_count]
     if len(late_ranks) == len(states):

@@ -1,9 +1,9 @@
 """Train the same model on the same data under several strategies, and write a comparison page.
 
-A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run
-starts the command that a user would type and writes its output to log.txt. The record of a run is
-written as soon as the run succeeds. If you start the plan again, only the runs without a record are
-trained. This process does not import torch."""
+A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run is
+started with the command that a user would type. All runs append their output to log.txt. The record
+of a run is written as soon as the run succeeds. If you start the plan again, only the runs without
+a record are trained. This process does not import torch."""
 
 import argparse
 import contextlib
@@ -264,8 +264,8 @@ def plan_runs(
 
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
-    """Return the keys that have no effect with these values and are not in `Plan.work`. Return an
-    empty set if CONFIG rejects the values, because the run reports the reason."""
+    """Return the keys that have no effect with these values, except for the keys in `Plan.work`.
+    Return an empty set if CONFIG rejects the values, because the run reports the reason."""
     with contextlib.suppress(UserError):
         config = build(format_overrides(values))
         strategy = load_strategy(config)
@@ -296,7 +296,7 @@ def plan_run(
 
 
 def print_settings(runs: Sequence[Run]) -> None:
-    """Print the settings of each remaining run, for a dry run."""
+    """For a dry run, print the settings of each run that remains to be trained."""
     for run in runs:
         if run.status == "remaining":
             print(f"  {' '.join(format_overrides(run.values))}")

@@ -190,8 +190,8 @@ def check_disk(output_dir: Path) -> Iterator[Finding]:
 
 
 def check_building(machine: Machine) -> Iterator[Finding]:
-    """Check the tools that build DeepSpeed's extensions, and find locks that killed builds left
-    behind."""
+    """Check the tools that build DeepSpeed's extensions. Also check for lock files that remain from
+    killed builds."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     for what, installed, users, command in (

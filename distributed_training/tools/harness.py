@@ -106,14 +106,15 @@ class CachedTopology(Topology):
 
 class RunCache:
     """Cache of objects that are slow to create and that runs share: communicators by mesh, and the
-    initial weights of the last run."""
+    initial weights of the most recent run."""
 
     def __init__(self) -> None:
         self._topologies: dict[Topology, CachedTopology] = {}
         self._models: dict[str, Decoder] = {}
 
     def topology(self, topology: Topology) -> Topology:
-        """Return a topology that equals `topology` and reuses its communicators."""
+        """Return a topology that equals `topology`. Calls with equal topologies return the same
+        object, so its communicators are reused."""
         if topology not in self._topologies:
             self._topologies[topology] = CachedTopology(**dataclasses.asdict(topology))
         return self._topologies[topology]

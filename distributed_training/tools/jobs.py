@@ -72,7 +72,7 @@ def build_options(
 
 
 def _absolute_paths(plan: Draft) -> dict[str, str]:
-    """Return the absolute path of each key whose value is a relative path."""
+    """Return the absolute path for each key whose value is a relative path."""
     absolute_paths = {}
     for name in PATHS:
         value = getattr(plan.requested, name)
@@ -114,9 +114,10 @@ def build_batch_script(
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return configs/train.slurm, filled in for a layout. `options` are the script's options, and
-    `machine_options` are the options that describe the cluster. `plan_command` is the command that
-    writes this job. The job requests 25% more RAM and time than predicted."""
+    """Return the contents of configs/train.slurm, filled in for a layout. `options` are the
+    script's options, and `machine_options` are the options that describe the cluster.
+    `plan_command` is the command that writes this job. The job requests 25% more RAM and time than
+    predicted."""
     plan = choice.plan
     processes_here = plan.processes_here
     ram_bytes = choice.memory.host_bytes * processes_here

@@ -1,9 +1,9 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
 Each size is the size of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is
-size / seconds. The bus bandwidth is sent bytes / seconds. Sent bytes are the bytes that each
-process sends in a ring. The fit, latency + sent bytes / bandwidth, minimizes relative errors, so
-small messages count as much as large messages."""
+`size / seconds`. The bus bandwidth is `sent bytes / seconds`. Sent bytes are the bytes that each
+process sends in a ring. The fit is `seconds = latency + sent bytes / bandwidth`. It minimizes
+relative errors, so small messages count as much as large messages."""
 
 import argparse
 import contextlib
@@ -94,8 +94,8 @@ def time_group(
     entry per size, with the time of each operation in seconds on the slowest process.
 
     `members` is a torch process group. If it is None, all processes are members. `ranks` defaults
-    to the ranks of the group, and sends use the first two of `ranks`. All ranks must call this
-    function."""
+    to the ranks of the group. The send operation uses the first two of `ranks`. All ranks must call
+    this function."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def ping_pong(tensor: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def time_group(
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Fit a line to points of (bytes, seconds) by least squares of the relative errors.
+    """Fit a line to points of (bytes, seconds) by minimizing the squared relative errors.
 
     Return (latency in seconds, bandwidth in bytes/s, root mean square of the relative errors).
     Neither the latency nor the seconds per byte can be negative."""
@@ -272,7 +272,8 @@ def main(options: argparse.Namespace) -> int:
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     """Return the size of each axis. dp_replicate uses the remaining processes. Raises UserError if
-    the sizes do not divide the number of processes, or if there is only one process."""
+    there is only one process, or if the number of processes is not a multiple of the product of the
+    sizes."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:

@@ -178,7 +178,8 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield the text of the ids in pieces, each as soon as its characters are complete."""
+    """Decode token ids and yield the text in pieces, each as soon as its characters are
+    complete."""
     tokens = list[int]()
     printed = ""
     for token in ids:
@@ -261,9 +262,9 @@ def _load_plan(name: str) -> Plan | None:
 def _load_samples(
     config: RunConfig, tokenizer: Tokenizer, size: ModelSize
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
-    """Return (samples, number of bytes per token, string that names the split, notes). The samples
-    come from the dataset's validation split if there is one. The notes mention records that are
-    left out or cut."""
+    """Return (samples, number of bytes for each token id, note about the split, other notes). The
+    samples come from the dataset's validation split if there is one. The other notes mention
+    records that are omitted or truncated."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     split_corpus = {"train": corpus[split]}
@@ -284,7 +285,8 @@ def _load_samples(
 def measure(
     model: Decoder, samples: Samples, bytes_per_token: np.ndarray, device: torch.device
 ) -> dict[str, float]:
-    """Evaluate a whole model on its device. Return an entry for the record's `evaluations`."""
+    """Evaluate an unsharded model, which must be on `device`. Return an entry for the `evaluations`
+    in the record."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), batch_size)
@@ -296,8 +298,8 @@ def measure(
 
 
 def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
-    """Evaluate a folder in the Hugging Face format with lm-eval, and print the results. Return the
-    exit code."""
+    """Evaluate a model with lm-eval on the tasks in `names`, and print the results. `find_weights`
+    documents `name` and `weights_name`. Return the exit code."""
     try:
         import lm_eval
         from lm_eval.utils import make_table

@@ -183,7 +183,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """Return an error that names the layout with the lowest memory requirement and says how much
-    memory this layout needs. Raises UserError if only the RAM is too small."""
+    memory this layout needs. If only the RAM is too small, raise a UserError about the RAM
+    instead."""
     if fit_on_gpu := [choice for choice in choices if choice.gpu_memory_fit != "no"]:
         smallest = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
         check_memory(smallest, lambda _: [])  # raises an error if only the RAM is too small
@@ -256,7 +257,7 @@ def _rank(
     only: str,
 ) -> list[Prediction]:
     """Return all layouts, best first. If the user did not set activation_checkpointing, layouts
-    that do not fit use as much activation checkpointing as they need."""
+    that do not fit in memory use as much activation checkpointing as necessary."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices

@@ -42,7 +42,7 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile and load the DeepSpeed extensions of the plan's strategy in one process per machine.
-    Print how long each extension takes. All ranks must call this function."""
+    Print how long each extension takes to load. All ranks must call this function."""
     # Import the engine on all ranks at the same time instead of one after another.
     plan.strategy.load_engine()
     names = required_extensions(plan.strategy) if topology.local_rank == 0 else ()
@@ -57,9 +57,9 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 
 
 def build_engine(plan: Plan, topology: Topology, random_model: Decoder | None = None) -> Engine:
-    """Build the plan's engine with the initial weights, which are the same under every strategy,
-    and seed dropout. `random_model` is a model with random initial weights, if the caller has one.
-    All ranks must call this function. Raises UserError if adapters do not fit the weights."""
+    """Build the plan's engine and seed dropout. The initial weights are the same under every
+    strategy. `random_model` is a model with random initial weights, if the caller has one. All
+    ranks must call this function. Raises UserError if adapters do not fit the weights."""
     config = plan.config
     model, fingerprint = build_model(plan, topology, random_model)
     initial_adapters = None
@@ -81,11 +81,11 @@ def build_model(
     """Return the model and a fingerprint of its frozen weights. Without LoRA, no weights are frozen
     and the fingerprint is empty.
 
-    For PyTorch's parallelism, the model is on the meta device, and `model.fill` loads the weights
-    of this rank's shards once the shards are known. DeepSpeed receives the whole model on the CPU.
-    With an NF4 base, this rank's device holds the whole base model. All weights are rounded to the
-    compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
-    matrices of blocks), and trained weights in fp32."""
+    For strategies based on PyTorch's parallelism, the model is on the meta device. `model.fill`
+    loads the weights of this rank's shards once the shards are known. DeepSpeed receives the whole
+    model on the CPU. With an NF4 base, this rank's device holds the whole base model. All weights
+    are rounded to the compute dtype. Frozen weights are stored in the compute dtype (or in
+    `base_dtype` for the matrices of blocks), and trained weights are stored in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     model = plan.model.build_meta_model(dropout=config.dropout, seed=config.seed)

@@ -134,8 +134,8 @@ class Trainer:
         return stop_signum if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
-        """Run one step. After the step, evaluate, end the epoch and save a checkpoint, each only if
-        it is due. Return the number of the signal that stops the run, or 0 if there is none. All
+        """Run one step, then perform the tasks that are due: evaluate, end the epoch and save a
+        checkpoint. Return the number of the signal that stops the run, or 0 if there is none. All
         ranks return the same number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.faults.skipped_step:
@@ -310,8 +310,8 @@ class Trainer:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for the save in progress, if there is one, and add it to the history. If the save
-        failed, raises the error that it caused. All ranks must call this method."""
+        """Wait for the save in progress, if there is one, and add the save to the history. If the
+        save failed, raise an error with the cause. All ranks must call this method."""
         if self.saver.pending_write is None:
             return
         self.set_activity("the end of a save", thread=self.saver.thread)

@@ -18,7 +18,7 @@ MAX_CONSECUTIVE_SKIPS = 10
 
 
 class NonFiniteError(RunError):
-    """Raised for a step with a non-finite loss or gradient. `saved` contains the earlier
+    """Raised when a step has a non-finite loss or gradient. `checkpoints` contains the earlier
     checkpoints of the run. `skipped_step` is the step that a rollback has already skipped (0 if
     there is none)."""
 
@@ -50,7 +50,7 @@ def has_fault(result: StepResult, config: RunConfig) -> bool:
 
 
 class Faults:
-    """Find the cause of non-finite steps, and remember the step that a rollback skips."""
+    """Diagnosis of non-finite steps. Also stores the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
@@ -87,8 +87,8 @@ class Faults:
         return what
 
     def build_error(self, step: int, what: str) -> NonFiniteError:
-        """Return a NonFiniteError for `step` whose message begins with `what`. All ranks must call
-        this method."""
+        """Return a NonFiniteError for `step`, with a message that begins with `what`. All ranks
+        must call this method."""
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))

@@ -19,7 +19,7 @@ SILENT_LOG_LEVEL = "6"  # log level at which Kineto prints nothing
 
 
 def steps_to_trace(plan: Plan, last_step: int) -> range:
-    """Return the steps to trace, counted from 1, of a run that continues after `last_step`.
+    """Return the 1-based numbers of the steps to trace in a run that continues after `last_step`.
 
     The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
     last possible steps are traced. The first step and the step that captures a graph are never

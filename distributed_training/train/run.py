@@ -124,8 +124,8 @@ def push(run_dir: Path, name: str) -> int:
 
 
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """Return the entries that a record has before the first step. `Record` documents most of
-    them."""
+    """Return the entries that a record contains before the first step. `Record` documents most of
+    these entries."""
     config = plan.config
     strategy = plan.strategy
     pp = plan.mesh["pp"]

@@ -14,9 +14,9 @@ from distributed_training.settings.errors import UserError
 def generate_sample(
     engine: Engine, plan: Plan, data: Data, display: Display, when: str
 ) -> str | None:
-    """Generate, print and return text that continues the prompt `generate` in CONFIG. Return None
-    if there is no prompt or the chat template rejects it. If the model is trained on conversations,
-    the prompt is a user message. All ranks must call this function."""
+    """Generate, print and return text that continues the prompt in CONFIG's key `generate`. Return
+    None if there is no prompt or if the chat template rejects the prompt. If the model is trained
+    on conversations, the prompt is a user message. All ranks must call this function."""
     config = plan.config
     if config.generate is None:
         return None

@@ -7,8 +7,8 @@ Each tensor has a separate rounding error, because Adam turns gradients that con
 rounding errors into large steps. If records are packed, one process also trains on the records one
 by one. This run counts as a layout.
 
-Only two process groups train: one process, then the processes of the layouts. Starting processes
-takes longer than training the few steps."""
+One process trains all reference runs, and one group of processes trains all layouts. Starting new
+processes for each run would take longer than training its few steps."""
 
 import argparse
 import importlib
@@ -182,7 +182,7 @@ def import_ranks(configs: Sequence[Request]) -> ModuleType:
 
 
 def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
-    """Copy a line of the results into its trial. If `line` is None, the trial has no result."""
+    """Copy a line of the results into `trial`. If `line` is None, leave `trial` unchanged."""
     if line is not None:
         for name in ("verdict", "why", "apart", "seconds", "mesh"):
             setattr(trial, name, line.get(name))

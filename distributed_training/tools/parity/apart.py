@@ -10,9 +10,9 @@ from distributed_training.data.samples import IGNORE_INDEX, Sampler, Samples, St
 
 
 def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
-    """Return the inputs and targets of the documents in packed blocks: int64 [2, documents,
-    seq_len]. Each document is padded to the length of a block. `micro_batch` comes from
-    `Samples.batch`."""
+    """Return the inputs and targets of the documents in packed blocks as an int64 array of shape
+    [2, documents, seq_len]. Each document is padded to the length of a block. `micro_batch` comes
+    from `Samples.batch`."""
     inputs, targets, _, ends = micro_batch
     rows = []
     for *block, bounds in zip(inputs, targets, ends, strict=True):
@@ -25,7 +25,8 @@ def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndar
 
 
 class OneByOneSampler(Sampler):
-    """Sampler whose steps contain the same records as with packing, but with one record per row."""
+    """Sampler that selects the same records for each step as with packing, but puts one record in
+    each row."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)

@@ -234,7 +234,7 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     """Return the relative difference for each tensor in the last checkpoints: the norm of the
     difference, divided by the norm of the reference. The tensors are weights and optimizer state.
     The optimizer state is included because Adam's steps hardly depend on the magnitude of a
-    gradient. Checkpoints of all layouts have the same tensors."""
+    gradient. Checkpoints of all layouts contain the same tensors."""
     files = []
     for checkpoint_dir in (run_dir, reference_dir):
         (folder,) = list_checkpoints(checkpoint_dir)

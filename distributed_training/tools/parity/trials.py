@@ -77,10 +77,10 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
-    """Return the trials of one process, with the same global batch size and the same values of
+    """Return the single-process trials, with the same global batch size and the same values of
     `Plan.work` as the layouts. The trials are the reference, the reference with another micro-batch
-    size, and a run with one packed record per row. With an NF4 base, another trial has dequantized
-    weights."""
+    size, and a run with one packed record per row. With an NF4 base, there is also a trial with
+    dequantized weights."""
     first, config = next((run, run.config) for run in runs if run.config)
     shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys() | {"precision"}
     shared = {
