@@ -1,8 +1,9 @@
-"""Define the costs of a mechanism and the quantities from which they are computed: tensor sizes and
-durations of elementary operations. This module does not import torch.
+"""Define the class Mechanism, and the tensor sizes and operation times from which a mechanism's
+costs are computed. A mechanism is a technique that adds costs to a plan, such as tensor
+parallelism. This module does not import torch.
 
 The size of an all-reduce, all-gather or reduce-scatter is the size of the whole tensor.
-`sent_bytes` converts it to the number of bytes that a process sends."""
+`sent_bytes` converts this size to the number of bytes that a process sends."""
 
 import itertools
 import math
@@ -119,8 +120,9 @@ class PipelineRank:
             self.trained_parameters = self.adapter_parameters
 
     def traced_bytes(self, what: str, compile_mode: str) -> float:
-        """Return the traced number of bytes per block and micro-batch, such as the bytes that a
-        block keeps. Models are traced in bf16, so the number is scaled to the width of the compute
+        """Return a number of bytes per block and micro-batch, as found by tracing the model. `what`
+        is "kept" for the bytes that a block keeps, or "forward" or "backward" for the bytes that a
+        pass moves. Models are traced in bf16, so the number is scaled to the width of the compute
         dtype."""
         traced = self.size.traced
         assert traced is not None
@@ -145,7 +147,8 @@ class Timing(PipelineRank):
         return 2 * tiled_multiplications(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
     def memory_cost(self, num_bytes: float) -> Cost:
-        """Return the cost of reading and writing `num_bytes` in element-wise kernels."""
+        """Return the cost of element-wise kernels that read and write `num_bytes` bytes in
+        total."""
         return num_bytes / self.rates.memory_bytes * MEMORY
 
     def collective_s(
@@ -175,7 +178,8 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism:
-    """Costs that one mechanism adds to a plan that uses it. Omitted fields add nothing."""
+    """Costs that one mechanism, such as tensor parallelism, adds to each plan that uses it. Omitted
+    fields add nothing."""
 
     is_used: Callable[[Draft], bool]
     # Bytes of model state per trained parameter, and bytes of frozen weights. The keys are

@@ -1,5 +1,6 @@
-"""Estimate the peak memory of one process by component. The estimate adds up the memory of the
-mechanisms in predict/costs at three points in a step. This module does not import torch."""
+"""Estimate the peak memory of one process by component. For each of three points in a step, this
+module adds up the memory that the mechanisms in predict/costs need. The largest sum is the peak.
+This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -164,9 +165,9 @@ def _bytes_at(
 
 
 def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
-    """Return (bytes of block activations, bytes of logits) at the memory peak of the process's
-    sequence of operations. A block keeps `per_block` bytes, and its backward pass needs `backward`
-    additional bytes."""
+    """Return (bytes of block activations, bytes of logits) at the time when the sum of the two is
+    largest in the process's sequence of operations. A block keeps `per_block` bytes, and its
+    backward pass needs `backward` additional bytes."""
     blocks = rank.plan.layout.blocks_per_stage
     loss = loss_bytes(rank)
     pending = pending_bytes(rank)

@@ -45,9 +45,10 @@ class Cluster:
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
-    """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" with a
-    separate `gpu`. Raises UserError for text in any other form, an unknown GPU, or more than
-    MAX_PROCESSES GPUs."""
+    """Parse a cluster in the form `nodes x GPUs x kind`, such as "2x8xH100-80GB". The numbers may
+    be omitted, as in "8xH200" (one node) or "L4" (one GPU). If `gpu` names the kind, the form is
+    `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, an unknown GPU, or
+    more than MAX_PROCESSES GPUs."""
     match = _FORM.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
@@ -149,7 +150,8 @@ class Prediction:
     @property
     def bottleneck_kind(self) -> str:
         """Kind of the main bottleneck of a step. If the rates are known, the kind is a key of
-        FITTED.likely_s, which contains the typical errors."""
+        FITTED.likely_s, which maps each kind to a typical error range. Otherwise, the kind is
+        "unknown"."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
@@ -170,8 +172,9 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if similar runs were measured. With GPUs, these are runs of this model on one node
-        with the same kind of GPU. Without GPUs, runs of any model on one node count."""
+        """True if runs similar to the plan were measured. With GPUs, these are runs of the same
+        model on one node, on GPUs of the same kind. Without GPUs, runs of any model on one node are
+        similar."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -184,7 +187,8 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """Lower and upper ends of the likely step time, relative to the predicted time."""
+        """Lower and upper ends of the range of likely step times, relative to the predicted
+        time."""
         low, high = vars(FITTED.likely_s)[self.bottleneck_kind]
         if not self.validated:
             wider_range = FITTED.unvalidated_s
@@ -193,7 +197,7 @@ class Prediction:
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Lower and upper ends of the likely step time, in seconds."""
+        """Lower and upper ends of the range of likely step times, in seconds."""
         if self.step is None:
             return None
         return [share * self.step.seconds for share in self.likely_shares]

@@ -24,7 +24,7 @@ SPLIT_K = (1, 2, 4)  # numbers of parts into which the inner dimension may be sp
 
 
 def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
-    """Return launch costs, such as FITTED.launching_s, for a host that is slower by `factor`."""
+    """Return launch costs, such as FITTED.launching_s, scaled by `factor` for another host."""
     return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
 
 
@@ -151,8 +151,8 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _matmul_rate(matmuls: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the median FLOP/s of the largest matrix multiplications. FLOPs are counted for whole
-    tiles."""
+    """Return the median FLOP/s of the largest matrix multiplications. FLOPs are counted with
+    `tiled_multiplications`, which counts whole tiles."""
     m = max(matmul["tokens"] for matmul in matmuls)
     rates = []
     for matmul in matmuls:

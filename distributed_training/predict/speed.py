@@ -1,11 +1,14 @@
 """Estimate the duration of one optimizer step in seconds, and the step's main bottleneck. This
 module does not import torch.
 
-Matrix multiplications take FLOPs / rate, and attention's rate grows with the sequence length.
-Element-wise operations take bytes / bandwidth, and each kernel takes time to start. A collective
-takes its latency plus (bytes sent in a ring) / bandwidth. A pipeline is simulated in its schedule's
-order. The host launches kernels while the GPU computes, so the slower of the two counts. With a
-CUDA graph, the host's time does not count."""
+Durations are estimated as follows:
+- matrix multiplications: `FLOPs / rate`. The rate of attention grows with the sequence length.
+- element-wise operations: `bytes / bandwidth`, plus the time to start each kernel
+- collectives: `latency + bytes / bandwidth`, with the bytes that a process sends in a ring
+- pipelines: simulation of the operations in the order of the schedule
+
+The host launches kernels while the GPU computes, so the step takes as long as the slower of the
+two. With a CUDA graph, the host's time does not count."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
-"""Print the header, progress and summary of a run on rank 0, and fill page templates. This module
-does not import torch."""
+"""On rank 0, print the header, progress and summary of a run. Fill page templates. This module does
+not import torch."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ class Display:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a note that states a choice made for the user and the reason for this choice."""
+        """Print a note that states a choice made for the user and the reason for the choice."""
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
@@ -83,8 +83,8 @@ class Display:
             )
 
     def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
-        """Show the last of `rows`, which are rows of metrics.jsonl. The speed excludes the run's
-        first step (number `first_step`), which is slower than the others."""
+        """Show the last row in `rows`, which contains rows of metrics.jsonl. The speed excludes the
+        run's first step (number `first_step`), which is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]
@@ -147,7 +147,7 @@ def _quote(word: str) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Format a number of bytes in GiB, or in MiB if the number is small."""
+    """Format a number of bytes in GiB, or in MiB if it is less than 0.1 GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -203,8 +203,8 @@ def in_markdown(text: str) -> str:
 
 
 def fill_template(template: str, **values: Any) -> str:
-    """Fill a template in pages/ with `values` and return the text. HTML templates escape the
-    values."""
+    """Fill a template in pages/ with `values` and return the text. In an HTML template, the values
+    are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
@@ -215,8 +215,8 @@ def fill_template(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run. The rows use only entries that the record has before the
-    first step. The value of a row without content is an empty string."""
+    """Return the header rows of a run. The rows use only entries that the record contains before
+    the first step. If a row has nothing to show, its value is an empty string."""
     config = r.config
     data = r.data
     length = config["max_length"]
@@ -304,8 +304,8 @@ def describe_prediction(
     prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
     """Describe the predicted GPU memory and RAM per process, the time per step, the total time and
-    the main bottleneck. Without a GPU, the size of the tensors replaces the GPU memory. Return ""
-    if there is no prediction."""
+    the main bottleneck. Without a GPU, the size of the tensors is given instead of the GPU memory.
+    Return "" if there is no prediction."""
     if prediction is None:
         return ""
     label = "GPU memory" if on_gpu else "tensors"

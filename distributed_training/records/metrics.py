@@ -174,7 +174,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
     """Return an entry for the record's `evaluations`, without its step.
 
     `loss_sum` is the summed loss of all targets in nats, and `num_bytes` is the length of the
-    targets' text in UTF-8 bytes. `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None if
+    targets' text in UTF-8 bytes. `bits_per_byte` is `loss_sum / (ln(2) * num_bytes)`, or None if
     there is no text. In a conversation, the targets are the answers and their end tokens. Special
     tokens count toward the loss, because the model has to predict them, but not toward the text."""
     loss = loss_sum / num_targets
@@ -188,11 +188,15 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 
 def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
-    """Return the tracker that `log_to` names. `about` contains the settings that become the config
-    of the tracker's run.
+    """Return the tracker that `log_to` names. `about` contains the settings that the tracker
+    stores as the configuration of its run.
 
-    The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
-    wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space).
+    The trackers are:
+    - TensorBoard: `tensorboard --logdir runs` shows the values.
+    - MLflow: MLFLOW_TRACKING_URI names the server.
+    - wandb: WANDB_MODE=offline is supported.
+    - trackio: `trackio show` shows the values. TRACKIO_SPACE_ID names a Space that stores them.
+
     The id of the tracker's run is stored in the run's folder. A run that resumes after `step`
     therefore continues the same run in the tracker."""
     if log_to is None:

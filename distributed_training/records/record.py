@@ -38,7 +38,7 @@ Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_
 
 
 def _require_keys(*names: str) -> AfterValidator:
-    """Return a validator that requires an object to have these keys."""
+    """Return a validator that requires a dict to contain the keys `names`."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
         if missing := [name for name in names if name not in values]:
@@ -129,7 +129,7 @@ class History(BaseModel):
 
 
 class Record(History):
-    """Fields of a run's record that this package reads. A record has more fields.
+    """Fields of a run's record that this package reads. The record also contains other fields.
     REAL_MODELS_GUIDE.md documents the main fields."""
 
     model_config = _OPEN_CONFIG
@@ -263,13 +263,14 @@ def is_alive(r: Record) -> bool:
 def mark_stopped(
     run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
 ) -> bool:
-    """Report why a run stops. Any rank or the launcher may call this function. If rank 0 has not
-    finished the run's record, also update the record's status. Return whether this is the first
-    reported cause.
+    """Report why a run is stopping. Any rank or the launcher may call this function. If rank 0 has
+    not finished the run's record, also update the record's status. Return whether this failure is
+    the first reported cause.
 
-    The failure occurred `ago_s` seconds ago, and the earliest cause is recorded. Set `consequence`
-    if another failure led to this one. For example, a connection is lost because the process at the
-    other end failed. A consequence is recorded only until a cause is reported."""
+    The failure occurred `ago_s` seconds ago. If several failures are reported, the record contains
+    the earliest cause. Set `consequence` if another failure led to this one. For example, a
+    connection is lost because the process at the other end failed. A consequence is recorded only
+    until a cause is reported."""
     fault = {
         "at": time.time() - ago_s, "consequence": consequence,
         "said": {"status": status, "error": error, "finished_at": timestamp()},
@@ -293,8 +294,8 @@ def mark_stopped(
 
 
 def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
-    """Return the faults in FAULTS_FILE in the order of their reports, followed by the elements of
-    `known_faults` that the file lacks."""
+    """Return the faults in FAULTS_FILE in the order in which they were reported, followed by the
+    elements of `known_faults` that the file does not contain."""
     faults = list[Any]()
     # The file may be missing or truncated by a full disk.
     with contextlib.suppress(OSError, ValueError):
@@ -304,8 +305,9 @@ def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
     """Write a run's record. Unless the run succeeded, include the earliest reported cause of the
-    run's end. If another fault is reported in the meantime, write the record again. With
-    `known_faults`, overwrite the old record if the disk is full."""
+    run's end. If another fault is reported in the meantime, write the record again. If writing a
+    new file fails, overwrite the old record when `known_faults` are given. Otherwise, raise
+    OSError."""
     file = run_dir / RECORD_FILE
     old_faults = None
     while (faults := _read_faults(run_dir, *known_faults)) != old_faults:
@@ -336,8 +338,8 @@ def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
-    """Drop the rows of steps after `num_steps`, which a resumed run repeats, and any lines that a
-    crash damaged."""
+    """Drop the rows of steps after `num_steps`, because a resumed run repeats these steps. Also
+    drop any lines that a crash damaged."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return

@@ -222,8 +222,9 @@ def join_settings(settings: Mapping[str, str]) -> str:
 def render_page(
     form: str, title: str, heading: str, sections: Sequence[Section], note: str = ""
 ) -> str:
-    """Return a page that begins with the settings that all sections share. `form` is "md", with
-    plots in separate files, or "html", a single file without scripts or network access."""
+    """Return a page that begins with the settings that all sections share. If `form` is "md", the
+    plots are in separate files. If `form` is "html", the page is a single file without scripts or
+    network access."""
     shared = shared_settings(sections)
 
     def own_settings(section: Section) -> dict[str, str]:

@@ -51,7 +51,7 @@ def finite(value: float | None) -> float:
 
 
 def _trained(name: str) -> Value:
-    """Return a function that returns the value `name` of a run's last evaluation. The function
+    """Return a function that reads the value `name` from a run's last evaluation. The function
     returns None if there was no evaluation after training began."""
 
     def value(r: Record) -> float | None:
@@ -62,8 +62,8 @@ def _trained(name: str) -> Value:
 
 
 def _peak_bytes(r: Record) -> float | None:
-    """Return the peak size in bytes of the tensors on the fullest GPU. Without GPUs, return the
-    peak RAM in bytes of the process that uses the most."""
+    """Return the largest peak size in bytes of the tensors on a GPU. Without GPUs, return the
+    largest peak RAM of a process, in bytes."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -190,7 +190,8 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about failed runs, overfitting and differences in the work."""
+        """Return sentences about failed runs, overfitting and differing settings that make the runs
+        incomparable."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             for r in filter(lambda record: record.error, layout.records):
@@ -274,8 +275,8 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """Return the part of each run's folder name that distinguishes the runs. The part is as short
-    as possible and consists of whole words. Return "" for a single run."""
+    """Return a name for each run: the shortest part of its folder's name that distinguishes it from
+    the other runs. The part consists of whole words. The name of a single run is ""."""
     names = [tuple(Path(r.run_dir).name.split("-")) for r in records]
     num_names = len(set(names))
     if num_names == 1:

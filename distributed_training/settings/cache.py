@@ -1,4 +1,4 @@
-"""Locate and protect this user's cache folders. This module imports only modules that load fast.
+"""Locate and protect this user's cache folders. This module imports only modules that load quickly.
 
 Python, torch's compiler, Triton and PyTorch's extension loader run code that they find in these
 folders. Other users must therefore not be able to change the folders."""
@@ -72,8 +72,8 @@ def use_private_caches() -> None:
 def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     """Create the folder `name`, with mode 0700, in the first of `roots` in which this is possible.
     The default roots are this user's cache folder and, unless DISTRIBUTED_TRAINING_CACHE names a
-    cache folder, the temporary folder. Return the folder and the reason why it must not be used, or
-    "" if it may be used."""
+    cache folder, the temporary folder. Return (folder, reason why it must not be used). The reason
+    is "" if the folder may be used."""
     why = ""
     fallbacks = () if _named_folder() else (_temporary_folder(),)
     for root in roots or (cache_folder().resolve(), *fallbacks):
@@ -112,8 +112,8 @@ def _unsafe_reason(folder: Path) -> str:
 
 
 def _creation_obstacle(folder: Path) -> str:
-    """Return the reason why `folder` cannot be created. Return "" if it exists or can be created.
-    The test leaves no folder behind, because the folder may never be needed."""
+    """Return the reason why `folder` cannot be created. Return "" if it exists or can be created. A
+    folder that this check creates is removed, because it may never be needed."""
     if os.path.lexists(folder) and not folder.is_dir():
         return "it is not a folder"
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]

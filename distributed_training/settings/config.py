@@ -2,8 +2,9 @@
 torch.
 
 Each field of RunConfig defines the type, default, aliases and help text of a key. The field also
-defines whether the key is part of the work, on which comparable runs must agree. Error messages,
-`--help`, `--key value` options and the guide's reference are derived from the fields."""
+defines whether the key is part of the work. Runs are comparable only if their work is the same.
+Error messages, `--help`, `--key value` options and the guide's reference are derived from the
+fields."""
 
 import functools
 from collections.abc import Mapping

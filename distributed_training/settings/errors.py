@@ -106,8 +106,8 @@ def print_error(text: str) -> None:
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
     """Call `act` and return the exit code. If `act` raises an error that the user can fix, such as
-    a UserError or a full disk, print the error without a traceback. `trains` is True if `act`
-    trains a model, which determines the message after Ctrl-C."""
+    a UserError or a full disk, print the error without a traceback. After Ctrl-C, the message
+    depends on `trains`, which is True if `act` trains a model."""
     try:
         code = act()
         sys.stdout.flush()
@@ -154,7 +154,7 @@ def explain(error: Exception) -> UserError | None:
 
 
 def removed_folder_error() -> UserError | None:
-    """Return an error if the current folder has been removed, otherwise None."""
+    """Return an error if the current folder has been removed. Otherwise, return None."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -168,8 +168,8 @@ def rejected_variable_error(error: Exception) -> UserError | None:
     rejected. Return None if no variable was rejected.
 
     A variable counts as rejected if the message of `error` contains its name, or its value in
-    quotes or after a colon. An equal value elsewhere, such as 9.0 or True, may have another
-    cause."""
+    quotes or after a colon. A value elsewhere in the message, such as 9.0 or True, does not count,
+    because it may come from another source."""
     message = str(error)
     for name, value in os.environ.items():
         quoted_value = rf"(: |['\"]){re.escape(value)}(?!\w)"

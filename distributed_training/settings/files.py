@@ -77,9 +77,9 @@ def resolve_user_path(text: str | Path) -> Path:
 
 
 def obstacle_to_writing(folder: Path, *files: str) -> str:
-    """Return the reason why `folder` or its `files` cannot be written. Return "" if there is none.
-    The test creates and removes a file in `folder`, or in the nearest existing parent, and opens
-    each existing file in `files`."""
+    """Return the reason why `folder` or its `files` cannot be written. Return "" if they can be
+    written. The check creates and removes a file in `folder`, or in the nearest existing parent,
+    and opens each existing file in `files`."""
     tested_path = folder = folder.absolute()
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -72,8 +72,9 @@ def config_key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a model field as a key. The help text is `help` or a string below the field. `work`
-    is True if two runs must have the same value to be comparable."""
+    """Declare a model field as a key. The help text is `help` or, if it is None, the string below
+    the field in the source code. `work` is True if two runs must have the same value to be
+    comparable."""
     schema: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=schema)
 

@@ -1,5 +1,5 @@
-"""Define the environment variables in which launchers pass ranks to processes, with one row per
-launcher. This module does not import torch."""
+"""Define the environment variables in which launchers pass ranks to processes. Each row of
+LAUNCHERS describes one launcher. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Launcher:
     unless: str = ""  # if this variable is set, the row does not apply
 
     def applies(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this launcher has set all its variables. Unless the launcher sets RANK, it
-        must also have started more than one process."""
+        """Return whether all variables of this launcher are set and `unless` is not. If the rank
+        variable is not RANK, the launcher must also have started more than one process."""
         if self.unless in environment:
             return False
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
@@ -66,8 +66,8 @@ LAUNCHERS = (
 # Rank variables of launchers whose number of processes is not set or not read: PRRTE's prun, Cray's
 # PALS and ALPS, horovodrun, MVAPICH 1
 _UNCOUNTED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK")
-# Variables that contain the number of nodes that start this command: Kubeflow's TrainJob, SkyPilot,
-# AWS Batch, and SageMaker, whose variable lists the hosts
+# Variables that contain the number of nodes on which this command is started: Kubeflow's TrainJob,
+# SkyPilot, AWS Batch, and SageMaker, whose variable lists the hosts
 _NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "AWS_BATCH_JOB_NUM_NODES", "SM_HOSTS")
 
 # Variable in which accelerate passes a setting -> accelerate's name for the setting
@@ -79,9 +79,9 @@ ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def describe_ignored_settings(environment: Mapping[str, str], precision: str) -> str:
-    """Return a note about settings of `accelerate launch` that have no effect because CONFIG
-    decides them. Return "" if there are none. `run_dir.refuse_other_json` compares accelerate's
-    DeepSpeed JSON with the plan's."""
+    """Return a note about settings of `accelerate launch` that have no effect because CONFIG takes
+    precedence. Return "" if there are no such settings. Accelerate's DeepSpeed JSON is checked
+    separately by `run_dir.refuse_other_json`."""
     names = [
         name
         for variable, name in _ACCELERATE.items()
@@ -118,9 +118,9 @@ def find_uncounted_rank(environment: Mapping[str, str]) -> str:
 
 
 def find_num_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Find the environment variable that contains the number of nodes that start this command.
-    Return the variable's name and the number, or ("", 1) if no variable gives more than one
-    node."""
+    """Find the environment variable that contains the number of nodes on which this command is
+    started. Return the variable's name and the number, or ("", 1) if no variable gives more than
+    one node."""
     for name in _NODES:
         value = environment.get(name, "")
         if value.startswith("["):

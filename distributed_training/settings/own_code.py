@@ -33,8 +33,8 @@ def allowed_code_folders() -> list[str]:
 
 
 def allow_families(models: Iterable[object]) -> None:
-    """For each element of `models` that is the path to a model family, allow the code in that
-    folder to run. The elements must come from CONFIG or the command line."""
+    """For each element of `models` that is the path to a model family's folder, allow the code in
+    this folder to run. The elements must come from CONFIG or the command line."""
     for model in models:
         if folder := _family_folder(model):
             allow_code(folder)

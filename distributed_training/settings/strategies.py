@@ -252,7 +252,7 @@ def strategy_defaults(name: str) -> dict[str, Any]:
 
 def defaults_for(config: Request, name: str) -> dict[str, Any]:
     """Return the defaults of the strategy `name` for keys that are None or "auto" in `config`. The
-    result also contains the updated `set_by`, the source of each key's value."""
+    result also contains the updated `set_by`, which maps each key to the source of its value."""
     defaults = strategy_defaults(name).items()
     used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
     other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}

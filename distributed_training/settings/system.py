@@ -1,5 +1,5 @@
 """Check, before a command begins, that the operating system and the environment variables of
-libraries allow the command to finish. This module imports only modules that load fast."""
+libraries allow the command to finish. This module imports only modules that load quickly."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
-"""Estimate the cost of training state in fp32, and of rounding it to the compute dtype. This module
-does not import torch."""
+"""Estimate the cost of keeping the training state in fp32 and of rounding the weights to the
+compute dtype. This module does not import torch."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.mechanism import (
@@ -28,7 +28,8 @@ def rounded_weight_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
     """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
-    Recomputed blocks round their weights again."""
+    With recomputation, the weights of blocks are not kept, because the recomputation rounds them
+    again."""
     if point == "update" and (rank.plan.only_copies or rank.trained_share):
         return {}
     num_kept = rank.trained_parameters

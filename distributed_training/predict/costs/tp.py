@@ -21,10 +21,10 @@ from distributed_training.predict.rates import FITTED
 
 def tp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
-    reduce-scatters in each direction. Without it, a block runs two all-reduces instead. The
-    embedding, output layer and loss add exchanges. Once per step, the gradients of some replicated
-    parameters are summed over tp. `rank.tp_partial_parameters` is the number of these
-    parameters."""
+    reduce-scatters in the forward pass and again in the backward pass. Without it, a block runs two
+    all-reduces per pass instead. The embedding, output layer and loss add exchanges. Once per step,
+    the gradients of some replicated parameters are summed over tp. `rank.tp_partial_parameters` is
+    the number of these parameters."""
     num_microbatches = rank.num_microbatches
     exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
     reduced_bytes = 4 * rank.tp_partial_parameters // rank.shards
@@ -64,8 +64,9 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
 
 
 def block_exchange_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's exchanges over tp in one direction: two all-gathers and two
-    reduce-scatters, or two all-reduces."""
+    """Return the cost of a block's exchanges over tp in one pass, forward or backward. With
+    sequence parallelism, these are two all-gathers and two reduce-scatters. Otherwise, they are two
+    all-reduces."""
     if timing.tp == 1:
         return np.zeros(3)
     if not timing.config.sequence_parallel:

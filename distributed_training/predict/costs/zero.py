@@ -47,7 +47,7 @@ def gathered_parameter_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
     """Return the size in bytes of the parameters that stage 3 has gathered from other processes or
-    fetched from the host or a disk."""
+    fetched from RAM or disk."""
     if rank.zero.stage < 3:
         return {}
     max_gathered = min(rank.zero.stage3_max_live_parameters, rank.parameters)
@@ -120,8 +120,8 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
 
 
 def off_device_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
-    """Return the time in seconds that a node needs for file access, or for the optimizer step on
-    the host."""
+    """Return the time in seconds per step that offloading adds. The key is "disk" for file access,
+    or "host RAM" for the optimizer step on the CPU."""
     processes_here = rank.plan.processes_here
     shard_parameters = most_parameters / rank.shards
     if rank.strategy.swaps_to_disk:
