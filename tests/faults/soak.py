@@ -86,7 +86,7 @@ class Expected:
 
 KILLED = Expected(("failed",), r"rank {rank} was killed by SIGKILL")
 STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # launchers allow this time for saving
-FULL = Expected(("failed",), "is full.*--resume auto")
+FULL = Expected(("failed",), "(is full|is exhausted|limit on file sizes).*--resume auto")
 FAULTS = {
     "killed": KILLED,
     "killed while saving": KILLED,
