@@ -46,8 +46,8 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """Return the rank along the data-parallel axes. Each of these ranks has different
-        samples."""
+        """Return the rank along the data-parallel axes. Processes with different data-parallel
+        ranks train on different samples."""
         return self.rank // self.tp % self.dp_size
 
     @property
@@ -61,9 +61,9 @@ class Topology:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """Return a DeviceMesh of the axes larger than 1 and of dp_shard, which FSDP always needs.
-        All ranks must call this method, because it creates a communicator for each axis that does
-        not span all processes."""
+        """Return a DeviceMesh with every axis larger than 1. The mesh always includes dp_shard,
+        because FSDP needs this axis. All ranks must call this method, because it creates a
+        communicator for each axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh_axes = {

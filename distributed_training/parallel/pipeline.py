@@ -31,7 +31,8 @@ SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class, or a
 
 
 class Pipeline:
-    """Stages of this process and their schedule. All ranks of `group` must call each method."""
+    """Stages that this process runs, and their schedule. Each method must be called by all ranks of
+    `group`."""
 
     def __init__(
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
@@ -126,8 +127,8 @@ class Pipeline:
         return out if self.last_stage is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Broadcast the logits [B, T, V] that `forward` returned on the last stage to all processes
-        of the pipeline. Return the logits."""
+        """Broadcast the logits [B, T, V], which `forward` returned on the last stage, to all
+        processes of the pipeline. Other stages pass None as `logits`. Return the logits."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -154,7 +155,8 @@ class Pipeline:
             gradients[0] += peer_gradient
 
     def find_duplicate_params(self) -> set[torch.Tensor]:
-        """Return the parameters that another stage also has and counts in the gradient norm."""
+        """Return the parameters that this process must leave out of the gradient norm, because
+        another stage has copies of them and counts them."""
         has_copy = self.last_stage is not None and not self.last_stage.is_first and self.size.tied
         return {self.last_stage.output_weight} if has_copy else set()
 

@@ -113,11 +113,11 @@ class PlannedPartition:
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
     """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer, or None
-    if there is no shard. The position is (index of the flat tensor, offset in that tensor, first
-    element of the flattened parameter, number of elements).
+    if there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
+    the shard's first element in the flattened parameter, number of elements).
 
-    DeepSpeed's public accessors are not used, because they find Adam moments only in the first flat
-    tensor in ZeRO stages 1 and 2."""
+    DeepSpeed's public accessors are not used. In ZeRO stages 1 and 2, they find Adam moments only
+    in the first flat tensor."""
     if hasattr(parameter, "ds_id"):  # ZeRO stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count
@@ -136,8 +136,8 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return the flat "weight" of one group and its Adam state, keyed by name. If the group is on
-    disk, the result contains copies and has no "step"."""
+    """Return a dict with the flat tensor "weight" of one parameter group and with its Adam state.
+    If the group is on disk, the tensors are copies, and "step" is missing."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -177,8 +177,9 @@ def _is_swapped(zero: Any, group: int) -> bool:
 
 
 def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
-    """Restore beta ** step in a loaded DeepSpeedCPUAdam by running `steps` steps on empty tensors.
-    The C++ object multiplies in fp32 once per step, and pow would round differently."""
+    """Restore the powers `beta ** step` in a loaded DeepSpeedCPUAdam by running `steps` steps on
+    empty tensors. The C++ object multiplies each power by beta in fp32 once per step. Computing the
+    power directly would round differently."""
     empty = [torch.zeros(0) for _ in range(4)]
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)

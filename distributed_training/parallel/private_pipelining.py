@@ -13,9 +13,9 @@ from distributed_training.predict.simulate import predict_spans
 
 
 class TwoGroupStage(PipelineStage):
-    """PipelineStage with two communicators, which pairs of neighboring stages use alternately. With
-    a single NCCL communicator, a pending receive from the previous stage would block a send to the
-    next stage."""
+    """PipelineStage with two communicators. Successive pairs of neighboring stages use them
+    alternately. With a single NCCL communicator, a pending receive from the previous stage would
+    block a send to the next stage."""
 
     second_group: dist.ProcessGroup
 
@@ -45,7 +45,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
-    If the plan contains orders from a schedule search, messages are sorted by their expected times.
+    If the order was found for predicted durations, messages are sorted by their expected times.
     torch's own order of messages assumes that all operations take equally long. A receive that is
     posted too early would block operations that are ready."""
 
@@ -80,7 +80,7 @@ def _sort_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
     """Return the actions, with the messages sorted by the time at which they are produced. Each
-    message directly precedes the operation that this process runs at that time."""
+    message directly precedes the operation that this process is running at that time."""
     messages = []
     for action in actions:
         if action.computation_type in _PRODUCERS:

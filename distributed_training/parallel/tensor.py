@@ -114,8 +114,10 @@ class _LayerParallel(parallel.ParallelStyle):
 
 
 def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
-    """Return this rank's share of the token positions `x`. Samples are split into `parts[0]` parts,
-    and tokens are split into `parts[1]` parts."""
+    """Return the positions of this rank's tokens. Samples are split into `parts[0]` parts, and
+    tokens are split into `parts[1]` parts. If `x` is [B, T], return this rank's share of it. If `x`
+    is [T / R], its positions count from this rank's first token, so add the number of earlier
+    tokens."""
     for dim, count in enumerate(parts):
         if count > 1 and x.dim() == 2:
             x = x.chunk(count, dim)[rank]
@@ -214,7 +216,7 @@ vocab_parallel_cross_entropy = _VocabParallelCrossEntropy.apply
 def call_with_rank_dropout(
     function: Any, rank: int, x: torch.Tensor, *arguments: Any
 ) -> torch.Tensor:
-    """Call `function` with x and with dropout masks that differ by `rank`, because each rank has
+    """Call `function` with x and with dropout masks that depend on `rank`, because each rank has
     different heads or columns. The seed of the masks is `rank` plus a number from torch's default
     generator. Recomputation restores this generator and therefore draws the same masks."""
     seed = int(torch.randint(2**62, ()))

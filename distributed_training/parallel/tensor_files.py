@@ -1,9 +1,9 @@
 """Store sharded tensors. Each process writes its parts to a file, and a run with any layout can
 read the files.
 
-Files have the safetensors format, so reading them executes no code. A part is a box (one slice per
-dimension) of its tensor or, under ZeRO, a range of the flattened tensor. The file's header stores
-the position of each part."""
+Files are in the safetensors format, so reading them executes no code. A part is a box (one slice
+per dimension) of its tensor or, under ZeRO, a range of the flattened tensor. The file's header
+stores the position of each part."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Part of a tensor that one process has."""
+    """One process's part of a tensor."""
 
     name: str
     shape: tuple[int, ...]  # shape of the whole tensor, without padding
@@ -56,8 +56,8 @@ def build_part(
     *,
     writes: bool = True,
 ) -> Part:
-    """Return `tensor`, without padding, as a Part. The part begins at `start` in a tensor of
-    `shape`."""
+    """Return `tensor`, without padding, as the Part that begins at index `start` of a tensor with
+    the shape `shape`."""
     limits = shape if len(start) == len(shape) else (math.prod(shape),)
     size = tuple(
         max(0, min(length, limit - first))
@@ -131,7 +131,8 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
 
 
 def _finite_values(part: Part) -> torch.Tensor:
-    """Return the values of a part on the CPU. Raises FloatingPointError if they are not finite."""
+    """Copy the values of a part to the CPU and return them. Raises FloatingPointError if a value is
+    not finite."""
     values = part.get().cpu().contiguous()
     if not all_finite(values):
         raise FloatingPointError(f"{part.name} has non-finite values")
@@ -139,8 +140,9 @@ def _finite_values(part: Part) -> torch.Tensor:
 
 
 class HostMemory:
-    """Host memory for copies of parts. Training can continue while the copies are saved.
-    Page-locking the memory takes seconds, so a thread does this. All saves use the same memory."""
+    """Host memory for copies of parts, so that training can continue while the copies are saved.
+    Page-locking the memory takes seconds and therefore runs in a thread. All saves use the same
+    memory."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
         """Allocate `num_bytes` bytes. If `gpu` is given and the driver allows it, a thread
@@ -184,7 +186,7 @@ class HostMemory:
 
 
 def bytes_to_copy(parts: Iterable[Part]) -> int:
-    """Return the size in bytes of the HostMemory that copies of the parts need."""
+    """Return the number of bytes that a HostMemory needs for copies of the parts."""
     return sum(map(_aligned_bytes, parts))
 
 
@@ -198,7 +200,7 @@ def _aligned_bytes(part: Part) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _StoredPart:
-    """Part of a tensor in a file."""
+    """Part of a tensor, as stored in a file."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -243,7 +245,7 @@ class TensorFiles:
                     self.stored_parts.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
-        """Return the values of a part, [size], on the CPU.
+        """Return the values of a part on the CPU, in the shape `part.size`.
 
         If the files store exactly this part, or store the tensor only as boxes, only the required
         bytes are read. Otherwise, the rows that contain the part are read in full. Raises

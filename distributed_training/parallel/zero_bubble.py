@@ -49,8 +49,8 @@ class WeightGradients:
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def build_dw_runner(self) -> Callable[[], None]:
-        """Return a function that runs the second part of all backward passes since the last call of
-        this method."""
+        """Return a function that computes the weight gradients of all backward passes since the
+        last call of this method."""
         matmuls = self.pending
         self.pending = []
         return functools.partial(_add_weight_gradients, matmuls)
@@ -132,7 +132,8 @@ class _CreateTaps(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_weight_gradients(matmuls: PendingMatmuls) -> None:
-    """Add this process's shards of the weight gradients to .grad, in fp32 as in FSDP."""
+    """Add this process's shards of the weight gradients to the weights' `.grad`, in fp32 as in
+    FSDP."""
     for linear, x, dy in matmuls:
         weight: Any = linear.weight
         if weight.grad is None:

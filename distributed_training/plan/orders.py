@@ -47,7 +47,7 @@ def read_order(text: str) -> Order:
 
 
 def _number_micro_batches(steps: Iterable[Step]) -> Order:
-    """Add micro-batch numbers to the steps. Numbers are counted separately for each kind and
+    """Add micro-batch numbers to the steps. Micro-batches are numbered separately for each kind and
     stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
@@ -96,8 +96,8 @@ def parse_v_order(steps: str, p: int, rank: int) -> Order:
 def build_timed_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
 ) -> FoundOrders:
-    """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains the durations of
-    F, I and W for each stage."""
+    """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains each stage's
+    durations of F, I and W. `message_s` is the time to send a result to another rank."""
     p = len(seconds) // 2
     steps_by_rank = build_zb_v_steps(p, m, *median_durations(seconds), message_s)
     orders = [parse_v_order(steps, p, rank) for rank, steps in enumerate(steps_by_rank)]

@@ -33,8 +33,8 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """Part of a plan that follows from CONFIG and the machine, before any file is read. Predictions
-    need only this part."""
+    """Part of a plan that can be determined from CONFIG and the machine before any file is read.
+    Predictions need only this part."""
 
     requested: Request  # merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
@@ -73,14 +73,15 @@ class Draft:
 
     @property
     def work(self) -> dict[str, Any]:
-        """Return the keys on which two runs must agree to be comparable, with their values."""
+        """Return the keys and values on which two runs must agree to be comparable."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}
         return {**work, "global_batch_size": self.batch.global_batch_size}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the resolved values of CONFIG's keys, followed by the engine's own options."""
+        """Return the resolved values of CONFIG's keys, followed by the values of the engine's own
+        options."""
         return self.config.to_key_values() | self.engine_options
 
     @property
@@ -107,8 +108,8 @@ class Draft:
 
     @property
     def spread(self) -> dict[str, Any]:
-        """Return the layout of the run. A run that resumes from a checkpoint with the same layout
-        continues bit for bit."""
+        """Return the layout of the run. If a run resumes from a checkpoint that was saved with the
+        same layout, it continues with bit-identical results."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,

@@ -1,6 +1,7 @@
-"""Define requirements and idle shares of pipeline schedules. The requirements follow
-torch.distributed.pipelining, and the idle shares follow the formulas in pipedream_tutorial's
-closed_forms.py. This module does not import torch.
+"""Define the requirements and the idle shares of pipeline schedules. An idle share is the fraction
+of a step's time that ranks spend waiting. The requirements follow torch.distributed.pipelining, and
+the idle shares follow the formulas in pipedream_tutorial's closed_forms.py. This module does not
+import torch.
 
 p is the number of processes along the pipeline, and m is the number of micro-batches per step."""
 
@@ -45,7 +46,8 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundOrders:
-    """Orders found for a pipeline, and the durations in seconds for which they were found."""
+    """Orders of a pipeline's operations, and the durations in seconds for which these orders were
+    found."""
 
     by_place: tuple[str, ...]  # order of each pipeline rank, in the format of orders.py
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W

@@ -43,9 +43,9 @@ class _OrderBuilder:
 
     def __init__(self, p: int, durations: dict[str, int], allowed_idle: Sequence[int]) -> None:
         """Start with no steps. `durations` contains the durations of F, I, W and a message, for one
-        stage. `allowed_idle` contains, for each process, the total time that it may idle before it
-        runs a weight gradient early. Every process may idle as long as the process that has idled
-        most so far."""
+        stage. `allowed_idle` contains the total time that each process may idle. A process that
+        would idle longer runs a weight gradient early. If any process has already idled longer than
+        this limit, that longer time is the limit instead."""
         self.processes = [_Process() for _ in range(p)]
         self.durations = durations
         self.allowed_idle = allowed_idle
@@ -53,7 +53,7 @@ class _OrderBuilder:
 
     def arrival(self, rank: int, step: str) -> int:
         """Return the time at which the input of the step's next micro-batch arrives from another
-        process, or 0 if the step needs none."""
+        process, or 0 if this input does not come from another process."""
         source = rank + INPUT_OFFSETS[step]
         if not 0 <= source < len(self.processes):
             return 0
@@ -122,8 +122,8 @@ class _OrderBuilder:
                         self.run(later_rank, step, self.arrival(later_rank, step))
 
     def alternate(self, m: int, runs_one_more: dict[str, bool]) -> None:
-        """Alternate input gradients and forward passes. `runs_one_more` contains, for each step,
-        whether `run_after_weights` is called with `one_more`."""
+        """Alternate input gradients and forward passes. `runs_one_more` maps the steps "i" and "F"
+        to the argument `one_more` of `run_after_weights`."""
         p = len(self.processes)
         for _ in range(2 * m):
             goes_down = [self._goes_down(rank, m) for rank in range(p)]

@@ -80,7 +80,7 @@ def check_open_files(plan: Draft) -> None:
 
 
 def check_gpus(plan: Draft) -> None:
-    """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
+    """Raise UserError if this machine has GPUs but not enough for one GPU per process."""
     num_gpus = plan.machine.num_gpus
     processes_here = plan.processes_here
     if num_gpus and processes_here > num_gpus:

@@ -62,10 +62,10 @@ def choose_model(
     """Return CONFIG with a model in place of "auto", and the model's specification.
 
     If `model` is "auto", the folder that `weights` names determines the model. If `weights` names
-    no folder, the machine determines the model. If the model is chosen for a CPU, also choose
-    training settings for a local dataset. If training continues adapters, the adapters determine
-    the LoRA keys. `strategy` is None if the planner still has to choose the strategy. Raises
-    UserError for an unknown model."""
+    no folder, the machine determines the model. On a machine without GPUs, other keys that the user
+    did not set may also change. If a run continues to train adapters, the adapters determine the
+    LoRA keys. `strategy` is None if the planner still has to choose the strategy. Raises UserError
+    for an unknown model."""
     folder = Path(config.weights)
     names_folder = config.weights not in (AUTO, "pretrained", "random") and folder.is_dir()
     continues_adapters = names_folder and is_adapter(folder)
@@ -99,7 +99,9 @@ def choose_model(
 def _choose_for_cpu(
     config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
 ) -> tuple[str, Settings]:
-    """Return the model for a CPU, and settings for a local dataset or for a short evaluation."""
+    """Return the name of the model to train on a CPU, and settings for keys that the user did not
+    set. For a local dataset, the settings suit small datasets. For any other dataset, they only
+    shorten the evaluation. If CONFIG names a preset, no settings are returned."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
@@ -340,8 +342,8 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
 
 
 def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
-    """Return the reason why a step cannot be captured as one CUDA graph. Return "" if there is
-    none. A CUDA graph cannot wait for the host."""
+    """Return the reason why a step cannot be captured as one CUDA graph, for example because the
+    step waits for the host. Return "" if there is none."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
     may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"

@@ -95,10 +95,10 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for settings that cannot be combined, and for a setting that is rejected
-    because it has no effect with the layout or with the engine's other `options`. Add a note for
-    every other setting that has no effect. `request` may still contain "auto" for a key that the
-    candidate's CONFIG resolves."""
+    """Raise UserError for settings that cannot be combined. Also raise it for a setting that is
+    rejected because it has no effect with the layout or with the engine's other `options`. Add a
+    note for every other setting that has no effect. `request` may still contain "auto" for a key
+    that the candidate's CONFIG resolves."""
     _check_model(candidate)
     _check_strategy(candidate)
     _check_base(candidate)

@@ -116,7 +116,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
 
 
 def _agrees(json_value: object, value: object) -> bool:
-    """Return whether `json_value` is "auto" or equals `value`. True does not equal 1."""
+    """Return whether `json_value` is "auto" or equals `value`. True and 1 count as different
+    values."""
     is_same_type = isinstance(json_value, bool) == isinstance(value, bool)
     return json_value == AUTO or (is_same_type and json_value == value)
 

@@ -134,9 +134,8 @@ CHECK_TIMEOUT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Delete every section of `document` that has no effect. Return the dotted names of the values
-    that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
-    accept."""
+    """Remove all sections that have no effect. Return the dotted names of the values that only
+    DeepSpeed can check. Raises UserError for a section or value that this suite does not accept."""
     for name, section in list(document.items()):
         is_object = isinstance(section, dict)
         is_off = is_object and (section.get("enabled") is False or not any(section.values()))
@@ -207,7 +206,8 @@ def _accepted_values(name: str, value: Any) -> str:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of each leaf. Values of keys in DEFAULTS are leaves."""
+    """Yield the dotted path and the value of each leaf. The value of a key in DEFAULTS is a leaf
+    even if it is a dict."""
     if isinstance(node, dict) and node and path.rpartition(".")[2] not in DEFAULTS:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))

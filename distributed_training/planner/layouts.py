@@ -5,8 +5,8 @@ module does not import torch.
 
 The product must equal world_size exactly. Every layout that an error message suggests has passed
 the same checks. Each pipeline stage has consecutive blocks. The first stage also has the
-embeddings. The last stage also has the final norm and the output layer, with a copy of the
-weights of a tied embedding. Under every strategy, a step has
+embeddings. The last stage also has the final norm and the output layer. If the embedding is tied,
+this output layer uses a copy of it. Under every strategy, a step processes
 batch_size x grad_accum_steps x world_size sequences, which are divided into micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
@@ -105,8 +105,8 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
     """Return alternative settings, each of which gives a valid layout for `world_size` processes
     under the strategy. The alternatives are sorted by the number of settings, then by the distance
-    from the strategy's mesh. The distance is the sum of the absolute logarithms of the ratios of
-    axis sizes."""
+    from the strategy's mesh. The distance is the sum of `abs(log(size / strategy_size))` over the
+    axes."""
     target = dict(candidate.strategy.mesh)
     fixed_size, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
@@ -165,9 +165,9 @@ def _changed_settings(config: RunConfig, settings: Settings) -> Settings:
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the settings from RELAXED_SETTINGS that this layout needs. First try no settings, then
-    each setting alone, then all settings. Return None if the layout is rejected even with all
-    settings."""
+    """Return the settings from RELAXED_SETTINGS with which the candidate's layout is valid. Try no
+    settings first, then each setting alone, then all settings. Return None if the layout is
+    rejected even with all settings."""
     changes = _changed_settings(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         relaxed = replace(candidate, config=candidate.config.model_copy(update=settings))
@@ -256,10 +256,12 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     Each stage has at least one block.
 
     `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
-    number of FLOPs per token, including the output layer but not the embedding lookup. If a rank
-    with two stages has an odd number of blocks, its later stage gets the extra block. In a V-shaped
-    schedule, its earlier stage gets the extra block. These splits take less time in the simulator
-    of pipedream_tutorial."""
+    number of FLOPs per token, including the output layer but not the embedding lookup.
+
+    If a rank with two stages has an odd number of blocks, its later stage gets the extra block. In
+    a V-shaped schedule, its earlier stage gets the extra block. In the simulator of
+    pipedream_tutorial, steps with the opposite choice take longer. The rank with the output layer
+    instead gives its two stages about the same cost."""
     # Multiplications per token in a block and in the output layer
     block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head_cost = size.padded_vocab_size * size.hidden_size

@@ -46,13 +46,13 @@ MAX_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline sche
 def rank_layouts(
     build: Callable[[str], Request], cluster: Cluster, requested: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
-    """Return the predictions of all valid layouts, sorted from best to worst.
+    """Return predictions for all valid layouts, sorted from best to worst.
 
     `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
     incompatible. Strategies whose algorithm changes the training results are included only if
     `requested` names them. On CPUs, strategies with CPU offload are included only if `requested`
-    names them or CONFIG has a DeepSpeed JSON. `only` is the single strategy to rank, or "auto" for
-    all."""
+    names them or CONFIG names a DeepSpeed JSON. `only` is the single strategy to rank, or "auto"
+    for all."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):
@@ -78,7 +78,8 @@ def rank_layouts(
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
     """Return a sort key for strategies that produce the same layout. The strategy that needs the
-    fewest settings comes first. On a tie, fsdp comes before dp for sharded replicas (HSDP)."""
+    fewest settings comes first. If fsdp and dp need equally many settings for sharded replicas
+    (HSDP), fsdp comes first."""
     is_sharded = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(layout_settings(plan)), is_sharded and plan.strategy.mesh["dp_shard"] == 1
 
@@ -130,7 +131,7 @@ def _more_microbatches(plan: Draft) -> list[int]:
 
 
 def layout_settings(plan: Draft) -> dict[str, Any]:
-    """Return the settings, other than `strategy`, that produce this layout."""
+    """Return the settings, other than `strategy`, that produce the plan's layout."""
     named_mesh = plan.strategy.mesh
     mesh = plan.mesh
     settings: dict[str, Any] = {
@@ -246,8 +247,8 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 
 def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
-    """Return the layouts that fit as well as `best` and take at most 1 + `tolerance` times as
-    long."""
+    """Return the layouts that fit into memory as well as `best` and whose steps take at most 1 +
+    `tolerance` times as long."""
     memory_fit, seconds = best.sort_key
     return [
         choice for choice in choices if choice.sort_key <= (memory_fit, seconds * (1 + tolerance))
@@ -269,9 +270,9 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
 def choose_strategy(
     config: Request, cluster: Cluster, model: ModelSpec, notes: list[str]
 ) -> tuple[Request, Strategy]:
-    """Choose the strategy and the mesh axes by their predicted speed. Return CONFIG with the
-    choice, and the strategy. `model` is the model that CONFIG names. Raises UserError if no
-    strategy fits."""
+    """Choose the strategy and the mesh axes by predicted speed. Return CONFIG with the chosen
+    settings, and the chosen strategy. `model` is the model that CONFIG names. Raises UserError if
+    no strategy fits."""
     batch_size = 8 if config.batch_size == AUTO else config.batch_size
     build = functools.partial(with_strategy, config.model_copy(update={"batch_size": batch_size}))
     best = best_layout(build, cluster)

@@ -78,8 +78,8 @@ def _attention_cost(timing: Timing) -> Cost:
     """Return the cost of causal attention in the forward pass of one decoder block.
 
     If records are packed, a special kernel skips the scores between different records of a
-    sequence. Without this kernel, a mask only hides these scores, which costs more than causal
-    attention over the whole sequence."""
+    sequence. Without this kernel, all scores are computed, and a mask hides the scores between
+    records. This costs more than causal attention over the whole sequence."""
     packing = timing.plan.packing
     uses_mask = packing is not None and not _uses_packed_kernel(timing)
     length = timing.config.max_length if uses_mask else timing.plan.attended
@@ -137,18 +137,20 @@ def mlp_values(rank: PipelineRank) -> tuple[int, int]:
 
 
 def backward_bytes(rank: PipelineRank) -> float:
-    """Return the number of additional bytes that a block's backward pass needs at its peak, which
-    occurs in the MLP. These bytes hold the gradient of the first matrix's output. The gradient of
-    the second matrix's input replaces that input."""
+    """Return the number of additional bytes that a block's backward pass needs at its peak. The
+    peak occurs in the MLP, where these bytes hold the gradient of the first matrix's output. The
+    gradient of the second matrix's input needs no additional bytes, because it replaces that
+    input."""
     return rank.tokens * rank.dtype_bytes * mlp_values(rank)[0] / rank.tp
 
 
 def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
     """Return the fraction of the gradients that exists at a point in a step.
 
-    With several micro-batches, all gradients exist. With a single micro-batch, no gradients are
-    counted during the passes, because activations are freed as gradients are added. At the first
-    block, only the gradients of this block and of an untied embedding are missing."""
+    With several micro-batches, all gradients exist at every point. With a single micro-batch, no
+    gradients are counted at the point "passes", because activations are freed as gradients are
+    added. At the point "first block", only the gradients of this block and of an untied embedding
+    are missing."""
     if rank.num_microbatches > 1 or point == "update":
         return 1
     if point == "passes":

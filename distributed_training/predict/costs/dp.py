@@ -47,8 +47,8 @@ def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
 def gradient_sum_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
-    """Return the size in bytes of the gradient sum. Until the last micro-batch, this sum exists in
-    addition to the buckets."""
+    """Return the size in bytes of the sum of gradients over micro-batches. Until the last
+    micro-batch, this sum exists in addition to the buckets."""
     return {"buffers": state["gradients"]} if rank.has_buckets and rank.num_microbatches > 1 else {}
 
 

@@ -58,8 +58,9 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) 
 
 
 def _moved_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes per parameter that are read and written in copies to and from
-    buffers. Parameters are copied out of a buffer twice, and gradients are copied once as fp32."""
+    """Return the number of bytes per parameter that are read and written when values are copied to
+    and from buffers. Parameters are copied out of a buffer twice, and gradients are copied once as
+    fp32."""
     return 4 * rank.dtype_bytes + 4 + rank.dtype_bytes if rank.pp == 1 else 0
 
 

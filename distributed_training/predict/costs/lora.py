@@ -46,9 +46,10 @@ def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
 
 
 def adapter_backward_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes that adapters add to the peak of a block's backward pass, which
-    occurs in the MLP. The gradient of the second matrix's input through its adapter coexists with
-    the gradient through the base weights. Recomputation adds the first matrix's output."""
+    """Return the number of bytes that adapters add to the peak memory of a block's backward pass.
+    The peak occurs in the MLP. Two gradients of the second matrix's input exist there at the same
+    time, one through the adapter and one through the base weights. With recomputation, the output
+    of the first matrix is also in memory."""
     first_outputs, second_inputs = mlp_values(rank)
     return (
         rank.tokens * rank.dtype_bytes * (second_inputs + rank.recomputes * first_outputs) / rank.tp
@@ -56,8 +57,9 @@ def adapter_backward_bytes(rank: PipelineRank) -> float:
 
 
 def dequantized_matrix_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes by which a dequantized matrix, at the end of a block's backward
-    pass, exceeds the gradients in the block's MLP. Return 0 if the matrix is smaller."""
+    """Return the number of bytes by which the block's largest dequantized matrix exceeds the
+    gradients that the backward pass needs in the MLP. Return 0 if the matrix is smaller. The matrix
+    is in memory at the end of the block's backward pass."""
     largest = max(rows * columns for rows, columns in rank.size.block_matrices)
     return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
 

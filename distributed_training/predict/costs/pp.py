@@ -51,9 +51,9 @@ def stage_state(rank: PipelineRank) -> ComponentBytes:
 
 
 def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
-    """Return the sizes in bytes of PyTorch's receive buffers, one per message of a step, and of the
-    embedding's gradient. Gathered parameters are moved from the component "parameters" to the
-    component "copies"."""
+    """Return the sizes in bytes of the embedding's gradient and of PyTorch's receive buffers. There
+    is one buffer per message in a step. Gathered parameters are moved from the component
+    "parameters" to the component "copies"."""
     component_bytes = {}
     if not rank.strategy.traits.rounds_weights:
         shard_bytes = (
