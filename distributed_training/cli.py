@@ -82,7 +82,7 @@ def about_key(key: Key, *details: str) -> str:
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each name of each key, and the options that control how a run is
+    """Add an option for each key and each alias of a key, and the options that control how a run is
     started."""
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
@@ -164,8 +164,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
     """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
-    is not accepted. Also raises UserError if only the preset names `model` as a folder of code,
-    because code runs only if the user names it."""
+    is not accepted. Also raises UserError if `model` is a folder of code that only the preset
+    names, because such code runs only if the user names it."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,

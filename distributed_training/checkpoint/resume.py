@@ -241,8 +241,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 def _weights_option(checkpoint: Path) -> str:
     """Return the --weights option that starts a new run from the weights of the run that saved
-    `checkpoint`. If these weights have not been exported yet, the export command precedes the
-    option."""
+    `checkpoint`. If these weights have not been exported yet, the returned text begins with the
+    command that exports them."""
     run_dir = relative_path(checkpoint.parents[1])
     if run_dir.startswith(".."):
         run_dir = str(checkpoint.parents[1])

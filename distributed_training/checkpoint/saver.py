@@ -290,8 +290,8 @@ def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
 
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
-    """Seed the random number generators that dropout uses, for a run that starts or resumes after
-    `step`."""
+    """Seed the random number generators that dropout uses. `step` is the step from which the run
+    resumes, or 0 for a new run."""
     # Ranks with the same activations must draw the same dropout masks. Without sequence
     # parallelism, all ranks of a tensor-parallel group have the same activations, except in
     # attention.

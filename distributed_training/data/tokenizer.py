@@ -342,7 +342,8 @@ class Tokenizer:
         Documents may be cut only if all of these conditions hold:
 
         - the tokenizer uses byte-level BPE;
-        - words end before a space, and before a line feed that follows a letter or digit;
+        - the pre-tokenizer splits text before a space that follows a non-white-space character, and
+          before a line feed that follows a letter or digit;
         - no added token contains a space or line feed, or strips white space."""
         if self.is_gpt2:
             return True
@@ -374,8 +375,8 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids added at the beginning of every string, such as bos, and ids added at the end. Raises
-        UserError if too many ids are added, or if an added id is not in the vocabulary."""
+        """Ids added at the beginning of every string, such as the bos id, and ids added at the end.
+        Raises UserError if too many ids are added, or if an added id is not in the vocabulary."""
         bare_ids = np.array(self._encode(["a"], special=False)[0])
         full_ids = np.array(self._encode(["a"], special=True)[0])
         if full_ids.max(initial=0) >= self.num_tokens:

@@ -79,8 +79,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
-        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes match the model without
-        vocabulary padding. This method is not collective."""
+        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes are the same as in the
+        model before vocabulary padding. This method is not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
@@ -94,8 +94,8 @@ class Engine(abc.ABC):
         and layout may have written the checkpoint."""
 
     def local_state(self) -> dict[str, torch.Tensor]:
-        """Return fp32 tensors that only this rank has. They are needed for an exact resumption if
-        the layout has not changed."""
+        """Return fp32 tensors that only this rank has. They are needed to resume exactly if the
+        layout has not changed."""
         return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027

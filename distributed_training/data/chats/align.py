@@ -107,7 +107,7 @@ def align(
 def _find_answer(
     render: Render, messages: Sequence[Message], index: int, special_pattern: re.Pattern[str]
 ) -> _Answer:
-    """Locate the answer of message `index` within the rendered conversation up to that message.
+    """Locate the answer, which is message `index`, in the rendered conversation up to that message.
     Raises AlignmentError if the answer cannot be found."""
     earlier_messages = list(messages[:index])
     answer = messages[index]
@@ -189,8 +189,8 @@ def render_builtin(conversation: Any, eos: str, where: str) -> list[Rendered]:
         assistant: 4<|endoftext|>user: And 3 + 3?
         assistant: 6<|endoftext|>
 
-    Return [] if no answer is in the loss. Raises UserError if there are tools, tool calls or
-    documents."""
+    Return [] if no answer is in the loss. Raises UserError if the conversation contains tools, tool
+    calls or documents."""
     has_calls = any(message.get("tool_calls") for message in conversation.messages)
     if has_calls or conversation.tools or conversation.documents:
         what = f"{where} has tools or documents, but the tokenizer has no chat template"
