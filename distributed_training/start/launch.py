@@ -71,8 +71,8 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
-    """Return a cluster that consists of this machine and has the number of processes that
-    --num_gpus requests."""
+    """Return a cluster of only this machine, with the number of processes that --num_gpus
+    requests."""
     machine = detect_machine()
     mesh: Mapping[str, int] = {}  # every number of processes fits a layout of some strategy
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:

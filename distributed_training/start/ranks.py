@@ -180,8 +180,8 @@ class RanksOutcome:
 
     @property
     def reason(self) -> str:
-        """Describe the signal that stopped this process, or else the ranks that were killed. Return
-        "" if there is neither."""
+        """Return the name of the signal that stopped this process. If there is none, describe the
+        ranks that were killed, or return "" if no rank was killed."""
         if self.signum:
             return signal.Signals(self.signum).name
         # Ranks may abort because a peer was killed.
@@ -194,8 +194,8 @@ class RanksOutcome:
 
     @property
     def early_exits(self) -> str:
-        """Describe the ranks that exited with code 0 before others failed. Return "" if there are
-        none."""
+        """Describe the ranks that exited with code 0 although other ranks failed. Return "" if
+        there are none."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
         return f"{self._ranks_with(0)} exited with code 0 before the end of the run"

@@ -214,8 +214,9 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
 def assign_local_rank(process: Process, reports: Sequence[Mapping[str, Any]]) -> Process:
     """Return `process` with its local rank and local world size, and set both in the environment.
     If the launcher did not set these numbers, derive them from `reports`, one per rank. Raises
-    UserError on all ranks unless every machine has the same number of consecutive ranks. Also
-    raises UserError if a machine lacks an interface that its environment names."""
+    UserError on all ranks unless all machines have the same number of ranks and each machine's
+    ranks are consecutive. Also raises UserError if a machine lacks an interface that its
+    environment names."""
     machines = [report["machine"] for report in reports]
     num_local = reports[0]["local_world_size"] or machines.count(machines[0])
     for rank, report in enumerate(reports):
@@ -325,9 +326,9 @@ def agree_on_plan(
     config: Request, process: Process, gather_values: agree.Gather, agent: str | None = None
 ) -> Plan:
     """Make the plan on rank 0 and return it on all ranks. If the ranks' torchrun agents have
-    already begun a run, that run is continued. `agent` identifies this process's agent. All ranks
-    raise rank 0's UserError. They also raise UserError if settings or code differ between ranks.
-    All ranks must call this function."""
+    already started a run, the plan continues that run. `agent` identifies this process's agent. All
+    ranks raise rank 0's UserError. They also raise UserError if settings or code differ between
+    ranks. All ranks must call this function."""
     settings = config.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**settings, **versions(), **code()}, gather_values)
@@ -347,8 +348,8 @@ def agree_on_plan(
 def continue_run(
     config: Request, launchers: Iterable[str], num_processes: int
 ) -> tuple[Request, list[str]]:
-    """Return a copy of `config` that continues the run that one of `launchers` began, and a list of
-    notes. The run continues from its last checkpoint with `num_processes` processes. If there is no
+    """Return a copy of `config` and a list of notes. If one of `launchers` has started a run, the
+    copy continues that run from its last checkpoint with `num_processes` processes. If there is no
     such run, return `config` unchanged and no notes."""
     run_folder = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()

@@ -25,10 +25,10 @@ LATEST = "latest"  # link in output_dir to the newest run's folder
 def reserve_run_dir(
     plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
 ) -> Plan:
-    """Choose the run to resume, or create a new folder. Write the plan into the folder, make
-    <output_dir>/latest point to the folder, and return the plan with its final `run_dir`. Raises
-    UserError if another process holds the run, even if that process claimed the run after the plan
-    was made."""
+    """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
+    make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
+    Raises UserError if another process holds the run, even if that process claimed the run after
+    the plan was made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.lock_output_dir(plan.output_dir):

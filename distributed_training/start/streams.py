@@ -73,7 +73,7 @@ class LastingStream:
 
 
 def replace_unencodable() -> None:
-    """Make the standard streams replace characters that their encoding lacks, because an encoding
+    """Make the standard streams replace characters that they cannot encode, because an encoding
     error would end the run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):

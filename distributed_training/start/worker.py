@@ -141,8 +141,8 @@ def use_cpu() -> torch.device:
 
 
 def warm_up(process: Process) -> None:
-    """Perform the slow startup steps that need no plan. On a GPU, initialize the CUDA context and
-    import torch's compiler."""
+    """Perform the slow startup steps that do not depend on the plan. On a GPU, initialize the CUDA
+    context and import torch's compiler."""
     if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
         torch.zeros((), device=torch.device("cuda", process.local_rank))
         importlib.import_module("torch._inductor.compile_fx")

@@ -1,4 +1,5 @@
-"""Build the commands that a run prints. They continue the run, use its model or train longer."""
+"""Build the commands that a run prints. The user can run these commands to continue the run, use
+its model or train longer."""
 
 import os
 import shlex
@@ -61,7 +62,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
 
 def build_repeat_command(plan: Plan, **changes: Any) -> str:
     """Return the command that started this run, without `resume` and with new values for the keys
-    in `changes`. You can run the command in the current folder."""
+    in `changes`. The script's path is valid in the current folder."""
     arguments = shlex.split(plan.command)
     dropped_names = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
     kept_arguments = ["python", _script(plan)]

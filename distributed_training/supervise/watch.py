@@ -274,9 +274,9 @@ class Watch:
             self._give_up(reason, seconds)
 
     def _give_up(self, reason: str, ago_s: float, pids: Sequence[int] = ()) -> NoReturn:
-        """Record and print the reason for ending the run. The cause occurred `ago_s` seconds ago.
-        Kill the processes `pids` and end this process. The launcher of this process then
-        terminates the remaining processes."""
+        """Record and print the reason for ending the run. `ago_s` is the time in seconds since the
+        cause occurred. Kill the processes `pids` and end this process. The launcher of this process
+        then terminates the remaining processes."""
         with contextlib.suppress(OSError):  # for example a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))

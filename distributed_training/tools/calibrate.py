@@ -39,8 +39,8 @@ CALLS = 30  # number of timed calls per part of a training step
 
 
 def time_matmuls(group: Group) -> list[dict[str, Any]]:
-    """Return the FLOP/s of matrix multiplications by shape and dtype, in the forward pass and for
-    the gradients of the inputs and the weights."""
+    """Measure matrix multiplications in the forward pass and for the gradients of the inputs and
+    the weights. Return the FLOP/s by shape and dtype."""
     entries = []
     device = group.device
     tokens = TOKENS[device.type]
@@ -196,8 +196,8 @@ def calibrate(group: Group) -> dict[str, Any]:
 
 
 def main(file: Path) -> int:
-    """Measure the speed of this machine, in the processes that a launcher started or in one
-    process. Rank 0 writes the results to `file`. Return the exit code."""
+    """Measure the speed of this machine in the processes that a launcher started or, without a
+    launcher, in one process. Rank 0 writes the results to `file`. Return the exit code."""
     start = time.perf_counter()
     with open_group() as group:
         results = calibrate(group)

@@ -1,4 +1,5 @@
-"""Show the first training samples, mark the tokens in the loss, and print counts."""
+"""Show the first training samples, mark the tokens that are included in the loss, and print
+counts."""
 
 import argparse
 import json
@@ -87,7 +88,7 @@ def escape_controls(text: str) -> str:
 def _mark_targets(
     tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]
 ) -> str:
-    """Return the text of a sample with marks around each part that is in the loss."""
+    """Return the text of a sample with marks around each part that is included in the loss."""
     text = ""
     first = 0
     for last in range(1, len(ids) + 1):

@@ -209,8 +209,9 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
-    """Choose the batch size if it is "auto". On GPUs, also choose it if the user did not set it. If
-    no layout fits, choose the batch size for training with activation checkpointing."""
+    """Choose the batch size if it is "auto". On GPUs, also choose the batch size if the user did
+    not set it. If no layout fits, choose the batch size for training with activation
+    checkpointing."""
     is_open = config.batch_size == AUTO
     is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
     if not is_open:

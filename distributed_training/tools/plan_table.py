@@ -150,7 +150,8 @@ def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in the largest unit in which the value is at least 2, or in seconds."""
+    """Format a duration in the largest unit in which its value is at least 2. Durations under 2
+    minutes are in seconds."""
     for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
