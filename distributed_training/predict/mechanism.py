@@ -141,7 +141,7 @@ class Timing(PipelineRank):
         self.rates = rates if gbit is None else replace(rates, network_bytes=gbit * 1e9 / 8)
 
     def gemm(self, m: float, k: float, n: float) -> Cost:
-        """Return the cost of an m x k by k x n matrix multiplication."""
+        """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops
         return 2 * tiled_multiplications(m, k, n, rates.num_sms) / flops * ARITHMETIC

@@ -96,8 +96,8 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
 
 def estimate_state(plan: Draft) -> dict[str, int]:
     """Return the size in bytes of each component of the model state, for the process with the most
-    parameters. The keys are the components in STATE for the device, and "host" and "disk" for
-    offloaded state."""
+    parameters. The keys are the components in STATE for state on the device, and "host" and "disk"
+    for offloaded state."""
     fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
     return _estimate_state(fullest, used_by(plan))
 

@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the run may be started."""
+        """True unless `memory_fit` is "no"."""
         return self.memory_fit != "no"
 
     @property

@@ -97,8 +97,8 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
 
 
 def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
-    """Return the number of scalar multiplications that a GPU performs for an m x k by k x n matrix
-    multiplication. Each multiprocessor computes one tile of the result at a time, and all
+    """Return the number of scalar multiplications that a GPU performs to multiply an `m x k` matrix
+    by a `k x n` matrix. Each multiprocessor computes one tile of the result at a time, and all
     multiprocessors are assumed to compute the same number of tiles."""
     costs = []
     for (rows, columns), split_k in itertools.product(TILES, SPLIT_K):

@@ -166,7 +166,7 @@ class Tracker:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss). Losses above 700 are treated as 700 so that exp does not overflow."""
+    """Return `exp(loss)`. Losses above 700 are treated as 700 so that `exp` does not overflow."""
     return math.exp(min(loss, 700.0))
 
 

@@ -375,8 +375,8 @@ def free_path(folder: Path, name: str, suffix: str = "") -> Path:
 
 
 def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
-    """Return the first entries of a measurement's record. Pass `commit` if the checkout has no
-    .git."""
+    """Return the entries that describe the origin of a measurement: the command, the time, the
+    commit and the package versions. Pass `commit` if the checkout has no .git."""
     return {
         "command": command,
         "made_at": timestamp(),

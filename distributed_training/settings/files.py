@@ -141,8 +141,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError if `path` is
-    any other pipe or a device, and for data larger than `most_bytes`."""
+    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError for any
+    other pipe, for a device, and for data larger than `most_bytes`."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -269,7 +269,7 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 
 def shown(value: object) -> str:
-    """Return repr(value) for an error message, shortened if it is long."""
+    """Return `repr(value)` for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
 

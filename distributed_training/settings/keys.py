@@ -27,7 +27,7 @@ _TYPE_TEXTS = {
 
 class Options(BaseModel):
     """Base class for classes whose fields are keys: RunConfig and the OPTIONS of a strategy's
-    engine. An engine's OPTIONS may override the methods to check the options and to declare the
+    engine. An engine's OPTIONS may override the methods that check the options and declare the
     engine's costs."""
 
     model_config = ConfigDict(

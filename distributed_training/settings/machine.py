@@ -196,7 +196,8 @@ def _read_numbers(file: Path) -> list[int]:
 
 
 def _read_fields(file: Path) -> dict[str, int]:
-    """Return the named numbers in a cgroup file, or {} if the file is missing, as in gVisor."""
+    """Return the numbers in a cgroup file, keyed by name. Return {} if the file is missing, as in
+    gVisor."""
     try:
         words = file.read_text().split()
         return dict(zip(words[::2], map(int, words[1::2]), strict=True))

@@ -32,9 +32,9 @@ def print_plan(
     arguments: list[str],
     options: argparse.Namespace,
 ) -> int:
-    """Print a plan and the command that starts it with these `arguments`. Return the exit code. The
-    plan is for the cluster given by --cluster or, without --cluster, for the processes that the
-    launcher started. Without a launcher, the plan is for this machine."""
+    """Print a plan and the command that starts the run with these `arguments`. Return the exit
+    code. The plan is for the cluster given by --cluster or, without --cluster, for the processes
+    that the launcher started. Without a launcher, the plan is for this machine."""
     if process is not None and process.rank > 0:
         return 0
     if options.cluster is not None or options.gpu is not None:
@@ -64,8 +64,8 @@ def print_plan(
 
 
 def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
-    """Return the command that starts a plan, to be typed on each node. `arguments` are the script's
-    options."""
+    """Return the command that starts a run of `plan`, to be typed on each node. `arguments` are the
+    script's options."""
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
     launcher = ["python", script]

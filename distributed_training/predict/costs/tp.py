@@ -21,10 +21,10 @@ from distributed_training.predict.rates import FITTED
 
 def tp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
-    reduce-scatters in the forward pass and again in the backward pass. Without it, a block runs two
-    all-reduces per pass instead. The embedding, output layer and loss add exchanges. Once per step,
-    the gradients of some replicated parameters are summed over tp. `rank.tp_partial_parameters` is
-    the number of these parameters."""
+    reduce-scatters in the forward pass and again in the backward pass. Without sequence
+    parallelism, a block runs two all-reduces per pass. The embedding, output layer and loss add
+    exchanges. Once per step, the gradients of some replicated parameters are summed over tp.
+    `rank.tp_partial_parameters` is the number of these parameters."""
     num_microbatches = rank.num_microbatches
     exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
     reduced_bytes = 4 * rank.tp_partial_parameters // rank.shards

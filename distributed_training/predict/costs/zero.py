@@ -16,8 +16,8 @@ from distributed_training.predict.rates import FITTED, Rates
 # Bytes per parameter that AdamW and clipping read and write, without Adam moments, for the weight,
 # the rounded weight and the gradient. The gradient is also widened, scaled and added.
 UPDATE_BYTES = 44
-# Bytes per parameter that a step with its state on disk reads and writes there: fp32 weights and
-# Adam moments 12 + 12, gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
+# Bytes per parameter that a step reads and writes if the state is on disk: 12 + 12 for fp32 weights
+# and Adam moments, 4 + 4 for gradients, and 2 per pass and 2 after the update for rounded weights.
 SWAPPED_BYTES = 38
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's device -> component of state
 
