@@ -99,7 +99,7 @@ def gather_on_use(module: Any) -> None:
 
 class PlannedPartition:
     """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layer indices in
-    `parts`. List the mixin before PipelineModule in the bases."""
+    `parts`. List the mixin before PipelineModule in the base classes."""
 
     parts: list[int]
 
@@ -196,9 +196,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_matmuls(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager. If `enabled` is set, code compiled in its block gathers and reduces
-    tensors in chunks, and this communication overlaps with matrix multiplications on other
-    chunks."""
+    """Return a context manager. If `enabled` is set, code that is compiled in the `with` block
+    gathers and reduces tensors in chunks, and this communication overlaps with matrix
+    multiplications on other chunks."""
     if not enabled:
         return contextlib.nullcontext()
     from torch._inductor import config as inductor_config  # slow to import

@@ -1,12 +1,12 @@
 """Shard the matrices of every layer over processes: tensor parallelism (Megatron-LM, 1909.08053).
 
-The letters in shapes are defined in decoder.py. In addition, R is the number of processes. A
-`column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
-by columns. Each process thus computes one term of a sum. With sequence parallelism (2205.05198),
-norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
-tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter follows.
-Without sequence parallelism, all processes compute the same norms and residuals, and one all-reduce
-follows instead. The loss is sharded by vocabulary."""
+The letters in shapes are defined in decoder.py. In addition, R is the number of processes. Because
+torch stores matrices transposed, a `column` matrix is sharded by rows (heads, or hidden units of an
+MLP) and the following `row` matrix by columns. Each process thus computes one term of a sum. With
+sequence parallelism (2205.05198), norms, residuals and dropout are sharded by samples if R divides
+the number of samples, otherwise by tokens. An all-gather precedes each attention layer and each
+MLP, and a reduce-scatter follows. Without sequence parallelism, all processes compute the same
+norms and residuals, and one all-reduce follows instead. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
     Parameters become DTensors. Between sharded layers, tensors are local. Their samples are split
-    into `tp_parts[0]` parts, and their tokens are split into `tp_parts[1]` parts. Returns the names
+    into `tp_parts[0]` parts, and their tokens are split into `tp_parts[1]` parts. Return the names
     of parameters that each process applies only to its own tokens or heads. The gradients of these
     parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
     sequence_parallel = max(tp_parts) > 1

@@ -28,7 +28,8 @@ class Packing:
 
     # Maximum number of documents in any micro-batch; padding counts as one document per sample
     max_documents: int
-    mean_length: float  # mean length, in tokens, of the document that contains a token
+    # Mean over all tokens of the length, in tokens, of the document that contains the token
+    mean_length: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,8 +193,8 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
 
 
 def _accepted_values(name: str, value: Any) -> str:
-    """If `value` is not valid for the top-level key `name`, describe the accepted values.
-    Otherwise, return "". DeepSpeed does not check the values of top-level keys."""
+    """If `value` is not valid for the top-level key `name`, return a description of the accepted
+    values. Otherwise, return "". DeepSpeed does not check the values of top-level keys."""
     if value is None:
         return ""
     if name in NUMBERS:

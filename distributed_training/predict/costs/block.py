@@ -23,8 +23,8 @@ NORM_BYTES = 2 * 2 * 4  # fp32 mean and standard deviation of two norms, per tok
 
 
 def block_costs(timing: Timing) -> PassCosts:
-    """Return the costs of a block's matrix multiplications, attention and element-wise
-    operations."""
+    """Return the total costs of a block's matrix multiplications, attention and element-wise
+    operations for each pass."""
     costs = np.zeros((3, 3))
     for n, k in _matrix_shapes(timing):
         costs += (

@@ -73,8 +73,8 @@ def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> 
 
 
 def pending_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes per block and micro-batch that are kept from the backward pass for
-    inputs (I) to the backward pass for weights (W), in addition to the activations.
+    """Return the number of bytes per block and micro-batch that are kept between the backward pass
+    for inputs (I) and the backward pass for weights (W), in addition to the activations.
 
     In compiled blocks, the inputs of all matrices and the gradients of their outputs replace the
     activations and have the same total size (parallel/zero_bubble.py). Sequence parallelism needs
