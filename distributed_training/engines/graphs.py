@@ -67,8 +67,8 @@ class StepGraph:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
-        """Let code between two steps allocate in the graph's memory, which is unused between steps.
-        Tensors allocated there must be freed before the next step starts."""
+        """Let code that runs between two steps allocate tensors in the graph's memory. These
+        tensors must be freed before the next step starts."""
         if self.graph is None:
             yield
         else:
@@ -76,8 +76,8 @@ class StepGraph:
                 yield
 
     def drop_graph(self) -> None:
-        """Drop the graph. Call this method when state has moved in memory. A later step captures a
-        new graph."""
+        """Drop the graph, so that a later step captures a new one. Call this method if optimizer
+        state or parameters have moved in memory."""
         if self.graph is not None:
             self.graph = None
             self.num_steps = 0
@@ -95,8 +95,8 @@ class StepGraph:
     def _check_memory(self) -> None:
         """Raise RuntimeError if the GPU has too little free memory for the graph.
 
-        The check precedes the capture, because a capture cannot be undone halfway, and the
-        allocator cannot return memory to the driver during a capture."""
+        Memory is checked before the capture, because an interrupted capture cannot be undone
+        cleanly. During the capture, the allocator cannot return memory to the driver."""
         torch.cuda.synchronize(self.device)
         compute_stream = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()

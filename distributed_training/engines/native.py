@@ -166,10 +166,10 @@ class NativeEngine(base.Engine):
         gradients.
 
         DDP assigns gradients to buckets in the order in which they arrive in the first pass. This
-        pass runs before training, because gradient compression stores errors per bucket. During the
-        next pass, torch may keep the initial buckets in memory until its watchdog releases the
-        buffers of NCCL operations. Optimizer state does not exist yet, so peak memory does not
-        exceed that of later steps."""
+        pass runs before training, because gradient compression stores its errors per bucket and
+        needs the final order. During the next pass, torch may keep the initial buckets in memory
+        until its watchdog releases the buffers of NCCL operations. These buckets do not raise the
+        peak memory of training, because optimizer state does not exist yet."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []

@@ -37,8 +37,8 @@ def build_optimizer(
 
 
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
-    """Return a copy of `part` that reads and writes the Adam moment `moment`, converted to and from
-    fp32, instead of the weight."""
+    """Return a copy of `part` that reads and writes the Adam moment `moment` instead of the weight.
+    The moment is converted to fp32 when it is read, and converted back when it is written."""
     unpadded = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield pieces of the flattened parameter, gradient and Adam moments. Each piece has at
-        most CHUNK values."""
+        most MAX_CHUNK_SIZE values."""
         if parameter.grad is None or parameter.numel() == 0:
             return
         moments = (self.state[parameter][key].view(-1) for key in MOMENTS)
@@ -125,7 +125,7 @@ def _update(
     step: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> None:
-    """Apply AdamW (1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
+    """Apply AdamW (arXiv 1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
     The random bits are a hash of the weight, its gradient and the step. All replicas and all
     layouts therefore round in the same way, and the state of the random number generators has no
@@ -143,8 +143,8 @@ def _update(
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Hash int32 values with lowbias32 from hash-prospector. Its shifts are logical, so the sign
-    bits that torch's shifts copy are masked out."""
+    """Hash int32 values with lowbias32 from hash-prospector. lowbias32 shifts in zeros, but torch
+    shifts in copies of the sign bit, so these copies are masked out."""
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)

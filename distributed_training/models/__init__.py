@@ -60,9 +60,9 @@ LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCosts:
-    """Traced per-token costs of a block in bf16. The `kept_*` fields count the bytes kept for the
-    backward pass. The `forward_*` and `backward_*` fields count the bytes that element-wise kernels
-    read and write."""
+    """Per-token costs of a block in bf16, measured by tracing the block. The `kept_*` fields count
+    the bytes kept for the backward pass. The `forward_*` and `backward_*` fields count the bytes
+    that element-wise kernels read and write."""
 
     attention_width: int  # combined width of all heads
     fused: bool  # whether attention is one kernel that skips masked tokens
@@ -77,8 +77,8 @@ class TracedCosts:
 
     def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
         """Return the number of bytes per token in samples of `length` tokens. `quantity` is "kept",
-        "forward" or "backward". `mode` is "eager" or "compiled", or "selective" for the quantity
-        "kept"."""
+        "forward" or "backward". `mode` is "eager" or "compiled". For the quantity "kept", `mode`
+        may also be "selective"."""
         base, slope = getattr(self, f"{quantity}_{mode}")
         return base + slope * length
 
@@ -128,14 +128,14 @@ class ModelSize:
 
     @property
     def column_parallel_outputs(self) -> int:
-        """Return the number of output values per token, summed over the matrices of a block that tp
-        shards by rows."""
+        """Return the number of output values per token, summed over the column-parallel matrices of
+        a block. tp shards the rows of these [out, in] matrices."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def row_parallel_inputs(self) -> int:
-        """Return the number of input values per token, summed over the matrices of a block that tp
-        shards by columns."""
+        """Return the number of input values per token, summed over the row-parallel matrices of a
+        block. tp shards the columns of these [out, in] matrices."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
@@ -286,8 +286,8 @@ class ModelSpec:
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[StoredTensor, bool]]]:
-        """For each parameter, return the stored tensors that form it, each paired with True if the
-        tensor is transposed. Raises UserError if tensors in `folder` are missing or unexpected, or
+        """For each parameter, return the stored tensors that form it, each paired with whether it
+        is stored transposed. Raises UserError if tensors in `folder` are missing or unexpected, or
         have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
@@ -340,9 +340,9 @@ class ModelSpec:
     ) -> None:
         """Write the model's weights and config to a folder that transformers can load.
 
-        `weights` must be on the CPU. It may be a source, from which one parameter is read at a
-        time. The weights are stored in `dtype`, by default fp32. Raises RunError if a value is
-        non-finite in this dtype."""
+        `weights` must be on the CPU. If `weights` is a source, one parameter is read at a time. The
+        weights are stored in `dtype`, by default fp32. Raises RunError if a value is non-finite in
+        this dtype."""
         import torch
 
         dtype = dtype or torch.float32
@@ -372,8 +372,8 @@ class ModelSpec:
     def _stored_tensors(
         self, our_name: str, values: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (stored name, tensor) for each Hugging Face tensor that our tensor `our_name`
-        contains."""
+        """Yield (stored name, tensor) for each Hugging Face tensor that this package's tensor
+        `our_name` contains."""
         file_name = getattr(self.code, "file_name", lambda name, size: name)
         transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
         for name, part in self.code.to_hf(our_name, values, self.size).items():
@@ -381,8 +381,9 @@ class ModelSpec:
             yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Divide `rows`, which has one entry per row of our matrix, among the Hugging Face
-        matrices. Return the rows of each Hugging Face matrix, keyed by matrix name."""
+        """Split `rows`, which has one entry per row of the matrix named `matrix`, among the Hugging
+        Face matrices that this matrix contains. Return {name of the Hugging Face matrix: its
+        rows}."""
         tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         row_shape = rows.shape[1:]
         return {

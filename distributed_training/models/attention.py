@@ -45,14 +45,16 @@ def describe_documents(
     dropout: float,
     max_documents: int | None = None,
 ) -> Documents:
-    """Return the documents of a micro-batch from two of the arrays that `Samples.batch` returns:
-    positions [B, T], and the ends [B, E] of the documents in each sample, padded with T.
+    """Return the boundaries of the documents in a micro-batch. `positions` [B, T] and `ends` [B, E]
+    are arrays from `Samples.batch`. `ends` contains the ends of the documents in each sample,
+    padded with T.
 
-    In bf16 on a GPU without dropout, attention uses a kernel that reads the ends if the kernel
-    supports the head size. Otherwise, this function builds a mask of B T^2 numbers in the `dtype`
-    of the queries. All blocks share the mask. If the micro-batch has at most `max_documents`
-    documents, the result has only this many ends, because the kernel is slow if many documents are
-    empty."""
+    On a GPU, attention in bf16 without dropout uses a kernel that reads the ends, if the kernel
+    supports the head size. Otherwise, this function builds a mask of B T^2 numbers in `dtype`, the
+    dtype of the queries. All blocks share the mask.
+
+    The kernel is slow if many documents are empty. Set `max_documents` if the micro-batch has at
+    most this many documents. The result then contains only this many ends."""
     batch, seq_len = positions.shape
     is_supported = head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
     if positions.is_cuda and dtype is torch.bfloat16 and is_supported and not dropout:
@@ -67,8 +69,8 @@ def describe_documents(
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
     """Return the ends of the non-empty documents, [num_kept]. `ends` must be in ascending order. An
     empty document has the same end as the document before it. If fewer than `num_kept` documents
-    remain, the last end is repeated. If more than `num_kept` documents remain, the function fails.
-    On a GPU, the failure is a failed assertion."""
+    remain, the last end is repeated. If more than `num_kept` documents remain, torch raises an
+    error on the CPU, and a device-side assertion fails on a GPU."""
     is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
     index = is_new.cumsum(0) - 1
     return ends[-1].repeat(num_kept).scatter(0, index, ends)

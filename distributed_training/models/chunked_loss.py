@@ -20,7 +20,7 @@ class GatherFirst(Protocol):
 
 
 class VocabularySplit(NamedTuple):
-    """Shard of the vocabulary's rows on one rank of a group."""
+    """Shard of the vocabulary on one rank of a process group."""
 
     first: int  # token id of the first row
     group: Any
@@ -33,9 +33,9 @@ class ChunkedCrossEntropy:
 
     The logits are not kept for the backward pass. The forward pass therefore also computes the
     gradients of the hidden states [B, T, D] and of the output layer's weight [P, D]. Each gradient
-    has the dtype of its tensor. The matrix multiplications accumulate the gradient of the weight
-    over chunks. The caller must not be compiled, because torch.compile would move the gradients to
-    the backward pass."""
+    has the dtype of its tensor. Each chunk's matrix multiplication adds to the gradient of the
+    weight in place. The caller must not be compiled, because torch.compile would move the gradients
+    to the backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens

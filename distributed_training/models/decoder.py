@@ -51,9 +51,9 @@ _ROLES: dict[str, Role] = {
 class Linear(nn.Linear):
     """nn.Linear that computes in the dtype of its input.
 
-    fp32 weights are rounded when they are used, and their gradients are fp32, so all strategies
-    compute the same results. A block must call each of its linear layers exactly once per forward
-    pass, with an input [B, T, features]. parallel/zero_bubble.py relies on this."""
+    fp32 weights are rounded to that dtype at each use, but their gradients are fp32. All strategies
+    therefore compute the same results. A block must call each of its linear layers exactly once per
+    forward pass, with an input [B, T, features]. parallel/zero_bubble.py relies on this."""
 
     # False for row-parallel layers under tp, whose bias is added after the sum over ranks
     adds_bias = True
@@ -83,7 +83,8 @@ class Linear(nn.Linear):
 
 
 class KVCache:
-    """Cache of the keys and values of all tokens that a model without tp and pp has processed."""
+    """Cache of the keys and values of all tokens that a model has processed. The model must not use
+    tp or pp."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -92,7 +93,7 @@ class KVCache:
 
     def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Append a block's new keys and values to the cache. Return the block's keys and values of
-        all tokens, each [B, H, T, K]."""
+        all tokens so far, concatenated along dimension 2."""
         if block in self._by_block:
             tensors = tuple(
                 torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)
@@ -104,8 +105,8 @@ class KVCache:
 class Block(nn.Module):
     """Pre-norm transformer block: causal attention, then an MLP.
 
-    A family's __init__ sets norm_1, qkv, attention_out, norm_2, mlp_in and mlp_out, in the order of
-    the family's parameters."""
+    The __init__ of a subclass sets norm_1, qkv, attention_out, norm_2, mlp_in and mlp_out. It sets
+    them in the order that the family's parameters should have."""
 
     norm_1: nn.Module
     attention_out: Linear
@@ -143,10 +144,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
-    A family's __init__ sets the modules that this class declares, and any that `place` needs, in
-    the order of the family's parameters. The first stage has the modules that are set before the
-    blocks, and the last stage has the modules that are set after the blocks. The embedding has
-    `size.padded_vocab_size` rows. Padding is removed or masked before the logits are used."""
+    The __init__ of a subclass sets the modules that this class declares and any other modules that
+    `place` needs. It sets them in the order that the family's parameters should have. The first
+    stage contains the modules that are set before the blocks, and the last stage contains the
+    modules that are set after the blocks. The embedding has `size.padded_vocab_size` rows. Padding
+    is removed or masked before the logits are used."""
 
     # Patterns of module names -> role, in addition to _ROLES
     roles: ClassVar[dict[str, Role]] = {}
@@ -253,8 +255,8 @@ class Decoder(nn.Module):
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Cast token embeddings and apply dropout, [B, T, D] -> [B, T, D]. Families with learned
-        position embeddings add them here."""
+        """Cast token embeddings to the compute dtype and apply dropout, [B, T, D] -> [B, T, D].
+        Families with learned position embeddings add them here."""
         return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
@@ -302,9 +304,9 @@ class Decoder(nn.Module):
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
         Values of matrices are normally distributed with a standard deviation of 0.02. The standard
-        deviation is smaller for matrices whose results are added to the residuals (Radford et al.
-        2019). Biases are 0, norms are 1, and vocabulary padding is 0. With `hashed`,
-        `hashed_normal` draws matrices on `device`, and each rank computes only its shard.
+        deviation is smaller for matrices whose results are added to the residual stream (Radford et
+        al. 2019). Biases and vocabulary padding are 0, and the weights of norms are 1. With
+        `hashed`, `hashed_normal` draws matrices on `device`, and each rank computes only its shard.
         Otherwise, torch's generator draws whole matrices on the CPU."""
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         indices = {name: index for index, name in enumerate(shapes)}
@@ -333,7 +335,7 @@ class Decoder(nn.Module):
         return draw
 
     def vocabulary_parameters(self) -> list[str]:
-        """Return the names of parameters that have `padded_vocab_size` rows, one per token."""
+        """Return the names of parameters that have `padded_vocab_size` rows, one per token id."""
         roles = self.find_roles().items()
         return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
 
@@ -376,8 +378,8 @@ def is_block_matrix(name: str, size: ModelSize) -> bool:
 
 
 class Fingerprint:
-    """Checksum of about a thousand values from each parameter of a model. Each rank may have only
-    shards of the parameters."""
+    """Checksum of about a thousand values from each parameter of a model. If the parameters are
+    sharded, each rank samples its shards, and `combine` merges the samples of all ranks."""
 
     def __init__(self, model: Decoder) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -385,8 +387,8 @@ class Fingerprint:
         self.samples: list[tuple[str, list[int], list[float]]] = []
 
     def watch(self, source: "WeightSource") -> "WeightSource":
-        """Return a source that also samples the values that it reads from `source`. The returned
-        source is thread-safe."""
+        """Return a source that reads values from `source` and also samples them for the checksum.
+        The returned source is thread-safe."""
 
         def read(name: str, slices: Slices) -> torch.Tensor:
             values = source(name, slices)

@@ -1,4 +1,4 @@
-"""Store frozen matrices in 4-bit NF4 with one scale per 64 values (QLoRA, 2305.14314), using
+"""Store frozen matrices in 4-bit NF4 with one scale per 64 values (QLoRA, arXiv 2305.14314), using
 bitsandbytes.
 
 Codes and scales are viewed as numbers in the compute dtype, so that FSDP's casts do not change
@@ -102,8 +102,8 @@ def dequantize(
 
 
 def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
-    """Convert the linear layers that `scales` names to NF4Linear, in place. Their weights must
-    already be codes."""
+    """Convert each linear layer named in `scales` to an NF4Linear, in place. The layer's weight
+    must already consist of NF4 codes."""
     for name, values in scales.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
         linear.__class__ = NF4Linear

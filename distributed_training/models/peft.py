@@ -109,9 +109,10 @@ class Adapters:
     def initial(self, size: ModelSize) -> InitialAdapters:
         """Return the adapters in a form from which training can continue.
 
-        If one of our matrices combines several Hugging Face matrices, its A stacks the distinct A
-        matrices of their adapters. The rank can therefore be larger than the rank of the trained
-        adapters. A mask keeps each row of B at 0 in the columns of other adapters."""
+        A matrix in this package may combine several Hugging Face matrices. Its A then stacks the
+        distinct A matrices of their adapters. The rank can therefore be larger than the rank of the
+        trained adapters. A mask keeps each row of B at 0 in the columns that belong to other
+        adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -198,8 +199,8 @@ def save_adapters(
 
 
 def base_rounding(config: RunConfig) -> str | None:
-    """Return the format of a quantized base and the compute dtype, such as "nf4 bf16", or None if
-    the base is not quantized."""
+    """Return the quantization format of the base model and the compute dtype as one string, such as
+    "nf4 bf16". Return None if the base model is not quantized."""
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 

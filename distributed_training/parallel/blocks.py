@@ -125,11 +125,11 @@ def apply_fsdp(
     """Shard each block, then the remaining parameters, in place with FSDP2.
 
     `mesh` has one axis or, for HSDP, two: replicas and shards. The forward and backward passes
-    all-gather a block's parameters in `dtype` (None: fp32) and free them after use. The backward
-    pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients over
-    replicas. The root module's parameters stay gathered, because both the first and the last
-    operation use a tied embedding. Set `keep_gathered` for pipeline stages, which use a block for
-    many micro-batches. The blocks then also stay gathered."""
+    all-gather a block's parameters in `dtype`, by default fp32, and free them after use. The
+    backward pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients
+    over replicas. The root module's parameters stay gathered, because both the first and the last
+    operation use a tied embedding. With `keep_gathered`, the blocks also stay gathered. Set it for
+    pipeline stages, which use each block for many micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)

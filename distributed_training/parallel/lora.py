@@ -1,7 +1,8 @@
-"""Add LoRA adapters (Hu et al., 2106.09685) to the matrices of a model's blocks.
+"""Add LoRA adapters (Hu et al., arXiv 2106.09685) to the matrices of a model's blocks.
 
-The weights W are frozen, and y = W x + (alpha / rank) B A dropout(x). A is [rank, in], and B is
-[out, rank]. B is initialized to 0, so training starts from the outputs of the base model."""
+The weights W are frozen. A matrix with an adapter computes `y = W x + (alpha / rank) B A
+dropout(x)`. A is [rank, in], and B is [out, rank]. B is initialized to 0, so training starts from
+the outputs of the base model."""
 
 import zlib
 

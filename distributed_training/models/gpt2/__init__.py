@@ -125,8 +125,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return views of the Hugging Face tensors that our tensor `our_name` contains, keyed by name.
-    Each row of `tensor` may have any number of dimensions."""
+    """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
+    keyed by name. Each row of `tensor` may have any shape."""
     if our_name == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))

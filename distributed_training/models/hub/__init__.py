@@ -1,5 +1,5 @@
-"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. To measure
-the size of a model, the first blocks are built on the meta device, and one of them is traced. This
+"""Run any dense decoder from the Hugging Face Hub with transformers' own modeling code. The size of
+a model is measured by building its first blocks on the meta device and tracing one of them. This
 measurement imports torch unless its result is cached. The result becomes part of ModelSize and of
 the plan."""
 

@@ -91,7 +91,7 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
 class HubDecoder(Decoder):
     """Decoder that wraps any `AutoModelForCausalLM` model that models/hub/ accepts.
 
-    `net` is the transformers model without its blocks, which are in `blocks`."""
+    The blocks of the transformers model are in `blocks`, and `net` contains its other modules."""
 
     inner: Any  # the module of `net` whose forward runs the blocks
     head: Any  # the output layer
@@ -200,8 +200,7 @@ class HubDecoder(Decoder):
         return draw
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply `fn`, but move buffers, such as rotary frequencies, without changing their
-        dtype."""
+        """Apply `fn` to the model, but keep the dtype of buffers, such as rotary frequencies."""
         buffers = {id(buffer) for buffer in self.buffers()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,8 +211,8 @@ class HubDecoder(Decoder):
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
-    """Cast the embeddings of the input tokens. Casting the whole embedding table would take
-    longer."""
+    """Cast the embeddings of the input tokens to the module's `cast_dtype`. Casting the whole
+    embedding table would take longer."""
     return x.to(module.cast_dtype or x.dtype)
 
 
@@ -241,7 +240,7 @@ def read_head(net: Any) -> dict[str, float]:
     """Return the "scale" and "cap" of the function that a model applies to the results z of its
     output layer. The model cannot be used afterwards.
 
-    The function is scale z if the cap is 0, and otherwise cap tanh(scale z / cap). Raises
+    The function is `scale * z` if the cap is 0, and `cap * tanh(scale * z / cap)` otherwise. Raises
     UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -1,5 +1,5 @@
-"""Measure the cost of a decoder block from its graphs. The block is never executed, and its
-matrices need no memory.
+"""Measure the cost of a decoder block by tracing it. The block is never executed, and its matrices
+need no memory.
 
 AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
 reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
@@ -178,7 +178,7 @@ def _is_free(node: Any) -> bool:
 
 
 def _origin(node: Any) -> Any:
-    """Return the node whose memory a chain of views reads."""
+    """Return `node` or, if it is a chain of views, the node whose memory the views read."""
     while _is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -1,8 +1,9 @@
 """Define Llama and similar models without any parallelism.
 
 The letters in shapes are defined in decoder.py. In addition, G is the number of groups of heads
-that share keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary
-positions); Ainslie et al. 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
+that share keys and values. The sources are Touvron et al. (arXiv 2302.13971), Su et al. (arXiv
+2104.09864) for rotary positions, Ainslie et al. (arXiv 2305.13245) for groups, and Shazeer (arXiv
+2002.05202) for SwiGLU."""
 
 import math
 from collections.abc import Sequence
@@ -79,9 +80,10 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
 class LlamaBlock(Block):
     """Attention, then a gated MLP.
 
-    The rows of `qkv` are ordered by group: the q of each head, then k, then v, with K rows each.
-    The rows of `mlp_in` are ordered by unit, first gate, then up. Splitting the rows therefore
-    splits the groups or units."""
+    The rows of `qkv` are ordered by group. Each group has K rows for each of its q heads, then K
+    rows for k and K rows for v. The rows of `mlp_in` are ordered by unit. Each unit has its gate
+    rows first, then its up-projection rows. Splitting the rows therefore assigns whole groups or
+    units to ranks."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
