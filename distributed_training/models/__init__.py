@@ -3,9 +3,10 @@ torch only inside functions.
 
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
 last three describe the Hugging Face format of the family's weights (see gpt2/). The folder may be
-anywhere, and its __init__.py imports torch only inside functions. In CONFIG, `model` is the name of
-a size or Hub repository, or the path of a Hugging Face folder or family. A family's first size is
-the default. To select another size, append `:size` to the family's path."""
+anywhere, and its __init__.py imports torch only inside functions. The value of `model` in CONFIG is
+the name of a size or of a Hub repository, or the path of a Hugging Face folder or of a family's
+folder. A family's first size is the default. To select another size, append `:size` to the family's
+path."""
 
 from __future__ import annotations
 
@@ -286,9 +287,9 @@ class ModelSpec:
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[StoredTensor, bool]]]:
-        """For each parameter, return the stored tensors that form it, each paired with whether it
-        is stored transposed. Raises UserError if tensors in `folder` are missing or unexpected, or
-        have the wrong shape or dtype."""
+        """For each parameter, return a list of (stored tensor, whether this tensor is transposed)
+        for the tensors that form the parameter. Raises UserError if tensors in `folder` are missing
+        or unexpected, or have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:

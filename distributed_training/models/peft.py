@@ -109,10 +109,10 @@ class Adapters:
     def initial(self, size: ModelSize) -> InitialAdapters:
         """Return the adapters in a form from which training can continue.
 
-        A matrix in this package may combine several Hugging Face matrices. Its A then stacks the
-        distinct A matrices of their adapters. The rank can therefore be larger than the rank of the
-        trained adapters. A mask keeps each row of B at 0 in the columns that belong to other
-        adapters."""
+        If a matrix in this package combines several Hugging Face matrices, the A of its adapter
+        stacks the distinct A matrices of the Hugging Face adapters. The rank can therefore be
+        larger than the rank of the trained adapters. A mask keeps each row of B at 0 in the columns
+        that belong to other adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices

@@ -128,8 +128,8 @@ def apply_fsdp(
     all-gather a block's parameters in `dtype`, by default fp32, and free them after use. The
     backward pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients
     over replicas. The root module's parameters stay gathered, because both the first and the last
-    operation use a tied embedding. With `keep_gathered`, the blocks also stay gathered. Set it for
-    pipeline stages, which use each block for many micro-batches."""
+    operation use a tied embedding. If `keep_gathered` is set, the blocks also stay gathered. This
+    setting is for pipeline stages, which use each block for many micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)

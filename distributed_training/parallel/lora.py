@@ -1,8 +1,8 @@
 """Add LoRA adapters (Hu et al., arXiv 2106.09685) to the matrices of a model's blocks.
 
-The weights W are frozen. A matrix with an adapter computes `y = W x + (alpha / rank) B A
-dropout(x)`. A is [rank, in], and B is [out, rank]. B is initialized to 0, so training starts from
-the outputs of the base model."""
+The weights W are frozen. An adapter changes the output of a matrix to
+`W x + (alpha / rank) B A dropout(x)`. A is [rank, in], and B is [out, rank]. B is initialized to 0,
+so training starts from the outputs of the base model."""
 
 import zlib
 

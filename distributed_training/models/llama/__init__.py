@@ -236,9 +236,9 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def unit_size(hidden: int) -> int:
-    """Return the unit size in `mlp_in`: the number of adjacent gate rows that precede the same
-    number of up-projection rows. Units are small enough for tp to distribute them over ranks, and
-    large enough for efficient GPU reads."""
+    """Return the number of gate rows in each unit of `mlp_in`. In a unit, the gate rows are
+    followed by the same number of up-projection rows. Units are small enough for tp to distribute
+    them over ranks, and large enough for efficient GPU reads."""
     return math.gcd(hidden, 16)
 
 

@@ -82,8 +82,8 @@ class LlamaBlock(Block):
 
     The rows of `qkv` are ordered by group. Each group has K rows for each of its q heads, then K
     rows for k and K rows for v. The rows of `mlp_in` are ordered by unit. Each unit has its gate
-    rows first, then its up-projection rows. Splitting the rows therefore assigns whole groups or
-    units to ranks."""
+    rows first, then its up-projection rows. If tp splits the rows, each rank therefore gets whole
+    groups or units."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
