@@ -153,8 +153,8 @@ class NativeEngine(base.Engine):
         return module
 
     def build_ddp(self, stage: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
-        """Wrap `stage` in DDP and fix the order of its buckets. A communication hook may be added
-        afterwards."""
+        """Wrap `stage` in DDP and fix the order of DDP's buckets. A communication hook may be
+        registered afterwards."""
         module = DistributedDataParallel(
             stage, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
@@ -236,8 +236,8 @@ class NativeEngine(base.Engine):
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
-        overflowed or, with on_nonfinite=skip, if any gradient is non-finite. Return the norms
-        before clipping."""
+        overflowed or, with on_nonfinite=skip, if any gradient is non-finite. Return the norms of
+        the unclipped gradients."""
         for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:

@@ -436,8 +436,9 @@ def write_tensors(
 ) -> None:
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
-    `meta_tensors` has the names, shapes and dtypes of the tensors in the same order, and may be on
-    the meta device. The `save_file` function of safetensors would need all tensors at once."""
+    `meta_tensors` maps the names of the tensors to tensors with the same shapes and dtypes, in the
+    same order. It may be on the meta device. The `save_file` function of safetensors would need all
+    tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}

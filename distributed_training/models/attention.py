@@ -77,7 +77,7 @@ def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
 
 
 def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the document mask in `dtype`, [B, 1, T, T], from each token's position in its
+    """Compute the document mask, [B, 1, T, T] in `dtype`, from each token's position in its
     document, int64 [B, T]."""
     indices = torch.arange(positions.shape[1], device=positions.device)
     starts = indices - positions

@@ -414,8 +414,8 @@ class Fingerprint:
         self.samples.append((name, indices.tolist(), samples.float().tolist()))
 
     def combine(self, all_samples: Iterable[Any] | None = None) -> int:
-        """Return the checksum of `all_samples`, which has one list per rank. By default, use only
-        this rank's samples."""
+        """Return the checksum of `all_samples`, which contains one list of samples per rank. By
+        default, use only this rank's samples."""
         samples: dict[str, Any] = {
             name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
             for name, shape in self.shapes.items()
@@ -447,8 +447,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers and the parameters on the meta device to `device`, in place. Tensors that
-    were on the meta device have undefined values afterwards."""
+    """Move all buffers, and all parameters that are on the meta device, to `device`, in place.
+    Tensors that were on the meta device have undefined values afterwards."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -472,10 +472,11 @@ def fill_parameters(
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
 ) -> None:
-    """Fill this rank's shards of the parameters on the meta device with initial values, in place.
+    """Move the parameters on the meta device to `device`, and fill this rank's shards with initial
+    values, in place.
 
-    The shards are on `device`, with values rounded to `round_to`. Two threads fill them, so up to
-    two additional shards are in RAM at a time."""
+    The values are rounded to `round_to`. Two threads fill the shards, so up to two additional
+    shards are in RAM at a time."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())

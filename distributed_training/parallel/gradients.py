@@ -82,5 +82,6 @@ def _num_shards(gradient: Any) -> int:
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's bf16_compress_hook. On CPUs, DDP would reject that hook because of its name."""
+    """Call torch's bf16_compress_hook under another name, because DDP on CPUs rejects a hook with
+    the original name."""
     return bf16_compress_hook(state, bucket)

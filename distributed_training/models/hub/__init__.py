@@ -190,8 +190,9 @@ def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, tor
 
 
 def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
-    """Map tensor names in a file to names in the model, except for tensors that transformers
-    ignores. Raises UserError for a tensor that transformers would convert while loading."""
+    """Map the names of tensors in a file to their names in the model. Tensors that transformers
+    ignores are omitted. Raises UserError for a tensor that transformers would convert while
+    loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -211,7 +212,7 @@ def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
 
 
 def file_name(name: str, size: ModelSize) -> str:
-    """Return the name under which files store a tensor of the model."""
+    """Return the name that the model's tensor `name` has in weight files."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 

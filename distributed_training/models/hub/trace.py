@@ -29,8 +29,9 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 
 
 def trace(document: dict[str, Any]) -> TracedCosts:
-    """Return the costs of a model's first block. If transformers cannot run the config, its
-    exception is propagated. Raises UnsupportedError if the block leaves a parameter unused."""
+    """Return the costs of a model's first block. If transformers cannot run the model, the
+    exception from transformers is propagated. Raises UnsupportedError if the block leaves a
+    parameter unused."""
     costs = defaultdict[str, list[float]](list)  # per token of the shorter and the longer sample
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +69,7 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _TracedError(Exception):
-    """Exception that ends a forward pass once its first block has been traced."""
+    """Exception that ends a forward pass once the model's first block has been traced."""
 
 
 def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
@@ -129,8 +130,8 @@ def _kept_bytes(forward: Any) -> int:
 
 
 def _matrix_costs(forward: Any) -> tuple[int, int]:
-    """Return (number of bytes that a block keeps if it keeps only the results of matrix
-    multiplications and attention, FLOPs of attention)."""
+    """Return (number of bytes kept, FLOPs of attention) for a block that keeps only the results of
+    matrix multiplications and attention."""
     results = [forward.graph.find_nodes(op="placeholder")[0].meta["val"]]
     flops = 0
     for node in forward.graph.nodes:
