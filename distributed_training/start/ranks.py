@@ -6,7 +6,7 @@ data. Instead, rank 0 serves the store on a socket that is bound to loopback.
 
 On GPUs, each rank is a new Python process, because CUDA does not survive a fork. On CPUs, the ranks
 are forked from one process that has imported torch, because separate imports would occupy all cores
-for seconds."""
+for several seconds."""
 
 import contextlib
 import ctypes

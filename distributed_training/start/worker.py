@@ -107,8 +107,8 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
 
 
 def prepare_device(num_gpus: int, process: Process) -> torch.device:
-    """Set up libraries and return this process's device. Raises UserError if torch cannot use the
-    machine's GPUs or if there are fewer GPUs than local processes."""
+    """Configure libraries and return this process's device. Raises UserError if torch cannot use
+    the machine's GPUs or if there are fewer GPUs than local processes."""
     # Users cannot fix libraries that call each other's deprecated functions.
     own_modules = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=own_modules)

@@ -163,8 +163,8 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
     """Return the predicted total time of all runs in seconds. Each run is given as (CONFIG, number
-    of processes). The time includes `run_s` per run for starting and ending, and the time to
-    compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
+    of processes). The time includes `run_s` to start and end each run, and the time to compile
+    DeepSpeed's extensions. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()

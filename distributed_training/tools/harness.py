@@ -80,7 +80,8 @@ def open_group() -> Iterator[Group]:
 
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
-    """Set NCCL's environment variables for these `runs`, then return `open_group()`."""
+    """Set NCCL's environment variables for these `runs`, and return the result of
+    `open_group()`."""
     if runs:
         set_nccl_variables(*(run.get("strategy", AUTO) for run in runs.values()))
     return open_group()

@@ -106,8 +106,9 @@ def legend(
 
 
 def describe_requested_work(label: str, choice: Prediction, price: float | None) -> str:
-    """Return a sentence with the tokens, time and cost of the work that CONFIG requests. Return ""
-    if the amount of work or the speed is unknown. `price` is the cost of a GPU-hour."""
+    """Return a sentence that states the number of tokens, the time and the cost of the work that
+    CONFIG requests. Return "" if the amount of work or the speed is unknown. `price` is the cost of
+    a GPU-hour."""
     steps = num_steps(choice.plan)
     if choice.step is None or steps is None:
         return ""
@@ -128,8 +129,8 @@ def describe_requested_work(label: str, choice: Prediction, price: float | None)
 
 
 def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """Explain why a layout is the first choice, and compare it with the fastest layout. If the
-    first choice is the fastest layout, compare it with the fastest layout of another strategy."""
+    """Explain why `first` is the first choice, and compare it with the fastest layout. If `first`
+    is the fastest layout, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
         return f"{name} needs the least memory. Its speed is unknown without the GPU's rates."

@@ -2,10 +2,10 @@
 
 The reference is one process without compilation. This process trains twice, the second time with a
 different micro-batch size. The difference between these two runs is the rounding error. A layout
-fails if it differs by more than LIMITS and by more than ROUNDING_FACTOR times the rounding error.
-Each tensor has a separate rounding error, because Adam turns gradients that consist only of
-rounding errors into large steps. If records are packed, one process also trains on the records one
-by one. This run counts as a layout.
+fails if its results differ from the reference by more than LIMITS and by more than ROUNDING_FACTOR
+times the rounding error. Each tensor has a separate rounding error, because Adam turns gradients
+that consist only of rounding errors into large steps. If records are packed, one process also
+trains on the records one by one. This run counts as a layout.
 
 One process trains all reference runs, and one group of processes trains all layouts. Starting new
 processes for each run would take longer than training its few steps."""
