@@ -437,8 +437,8 @@ def write_tensors(
     """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
     `meta_tensors` maps the names of the tensors to tensors with the same shapes and dtypes, in the
-    same order. It may be on the meta device. The `save_file` function of safetensors would need all
-    tensors at once."""
+    same order. These tensors may be on the meta device. The `save_file` function of safetensors
+    would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}

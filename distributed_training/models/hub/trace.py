@@ -179,7 +179,7 @@ def _is_free(node: Any) -> bool:
 
 
 def _origin(node: Any) -> Any:
-    """Return `node` or, if it is a chain of views, the node whose memory the views read."""
+    """Return `node` or, if it is a view, the node at the start of its chain of views."""
     while _is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
