@@ -1,5 +1,4 @@
-"""Show the first training samples, mark the tokens that are included in the loss, and print
-counts."""
+"""Show the first training samples, mark the tokens in the loss, and print counts."""
 
 import argparse
 import json
