@@ -116,8 +116,8 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
     if there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
     the shard's first element in the flattened parameter, number of elements).
 
-    DeepSpeed's public accessors are not used. In ZeRO stages 1 and 2, they find Adam moments only
-    in the first flat tensor."""
+    DeepSpeed's public accessors are not used, because in ZeRO stages 1 and 2 they find Adam moments
+    only in the first flat tensor."""
     if hasattr(parameter, "ds_id"):  # ZeRO stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count

@@ -46,8 +46,8 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     order.
 
     If the order was found for predicted durations, messages are sorted by their expected times.
-    torch's own order of messages assumes that all operations take equally long. A receive that is
-    posted too early would block operations that are ready."""
+    torch's own order of messages assumes that all operations take equally long. A receive could
+    then be posted too early, and it would block operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)

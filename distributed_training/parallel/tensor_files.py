@@ -140,9 +140,9 @@ def _finite_values(part: Part) -> torch.Tensor:
 
 
 class HostMemory:
-    """Host memory for copies of parts, so that training can continue while the copies are saved.
-    Page-locking the memory takes seconds and therefore runs in a thread. All saves use the same
-    memory."""
+    """Host memory that holds copies of parts, so that training can continue while the copies are
+    saved. Page-locking the memory takes seconds and therefore runs in a thread. All saves use the
+    same memory."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
         """Allocate `num_bytes` bytes. If `gpu` is given and the driver allows it, a thread

@@ -1,5 +1,5 @@
-"""Build ZB-V's order for given durations, as its authors do (arXiv 2401.10241). This module does
-not import torch.
+"""Build the ZB-V order for given durations, as the authors of ZB-V do (arXiv 2401.10241). This
+module does not import torch.
 
 Forward passes and input gradients follow a pattern, and weight gradients fill the time in which a
 process would otherwise wait. The orders match the output of zbv.py in

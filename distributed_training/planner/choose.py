@@ -359,7 +359,7 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def _find_timed_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
-    """Find orders of a pipeline's operations that suit the predicted durations. The durations are
+    """Find orders of operations that suit a pipeline's predicted durations. The durations are
     predicted with the cluster's rates or, if these rates are unknown, with the rates of an H200.
     The plan stores the orders, because ranks with different orders would deadlock."""
     step = StepCosts(plan, cluster.rates or rates_of(known_gpu("H200")))

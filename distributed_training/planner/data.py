@@ -137,7 +137,8 @@ def read_data(draft: Draft, sources: Sources) -> Data:
 
 
 def cut_data(plan: Plan) -> Data:
-    """Return a plan's samples. Tokenize the text if its tokens are not in the token cache."""
+    """Return a plan's samples. Tokenize the text if the token cache does not contain the plan's
+    tokens or if they are damaged."""
     folder = token_cache_dir() / (plan.cache or "")
     if plan.cache and is_intact(folder):
         tokenizer = Tokenizer(plan.tokenizer_dir)

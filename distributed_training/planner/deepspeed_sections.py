@@ -134,8 +134,9 @@ CHECK_TIMEOUT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Remove all sections that have no effect. Return the dotted names of the values that only
-    DeepSpeed can check. Raises UserError for a section or value that this suite does not accept."""
+    """Remove the sections without effect from `document`. Return the dotted names of the values
+    that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
+    accept."""
     for name, section in list(document.items()):
         is_object = isinstance(section, dict)
         is_off = is_object and (section.get("enabled") is False or not any(section.values()))

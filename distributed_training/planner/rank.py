@@ -306,8 +306,8 @@ def choose_strategy(
 
 def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
     """Return the candidate with a chosen batch size. The batch size is the smallest power of two
-    that fits and reaches the fraction NEAR_BEST of the best predicted tokens/s, or 1 if none
-    fits."""
+    that fits into memory and reaches the fraction NEAR_BEST of the best predicted tokens/s, or 1 if
+    no batch size fits."""
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MAX_BATCH_POWER + 1)], "batch sizes"):
         with contextlib.suppress(UserError):

@@ -57,9 +57,9 @@ def adapter_backward_bytes(rank: PipelineRank) -> float:
 
 
 def dequantized_matrix_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes by which the block's largest dequantized matrix exceeds the
-    gradients that the backward pass needs in the MLP. Return 0 if the matrix is smaller. The matrix
-    is in memory at the end of the block's backward pass."""
+    """Return the number of bytes by which a block's largest dequantized matrix exceeds the
+    gradients in the block's MLP. If the matrix is larger, the backward pass reaches its peak at its
+    end, when this matrix is in memory. Return 0 if the matrix is smaller."""
     largest = max(rows * columns for rows, columns in rank.size.block_matrices)
     return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
 
