@@ -311,8 +311,8 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 
 
 def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Return a table line with the shown columns. `figures` has the values of a Row, starting with
-    the makespan, or strings such as the column names."""
+    """Format one line of the table. `figures` contains the values of a Row from the makespan on, or
+    the column names. `shown` names the columns to print; None prints all columns."""
     line = f"{title:<24}"
     for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
         if not shown or name in shown:

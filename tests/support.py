@@ -54,8 +54,8 @@ paper letter market winter summer bridge engine forest signal
 
 @functools.cache
 def small_text() -> Path:
-    """Return the path of a 300 kB text file with the same content on every machine. Tokenizing the
-    embedded corpus would take longer than most of the tests' runs."""
+    """Return the path of a 300 kB text file with the same content on every machine. Tests do not
+    use the embedded corpus, because tokenizing it takes longer than most of their training runs."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
     words = _WORDS.split()

@@ -193,7 +193,7 @@ class RunConfig(Options):
     """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
     trace."""
     verbose: bool = logging_key(False)
-    """Also show informational messages from libraries."""
+    """True: also show informational messages from libraries."""
     output_dir: Text = checkpoint_key("runs", aliases=("out_dir",))
     """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
     shared_disk: bool = checkpoint_key(True)

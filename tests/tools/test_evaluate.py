@@ -40,7 +40,7 @@ def model(folder):  # noqa: F811
 
 def theirs(model, samples):
     """Return the summed loss in nats that transformers computes, and the number of targets.
-    `samples` has (IDs, target mask) pairs."""
+    `samples` contains (IDs, target mask) pairs."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = 0.0, 0
     for ids, mask in samples:

@@ -171,7 +171,7 @@ class RankRunner:
 
     def connect_and_warm_up(self, cases: Sequence[Case]) -> None:
         """Connect to the other ranks, then warm up with two microbatches of each case, without
-        sending. The first torch.autograd.grad call with grad_outputs takes hundreds of
+        sending any tensors. The first torch.autograd.grad call with grad_outputs takes hundreds of
         milliseconds. A GPU loads each kernel on first use, and loading can wait forever while a
         receive is pending."""
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])

@@ -71,10 +71,11 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Compute the durations of stages from the durations of all of a rank's layers. A rank's stages
-    get equal parts of these layers. `stage_scale` has factors for equal shares of the model's
-    layers, in the model's order. A share keeps its factor however the layers are partitioned.
-    Raises UserError if the number of factors is not a multiple of the number of ranks."""
+    """Compute the durations of the stages. The arguments are durations of all layers of one rank,
+    which are divided equally among the rank's stages. `stage_scale` contains one factor for each of
+    several equal groups of the model's layers, in the order of the model. The factors do not depend
+    on how the layers are partitioned into stages. Raises UserError if the number of factors is not
+    a multiple of the number of ranks."""
     check_scale(stage_scale, schedule.num_ranks)
     factors = stage_factors(stage_scale or [1], schedule.num_stages)
 

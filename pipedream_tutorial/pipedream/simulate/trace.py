@@ -1,9 +1,10 @@
-"""Write Chrome traces as JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write Chrome traces as JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing can open.
 
-A file has the prediction and the measurement as two groups of processes, with one process per rank.
+A file contains two groups of processes, the prediction and the measurement, with one process per
+rank.
 The threads are compute, send and receive. Arrows lead from the sending to the receiving operation.
 Counters show held activations and live weight versions. The format is Google's "Trace Event
-Format": times are in microseconds, and slices of one thread are disjoint or nested.
+Format": times are in microseconds, and the slices of a thread are disjoint or nested.
 """
 
 from collections import defaultdict

@@ -33,8 +33,8 @@ def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place through `.data`. autograd does not detect this change, so the graph reads the
-    new values."""
+    """Update the parameter in place through `.data`. Autograd does not detect this change, so the
+    backward pass reads the new values."""
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
