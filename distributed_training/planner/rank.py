@@ -318,7 +318,10 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
                 speeds[size] = prediction.tokens_per_s or size
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= required_speed), 1)
-    notes.append(f"batch_size is {size}, the smallest value predicted to keep a GPU busy")
+    if speeds:
+        notes.append(f"batch_size is {size}, the smallest value predicted to keep a GPU busy")
+    else:
+        notes.append(f"batch_size is {size}, because no value is predicted to fit into memory")
     return _with_batch_size(candidate, size)
 
 
