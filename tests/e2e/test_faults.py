@@ -170,7 +170,7 @@ def test_a_closed_output_pipe_is_ignored_and_a_hangup_saves_a_checkpoint(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a disk of 64 MiB and return its folder."""
+    """Mount a 64 MiB disk and return its mount point."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], capture_output=True
     )

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Sizes, and durations for one microbatch on all of a rank's layers."""
+    """Arguments of the closed forms: the sizes of a pipeline, and the durations of one microbatch on
+    all layers of a rank."""
 
     p: int
     m: int

@@ -27,7 +27,7 @@ def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Update in place. autograd detects this change and rejects the graph."""
+    """Update the parameter in place. Autograd detects this change, and the backward pass fails."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
