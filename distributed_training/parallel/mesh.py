@@ -74,8 +74,8 @@ class Topology:
         )
 
     def new_pipeline_group(self) -> dist.ProcessGroup:
-        """Return a new communicator for this process's pipeline, in addition to the mesh's
-        communicator for pp. All ranks must call this method."""
+        """Create and return a communicator for this process's pipeline. It is separate from the
+        mesh's communicator for pp. All ranks must call this method."""
         import torch.distributed as dist
 
         num_pipelines = self.world_size // self.pp

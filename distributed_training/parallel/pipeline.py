@@ -127,8 +127,9 @@ class Pipeline:
         return out if self.last_stage is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Broadcast the logits [B, T, V], which `forward` returned on the last stage, to all
-        processes of the pipeline. Other stages pass None as `logits`. Return the logits."""
+        """Broadcast the logits [B, T, V] from the last stage to all processes of the pipeline, and
+        return them. On the last stage, `logits` is the output of `forward`. On other stages, it is
+        None."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)

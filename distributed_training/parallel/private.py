@@ -136,8 +136,8 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return a dict with the flat tensor "weight" of one parameter group and with its Adam state.
-    If the group is on disk, the tensors are copies, and "step" is missing."""
+    """Return a dict with the flat weights of one parameter group (key "weight") and the group's
+    Adam state. If the group is on disk, the tensors are copies, and the key "step" is missing."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)

@@ -36,8 +36,9 @@ class TwoGroupStage(PipelineStage):
         return self._assign_group(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages from this process to itself. torch 2.11 includes such messages in a
-        V-shaped schedule, between the two consecutive stages on the last rank, and gloo fails."""
+        """Leave out messages from this process to itself. In a V-shaped schedule, torch 2.11
+        includes such messages between the two consecutive stages on the last rank, and gloo then
+        fails."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
@@ -45,9 +46,9 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
-    If the order was found for predicted durations, messages are sorted by their expected times.
-    torch's own order of messages assumes that all operations take equally long. A receive could
-    then be posted too early, and it would block operations that are ready."""
+    If the order was found for predicted durations, messages are sorted by their expected times. By
+    default, torch orders messages as if all operations took the same time. A receive could then be
+    posted too early, and it would block operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
@@ -80,7 +81,8 @@ def _sort_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
     """Return the actions, with the messages sorted by the time at which they are produced. Each
-    message directly precedes the operation that this process is running at that time."""
+    message directly precedes the operation that this process is expected to run at the time when
+    the message is produced."""
     messages = []
     for action in actions:
         if action.computation_type in _PRODUCERS:

@@ -5,8 +5,9 @@ torch stores matrices transposed, a `column` matrix is sharded by rows (heads, o
 MLP) and the following `row` matrix by columns. Each process thus computes one term of a sum. With
 sequence parallelism (2205.05198), norms, residuals and dropout are sharded by samples if R divides
 the number of samples, otherwise by tokens. An all-gather precedes each attention layer and each
-MLP, and a reduce-scatter follows. Without sequence parallelism, all processes compute the same
-norms and residuals, and one all-reduce follows instead. The loss is sharded by vocabulary."""
+MLP, and a reduce-scatter follows it. Without sequence parallelism, all processes compute the same
+norms and residuals, and a single all-reduce follows each attention layer and each MLP. The loss is
+sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,9 +82,9 @@ class _LayerParallel(parallel.ParallelStyle):
     A sharded layer (a matrix sharded by columns, or an embedding sharded by rows) computes one term
     of a sum. Each process adds the bias after the sum, so the matrix multiplication and the sum can
     be fused. Without this class, DTensor would sum the gradients of replicated parameters one at a
-    time, per micro-batch and in bf16. torch's RowwiseParallel can return a tensor that is still
-    being communicated. A compiled block cannot use such a tensor, because the gradient of the
-    block's input would be incomplete."""
+    time, per micro-batch and in bf16. The class RowwiseParallel in torch can return a tensor that
+    is still being communicated. A compiled block cannot use such a tensor, because the gradient of
+    the block's input would be incomplete."""
 
     input_layout: Placement = field(default_factory=Replicate)
     output_layout: Placement = field(default_factory=Replicate)
@@ -115,9 +116,9 @@ class _LayerParallel(parallel.ParallelStyle):
 
 def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
     """Return the positions of this rank's tokens. Samples are split into `parts[0]` parts, and
-    tokens are split into `parts[1]` parts. If `x` is [B, T], return this rank's share of it. If `x`
-    is [T / R], its positions count from this rank's first token, so add the number of earlier
-    tokens."""
+    tokens are split into `parts[1]` parts. If `x` has the shape [B, T], it contains the positions
+    of all tokens, so return this rank's part. If `x` has the shape [T / R], its positions are
+    relative to this rank's first token, so add the number of earlier tokens."""
     for dim, count in enumerate(parts):
         if count > 1 and x.dim() == 2:
             x = x.chunk(count, dim)[rank]
@@ -157,9 +158,8 @@ def _vocab_parallel_loss(
     vocab_size: int,
     chunked_loss: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """Return the same loss as `decoder.summed_cross_entropy`, but with the rows of the output
-    layer's `weight` sharded over the processes. Compute the loss in chunks if `chunked_loss` is
-    set."""
+    """Compute `decoder.summed_cross_entropy` with the rows of the output layer's `weight` sharded
+    over the processes. The loss is computed in chunks if `chunked_loss` is set."""
     rows = weight.to_local()  # (P / R, D)
     vocab_start = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()

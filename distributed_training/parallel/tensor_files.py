@@ -215,8 +215,9 @@ class _StoredPart:
             return file.get_slice(self.name)[box or slice(None)]
 
     def copy_into(self, target: torch.Tensor, start: Sequence[int]) -> int:
-        """Copy the overlap of this part and `target` into `target`, which begins at index `start`
-        of the tensor or the flattened tensor. Return the number of copied values."""
+        """Copy the overlap of this part and `target` into `target`, and return the number of copied
+        values. `start` is the index of the first element of `target` in the tensor or, for a range
+        of the flattened tensor, in the flattened tensor."""
         target_slices = []
         part_slices = []
         for a, n, b, m in zip(start, target.shape, self.start, self.size, strict=True):

@@ -28,8 +28,9 @@ class WeightGradients:
     """Gradients that are computed outside autograd, for the matrices in one stage's blocks."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
-        """Add taps to the stage's blocks. Sequence parallelism splits the input of a block into
-        `tp_parts` (see Plan), but it does not split the inputs of the block's Linears."""
+        """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
+        sequence parallelism splits the input of a block (see Plan). The inputs of the block's
+        Linears are not split."""
         self.tp_parts = tp_parts
         self.pending: PendingMatmuls = []
         dtype = stage.compute_dtype or torch.float32

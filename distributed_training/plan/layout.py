@@ -25,8 +25,8 @@ class Layout:
 
 
 class Batch(BaseModel):
-    """Division of one optimizer step's sequences into replicas and micro-batches. Version 1 of a
-    run's record used the aliases as field names."""
+    """Division of one optimizer step's sequences into replicas and micro-batches. The aliases are
+    the field names in version 1 of a run's record."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
     global_batch_size: int  # sequences per step, the product of the other three

@@ -2,8 +2,8 @@
 
 The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.13), with two
 exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order for
-`zb-auto`. An operation is (kind, stage, micro-batch). The kinds are "F" forward, "B" backward, "I"
-backward for inputs only and "W" backward for weights only."""
+`zb-auto`. An operation is (kind, stage, micro-batch). The kinds are "F" (forward), "B" (backward),
+"I" (backward for inputs only) and "W" (backward for weights only)."""
 
 import functools
 import itertools

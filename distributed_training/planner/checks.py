@@ -29,8 +29,8 @@ STALE_LOCK_S = 60.0
 
 
 def check_run(prediction: Prediction, cluster: Cluster) -> None:
-    """Raise UserError if the run is known to fail. With `--cluster`, this machine's packages, limit
-    on open files, disks and compiler are not checked."""
+    """Raise UserError if the run is known to fail. With `--cluster`, skip the checks of this
+    machine: installed packages, the limit on open files, disks and the compiler."""
     plan = prediction.plan
     if cluster.is_local:
         check_packages(plan)
@@ -199,7 +199,8 @@ def _extension_files(name: str, file: str) -> Iterator[Path]:
 
 
 def has_libaio() -> bool:
-    """Return whether the compiler, which also searches CPATH and LIBRARY_PATH, finds libaio."""
+    """Return whether the compiler finds libaio. The compiler also searches the folders in CPATH and
+    LIBRARY_PATH."""
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         return False

@@ -100,8 +100,9 @@ def _choose_for_cpu(
     config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
 ) -> tuple[str, Settings]:
     """Return the name of the model to train on a CPU, and settings for keys that the user did not
-    set. For a local dataset, the settings suit small datasets. For any other dataset, they only
-    shorten the evaluation. If CONFIG names a preset, no settings are returned."""
+    set. If the dataset is a local path, the settings come from the preset WORDS_PRESET, which is
+    for small datasets. Otherwise, only `eval_samples` is returned, to shorten the evaluation. If
+    CONFIG names a preset, no settings are returned."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
@@ -216,8 +217,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
 
 
 def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the JSON after replacing each "auto" ZeRO size with the value that the Hugging Face
-    Trainer uses."""
+    """Return the DeepSpeed JSON `document` with each "auto" ZeRO size replaced by the value that
+    the Hugging Face Trainer uses."""
     zero = document.get("zero_optimization", {})
     sizes = {name: size(hidden_size) for name, size in AUTO_SIZES.items() if zero.get(name) == AUTO}
     return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
@@ -243,8 +244,8 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
 
     For each chunk after the first, the gradient of the output layer's weights is read and written
     once more. On a GPU, this takes as long as the layer's three matrix multiplications for about
-    150 tokens. For P weights in the output layer, these times correspond to 4 P bytes at 3 TB/s and
-    6 P FLOPs per token at 680 TFLOP/s."""
+    150 tokens. With P weights in the output layer, 4 P bytes are read and written at 3 TB/s, and
+    the matrix multiplications need 6 P FLOPs per token at 680 TFLOP/s."""
     config = candidate.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
     keeps_all_gradients = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"

@@ -1,10 +1,10 @@
 """Reject settings that cannot be combined, and find settings that have no effect with a layout.
 This module does not import torch.
 
-A setting that has no effect is rejected on the command line. In CONFIG or a preset, which several
-strategies may share, such a setting only causes a note, unless the key is strict. A value that the
-plan would have anyway, such as a default, also causes only a note. Therefore the values of a
-resolved CONFIG can be repeated on the command line."""
+A setting on the command line is rejected if it has no effect. In CONFIG or a preset, such a setting
+only causes a note unless the key is strict, because several strategies may share CONFIG or a
+preset. A value that the plan would have anyway, such as a default, also causes only a note.
+Therefore the values of a resolved CONFIG can be repeated on the command line."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -200,7 +200,7 @@ def _check_loss_chunks(candidate: Candidate) -> None:
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
-    """Return the keys that have no effect and on which comparable runs need not agree. `compare`
+    """Return the keys that have no effect and that may differ between comparable runs. `compare`
     may omit these keys."""
     idle = idle_settings(request, candidate)
     return {key for key, _ in idle if not KEYS[key].work}

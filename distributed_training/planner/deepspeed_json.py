@@ -1,4 +1,4 @@
-"""Fill in a strategy's DeepSpeed JSON from CONFIG, and reject a JSON that contradicts CONFIG.
+"""Fill in a strategy's DeepSpeed JSON from CONFIG, and reject it if it contradicts CONFIG.
 
 This module does not import torch."""
 
@@ -27,8 +27,9 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR"
 
 
 def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
-    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if the
-    JSON contradicts CONFIG or contains a section that this suite does not accept."""
+    """Return the strategy's DeepSpeed JSON with CONFIG's values in place of "auto". Raises
+    UserError if this JSON contradicts CONFIG or contains a section that this suite does not
+    accept."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))

@@ -217,9 +217,9 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_with_deepspeed(document: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if DeepSpeed's own classes reject a filled-in JSON. The check takes seconds.
-    The JSON is accepted if DeepSpeed is not installed or if the check takes longer than
-    CHECK_TIMEOUT_S seconds."""
+    """Raise UserError if DeepSpeed's own classes reject `document`, a DeepSpeed JSON without "auto"
+    values. The check takes seconds. The document is accepted if DeepSpeed is not installed or if
+    the check takes longer than CHECK_TIMEOUT_S seconds."""
     command = [sys.executable, "-c", _CHECK_SCRIPT]
     text = json.dumps(document)
     try:

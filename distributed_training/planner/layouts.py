@@ -4,7 +4,7 @@ module does not import torch.
     world_size == pp * dp_replicate * dp_shard * tp
 
 The product must equal world_size exactly. Every layout that an error message suggests has passed
-the same checks. Each pipeline stage has consecutive blocks. The first stage also has the
+all checks in this module. Each pipeline stage has consecutive blocks. The first stage also has the
 embeddings. The last stage also has the final norm and the output layer. If the embedding is tied,
 this output layer uses a copy of it. Under every strategy, a step processes
 batch_size x grad_accum_steps x world_size sequences, which are divided into micro-batches:
@@ -258,10 +258,10 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
     number of FLOPs per token, including the output layer but not the embedding lookup.
 
-    If a rank with two stages has an odd number of blocks, its later stage gets the extra block. In
-    a V-shaped schedule, its earlier stage gets the extra block. In the simulator of
+    If a rank with two stages has an odd number of blocks, the extra block goes to its earlier stage
+    in a V-shaped schedule and to its later stage in other schedules. In the simulator of
     pipedream_tutorial, steps with the opposite choice take longer. The rank with the output layer
-    instead gives its two stages about the same cost."""
+    is an exception: the costs of its two stages are about equal."""
     # Multiplications per token in a block and in the output layer
     block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head_cost = size.padded_vocab_size * size.hidden_size

@@ -78,8 +78,8 @@ def rank_layouts(
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
     """Return a sort key for strategies that produce the same layout. The strategy that needs the
-    fewest settings comes first. If fsdp and dp need equally many settings for sharded replicas
-    (HSDP), fsdp comes first."""
+    fewest settings comes first. If fsdp and dp need the same number of settings for sharded
+    replicas (HSDP), fsdp comes first."""
     is_sharded = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(layout_settings(plan)), is_sharded and plan.strategy.mesh["dp_shard"] == 1
 
@@ -247,8 +247,8 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 
 def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
-    """Return the layouts that fit into memory as well as `best` and whose steps take at most 1 +
-    `tolerance` times as long."""
+    """Return the layouts that are as likely to fit into memory as `best` and whose steps take at
+    most 1 + `tolerance` times as long as the steps of `best`."""
     memory_fit, seconds = best.sort_key
     return [
         choice for choice in choices if choice.sort_key <= (memory_fit, seconds * (1 + tolerance))

@@ -60,10 +60,10 @@ def search_orders(
     result to another rank.
 
     The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
-    starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster.
-    Simulated annealing with random thresholds then improves the order for the estimated durations.
-    Equal arguments give equal orders on any machine, because the search uses only basic operations
-    on floats and `random()`. The sequence of `random()` does not depend on the Python version."""
+    starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster. Simulated
+    annealing with random thresholds then improves the order for the estimated durations. The same
+    arguments give the same order on any machine, because the search uses only basic floating-point
+    operations and `random()`. The sequence of `random()` does not depend on the Python version."""
     last_stage = len(blocks) - 1
     p = len(blocks) // 2
     durations = durations_by_step(seconds)

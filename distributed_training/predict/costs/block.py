@@ -149,8 +149,8 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
 
     With several micro-batches, all gradients exist at every point. With a single micro-batch, no
     gradients are counted at the point "passes", because activations are freed as gradients are
-    added. At the point "first block", only the gradients of this block and of an untied embedding
-    are missing."""
+    added. At the point "first block", all gradients exist except those of the first block and of an
+    untied embedding."""
     if rank.num_microbatches > 1 or point == "update":
         return 1
     if point == "passes":
