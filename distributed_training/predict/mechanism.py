@@ -120,10 +120,10 @@ class PipelineRank:
             self.trained_parameters = self.adapter_parameters
 
     def traced_bytes(self, what: str, compile_mode: str) -> float:
-        """Return a number of bytes per block and micro-batch, as found by tracing the model. `what`
-        is "kept" for the bytes that a block keeps, or "forward" or "backward" for the bytes that a
-        pass moves. Models are traced in bf16, so the number is scaled to the width of the compute
-        dtype."""
+        """Return the number of bytes that a block keeps or moves per micro-batch, based on a trace
+        of the model. `what` is "kept" for the bytes that the block keeps, or "forward" or
+        "backward" for the bytes that this pass moves. Models are traced in bf16, so the number is
+        scaled to the width of the compute dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length

@@ -119,15 +119,15 @@ class Prediction:
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Likelihood, as one of MEMORY_FITS, that the process that uses the most memory fits into
-        GPU and host memory."""
+        """Value from MEMORY_FITS that states how likely it is that the processes fit into GPU and
+        host memory."""
         host_bytes = self.memory.host_bytes * self.plan.processes_here
         return self.gpu_memory_fit if host_bytes <= self.plan.machine.ram_bytes else "no"
 
     @property
     def gpu_memory_fit(self) -> MemoryFit:
-        """Likelihood, as one of MEMORY_FITS, that the process that uses the most memory fits into
-        its GPU. The value is "yes" if there are no GPUs."""
+        """Value from MEMORY_FITS that states how likely it is that every process fits into its GPU.
+        The value is "yes" if there are no GPUs."""
         machine = self.plan.machine
         low_bytes, high_bytes = self.memory.likely_bytes
         if machine.num_gpus == 0 or high_bytes <= machine.gpu_memory_bytes:
@@ -172,9 +172,8 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if runs similar to the plan were measured. With GPUs, these are runs of the same
-        model on one node, on GPUs of the same kind. Without GPUs, runs of any model on one node are
-        similar."""
+        """True if runs similar to the plan were measured. The plan must use a single node. A plan
+        on GPUs must also use a model and a kind of GPU that were measured."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here

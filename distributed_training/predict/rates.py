@@ -24,13 +24,14 @@ SPLIT_K = (1, 2, 4)  # numbers of parts into which the inner dimension may be sp
 
 
 def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
-    """Return launch costs, such as FITTED.launching_s, scaled by `factor` for another host."""
+    """Multiply each launch cost in `seconds` by `factor` to estimate the launch costs on another
+    host. `seconds` has the same fields as FITTED.launching_s."""
     return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Rates and latencies of one process. The rates are per second."""
+    """Rates (per second) and latencies (in seconds) of one process."""
 
     gemm_flops: float  # FLOP/s of large 16-bit matrix multiplications
     fp32_gemm_flops: float

@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Draft
 
 
 def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """Return the duration in seconds of each (kind, stage). `stage_s` contains three durations per
+    """Map each (kind, stage) to its duration in seconds. `stage_s` contains three durations per
     stage: forward pass (F), input gradients (I) and weight gradients (W)."""
     return {
         (kind, stage): duration

@@ -27,8 +27,8 @@ def sent_by_operation(rank: PipelineRank) -> dict[str, float]:
 
 
 def sent_by_axis(plan: Draft) -> dict[str, float]:
-    """Return the number of bytes that a process sends per step over each axis. The process is on
-    the pipeline rank whose processes send the most."""
+    """Return the number of bytes that a process of the busiest pipeline rank sends per step, by
+    axis. The busiest pipeline rank is the one whose processes send the most bytes."""
     sent_bytes_by_operation = max(
         map(sent_by_operation, pipeline_ranks(plan)), key=lambda sent: sum(sent.values())
     )

@@ -83,8 +83,9 @@ class Display:
             )
 
     def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
-        """Show the last row in `rows`, which contains rows of metrics.jsonl. The speed excludes the
-        run's first step (number `first_step`), which is slower than the others."""
+        """Show the last of the given `rows` of metrics.jsonl and the average speed over these rows.
+        The average excludes the run's first step (number `first_step`), which is slower than the
+        others."""
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]

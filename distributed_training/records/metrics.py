@@ -68,7 +68,7 @@ def summarize_performance(
     median step.
 
     The first MAX_WARMUP_STEPS steps, or the first third of a short run, are excluded.
-    `tokens_per_step` is the number of real tokens in a global batch."""
+    `tokens_per_step` is the number of tokens in a global batch, excluding padding."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
     timed = np.array([seconds for seconds in durations_s[warmup:] if seconds > 0])
     if len(timed) == 0:
@@ -129,7 +129,8 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Destination for per-step values and a final summary. By default, all values are dropped."""
+    """Destination for per-step values and a final summary. The default functions drop all
+    values."""
 
     send: Callable[..., object] = lambda values, step=None: None  # step is None for the summary
     end: Callable[[], object] = lambda: None
@@ -171,9 +172,9 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
-    """Return an entry for the record's `evaluations`, without its step.
+    """Return an entry for the record's `evaluations`. The caller adds the step number.
 
-    `loss_sum` is the summed loss of all targets in nats, and `num_bytes` is the length of the
+    `loss_sum` is the sum of the losses of all targets, in nats. `num_bytes` is the length of the
     targets' text in UTF-8 bytes. `bits_per_byte` is `loss_sum / (ln(2) * num_bytes)`, or None if
     there is no text. In a conversation, the targets are the answers and their end tokens. Special
     tokens count toward the loss, because the model has to predict them, but not toward the text."""

@@ -305,9 +305,9 @@ def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
     """Write a run's record. Unless the run succeeded, include the earliest reported cause of the
-    run's end. If another fault is reported in the meantime, write the record again. If writing a
-    new file fails, overwrite the old record when `known_faults` are given. Otherwise, raise
-    OSError."""
+    run's end. If another fault is reported in the meantime, write the record again. If a new file
+    cannot be written and `known_faults` are given, overwrite the old file in place. Without
+    `known_faults`, raise OSError instead."""
     file = run_dir / RECORD_FILE
     old_faults = None
     while (faults := _read_faults(run_dir, *known_faults)) != old_faults:

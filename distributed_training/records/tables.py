@@ -28,7 +28,7 @@ class NumberColumn:
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Return the values of the runs, without missing values."""
+        """Return the runs' values in this column. Runs without a value are left out."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
@@ -62,8 +62,8 @@ def _trained(name: str) -> Value:
 
 
 def _peak_bytes(r: Record) -> float | None:
-    """Return the largest peak size in bytes of the tensors on a GPU. Without GPUs, return the
-    largest peak RAM of a process, in bytes."""
+    """Return the peak size in bytes of the tensors on the GPU with the highest peak. Without GPUs,
+    return the peak RAM in bytes of the process with the highest peak."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -180,7 +180,7 @@ class Comparison:
     @property
     def title(self) -> str:
         """Describe the comparison on one line: the settings that all its runs share, the work, and
-        the settings that differ from other comparisons."""
+        the settings that distinguish this comparison from others."""
         settings = self.settings
         device = settings.pop("device", "")
         differing_values = [f"{name} {settings.pop(name)}" for name in self.differs]
@@ -190,8 +190,8 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about failed runs, overfitting and differing settings that make the runs
-        incomparable."""
+        """Return sentences about failed runs and overfitting. If the runs are not comparable, also
+        name the settings in which they differ."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             for r in filter(lambda record: record.error, layout.records):
@@ -249,8 +249,8 @@ def status(r: Record) -> str:
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """Group runs that did the same work into comparisons, beginning with the comparison of the
-    newest run. Each run has its own row."""
+    """Group runs that did the same work into comparisons. The comparison that contains the newest
+    run comes first. Each run has its own row."""
     records = sorted(records, key=lambda r: r.started_at)
     different_keys = differing_keys([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}

@@ -2,8 +2,8 @@
 torch.
 
 Each field of RunConfig defines the type, default, aliases and help text of a key. The field also
-defines whether the key is part of the work. Runs are comparable only if their work is the same.
-Error messages, `--help`, `--key value` options and the guide's reference are derived from the
+defines whether the key is part of a run's work. Two runs are comparable only if their work is the
+same. Error messages, `--help`, `--key value` options and the guide's reference are derived from the
 fields."""
 
 import functools

@@ -23,10 +23,10 @@ _OUT_OF_THREADS = ("can't start new thread", "Resource temporarily unavailable")
 
 
 class UserError(ValueError):
-    """Mistake that the user can fix. The message says what is wrong, why, and how to fix it. The
-    command line prints the message without a traceback and exits with `exit_code`. A command after
-    "run:" at the end of `fix` is printed on a separate line. If the unknown word `typed` is similar
-    to an element of `known`, the message suggests this element instead of `fix`."""
+    """Error that the user can fix. The message says what is wrong, why, and how to fix it. Commands
+    print the message without a traceback and exit with `exit_code`. A command after "run:" at the
+    end of `fix` is printed on a separate line. If the unknown word `typed` is similar to an element
+    of `known`, the message suggests this element instead of `fix`."""
 
     exit_code = 2
 
@@ -88,8 +88,8 @@ def describe(error: BaseException) -> str:
 
 
 class RunError(UserError):
-    """Error that ends a run after it has begun. The message is printed like a UserError's, and the
-    exit code is 1."""
+    """Error that ends a run after it has begun. The message is printed in the same way as for a
+    UserError, but the exit code is 1."""
 
     exit_code = 1
 

@@ -1,6 +1,6 @@
-"""Define the class for CONFIG keys and the argument parser for all commands. Validation, parsing,
-error messages and help are derived from the keys. pydantic validates the values, and its JSON
-schema lists the accepted values. This module does not import torch."""
+"""Define the class for CONFIG keys, and the argument parser for all commands. Validation, parsing,
+error messages and help are derived from the keys. Values are validated with pydantic, and the
+accepted values are listed in its JSON schema. This module does not import torch."""
 
 import argparse
 import contextlib
@@ -191,7 +191,8 @@ def _key_names_by_alias(keys: Iterable[Key]) -> dict[str, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser that accepts no abbreviations and raises UserError for mistakes."""
+    """Argument parser that accepts no abbreviated options and raises UserError for invalid
+    arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)

@@ -80,8 +80,8 @@ ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 def describe_ignored_settings(environment: Mapping[str, str], precision: str) -> str:
     """Return a note about settings of `accelerate launch` that have no effect because CONFIG takes
-    precedence. Return "" if there are no such settings. Accelerate's DeepSpeed JSON is checked
-    separately by `run_dir.refuse_other_json`."""
+    precedence. Return "" if there are no such settings. Accelerate's DeepSpeed configuration is
+    checked separately by `run_dir.refuse_other_json`."""
     names = [
         name
         for variable, name in _ACCELERATE.items()
@@ -118,8 +118,8 @@ def find_uncounted_rank(environment: Mapping[str, str]) -> str:
 
 
 def find_num_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Find the environment variable that contains the number of nodes on which this command is
-    started. Return the variable's name and the number, or ("", 1) if no variable gives more than
+    """Find the environment variable that specifies the number of nodes on which this command is
+    started. Return (variable name, number of nodes), or ("", 1) if no variable specifies more than
     one node."""
     for name in _NODES:
         value = environment.get(name, "")

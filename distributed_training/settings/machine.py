@@ -254,9 +254,9 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 
 
 def known_gpu(name: str) -> Gpu:
-    """Return the GPU that a user names, in upper or lower case, or describes as JSON. A suffix such
-    as "@500W" lowers the power limit. Raises UserError for an unknown GPU. The error suggests the
-    most similar name, if there is one."""
+    """Return the GPU that a user specifies by name or as JSON. Names are not case-sensitive. A
+    suffix such as "@500W" lowers the power limit. Raises UserError for an unknown GPU. The error
+    suggests the most similar name, if there is one."""
     if name.lstrip().startswith("{"):
         try:
             document = json.loads(name)

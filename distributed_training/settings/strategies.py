@@ -3,11 +3,11 @@ strategies/<n>_<name>/, whose config.json defines how state is sharded or offloa
 does not import torch.
 
 Keys of config.json:
-- `deepspeed`: a DeepSpeed JSON or its path, relative to the checkout or the folder
+- `deepspeed`: a DeepSpeed configuration or its path, relative to the checkout or the folder
 - `mesh`: the sizes of the axes
 - `defaults`: values of keys that are None or "auto" in CONFIG
-- `engine`: an engine's name or file. Default: "native" if `mesh` is set, otherwise
-  "deepspeed"
+- `engine`: an engine's name or file. The default is "native" if `mesh` is set. Otherwise, it is
+  "deepspeed".
 
 To add an algorithm, put a file such as "engine.py" into the folder. The file defines `TRAITS`,
 optionally `OPTIONS`, and the class that `TRAITS.build` names. The class may also be in another file
@@ -57,7 +57,7 @@ class Traits:
     builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
     hooks_between_blocks: bool = False  # whether each parameter of a block runs Python hooks
-    takes_json: bool = False  # whether it is configured by a DeepSpeed JSON instead of a mesh
+    takes_json: bool = False  # whether a DeepSpeed configuration replaces the mesh
     # True: weights and gradients are in the compute dtype, master weights and Adam moments in fp32
     # (2 + 2 + 12 bytes per parameter). False: everything is in fp32 (4 + 4 + 8).
     rounds_weights: bool = False
@@ -113,8 +113,8 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
-    """ZeRO section of a DeepSpeed JSON. Sizes set to "auto" are left out, because they follow from
-    the model's hidden size."""
+    """ZeRO section of a DeepSpeed configuration. Sizes set to "auto" are left out, because they
+    depend on the model's hidden size."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's default
@@ -141,7 +141,7 @@ class _Optimizer(BaseModel, strict=True):
 
 
 class _DeepSpeed(BaseModel, strict=True):
-    """The part of a DeepSpeed JSON that this package reads."""
+    """The part of a DeepSpeed configuration that this package reads."""
 
     zero_optimization: _Zero = _Zero()
     pipeline: _Pipeline = _Pipeline()
@@ -163,7 +163,7 @@ class Strategy:
 
     name: str  # short name: the value of CONFIG["strategy"]
     source: Path  # the JSON file that defines the strategy
-    document: Mapping[str, Any]  # DeepSpeed JSON with unresolved "auto" values; {} with a mesh
+    document: Mapping[str, Any]  # DeepSpeed config with unresolved "auto" values; {} with a mesh
     mesh: Mapping[str, int]  # axis sizes; -1 means all remaining processes
     # Axes that the strategy sets; a suggested layout changes only these
     named_axes: tuple[str, ...]
@@ -177,17 +177,18 @@ class Strategy:
         return _find_engine(_find_strategy(self.name))[0].load()
 
     def options(self, values: Mapping[str, Any]) -> Any:
-        """Return the options of the strategy's engine with these values."""
+        """Return an instance of the engine's options with these values."""
         return strategy_options(self.name)(**values)
 
     @property
     def zero(self) -> _Zero:
-        """Return the ZeRO section of the DeepSpeed JSON, or stage 0 if there is none."""
+        """Return the ZeRO section of the DeepSpeed configuration. Return a section with stage 0 if
+        there is none."""
         return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
     def offload(self) -> dict[str, str]:
-        """Return the offload device for "optimizer" and for "param": "none", "cpu" or "nvme"."""
+        """Map "optimizer" and "param" to their offload devices: "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {name: section.device if section else "none" for name, section in sections.items()}
 
@@ -277,7 +278,7 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
-    JSON that is invalid or does not have the form that the strategy requires."""
+    configuration that is invalid or does not have the form that the strategy requires."""
     folder = _find_strategy(config.strategy)
     setting = f"strategy={folder.name!r}"
     source = folder._path
@@ -337,9 +338,9 @@ def load_strategy(config: RunConfig) -> Strategy:
 
 
 def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
-    """Return (file, JSON, the part of the JSON that this package reads) for a strategy.
-    `json_or_path` is the JSON itself or its path, relative to the folder of the strategy's
-    `config_file` or to the checkout."""
+    """Return (file, DeepSpeed configuration, the part of the configuration that this package reads)
+    for a strategy. `json_or_path` is the configuration itself or its path, relative to the folder
+    of the strategy's `config_file` or to the checkout."""
     file = config_file
     document = json_or_path
     if isinstance(json_or_path, str):
@@ -351,8 +352,8 @@ def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str,
 
 
 def _describe_form(parsed: _DeepSpeed) -> str:
-    """Return the form of a DeepSpeed JSON: a pipeline, offloaded state or a ZeRO stage. A user's
-    JSON must have the same form as the strategy's JSON."""
+    """Return the form of a DeepSpeed configuration: a pipeline, offloaded state or a ZeRO stage. A
+    user's configuration must have the same form as the strategy's configuration."""
     if parsed.pipeline.stages != 1:
         return "a pipeline"
     zero = parsed.zero_optimization
@@ -366,8 +367,9 @@ def _describe_form(parsed: _DeepSpeed) -> str:
 def _check_form(
     folder: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
 ) -> None:
-    """Raise UserError if the `form` of the user's DeepSpeed JSON differs from the form of the
-    strategy's own JSON. `document` is the content of the user's JSON, and `source` is its file."""
+    """Raise UserError if the `form` of the user's DeepSpeed configuration differs from the form of
+    the strategy's own configuration. `document` is the content of the user's configuration, and
+    `source` is its file."""
     forms = {
         name: _describe_form(_read_json(other._path, other.deepspeed)[2])
         for name, other in list_strategies().items()

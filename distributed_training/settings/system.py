@@ -1,4 +1,4 @@
-"""Check, before a command begins, that the operating system and the environment variables of
+"""Before a command begins, check that the operating system and the environment variables of
 libraries allow the command to finish. This module imports only modules that load quickly."""
 
 import os

@@ -1,5 +1,5 @@
-"""Print a run's plan and the command that starts the run. The run is not started. This module does
-not import torch."""
+"""Print a run's plan and its start command without starting the run. This module does not import
+torch."""
 
 import argparse
 import json

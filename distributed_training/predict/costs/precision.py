@@ -28,8 +28,8 @@ def rounded_weight_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
     """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
-    With recomputation, the weights of blocks are not kept, because the recomputation rounds them
-    again."""
+    With recomputation, the rounded weights of blocks are not kept, because the recomputation rounds
+    the weights again."""
     if point == "update" and (rank.plan.only_copies or rank.trained_share):
         return {}
     num_kept = rank.trained_parameters

@@ -1,5 +1,5 @@
-"""Estimate the cost of tensor parallelism, which splits every layer over tp. This module does not
-import torch."""
+"""Estimate the cost of tensor parallelism, which splits each layer across the processes of the tp
+axis. This module does not import torch."""
 
 from collections import Counter
 
@@ -20,11 +20,11 @@ from distributed_training.predict.rates import FITTED
 
 
 def tp_traffic(rank: PipelineRank) -> Traffic:
-    """Return the traffic over tp. With sequence parallelism, a block runs two all-gathers and two
-    reduce-scatters in the forward pass and again in the backward pass. Without sequence
-    parallelism, a block runs two all-reduces per pass. The embedding, output layer and loss add
-    exchanges. Once per step, the gradients of some replicated parameters are summed over tp.
-    `rank.tp_partial_parameters` is the number of these parameters."""
+    """Return the traffic over the tp axis. With sequence parallelism, the forward and backward
+    passes of a block each run two all-gathers and two reduce-scatters. Without sequence
+    parallelism, each pass runs two all-reduces. The embedding, the output layer and the loss
+    require additional exchanges. Once per step, the gradients of some replicated parameters are
+    summed over tp. `rank.tp_partial_parameters` is the number of these parameters."""
     num_microbatches = rank.num_microbatches
     exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
     reduced_bytes = 4 * rank.tp_partial_parameters // rank.shards

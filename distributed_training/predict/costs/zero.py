@@ -56,8 +56,9 @@ def gathered_parameter_bytes(
 
 
 def bucket_bytes(rank: PipelineRank) -> float:
-    """Return the total size in bytes of two gradient buckets. One is filled while the other is
-    reduced. ZeRO stages 0 and 3 and pipelines have no buckets."""
+    """Return the total size in bytes of the two gradient buckets. One bucket is filled while the
+    other is reduced. Return 0 for ZeRO stage 0, ZeRO stage 3 and pipelines, because they have no
+    buckets."""
     if rank.zero.stage not in (1, 2) or rank.pp > 1:
         return 0
     return 2 * rank.dtype_bytes * min(rank.zero.reduce_bucket_size, rank.trained_parameters)
@@ -103,8 +104,9 @@ def update_bytes(rank: PipelineRank) -> float:
 
 
 def num_launches(rank: PipelineRank) -> float:
-    """Return the number of exchanges that stage 3 launches per block: an all-gather of parameters
-    in each pass and, with several shards, a reduce-scatter of gradients."""
+    """Return the number of exchanges that ZeRO stage 3 launches per block: an all-gather of
+    parameters in each pass and, if there are several shards, a reduce-scatter of gradients. Return
+    0 for other ZeRO stages."""
     if rank.zero.stage < 3:
         return 0
     return 2 if rank.shards == 1 else 3
@@ -120,8 +122,9 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
 
 
 def off_device_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
-    """Return the time in seconds per step that offloading adds. The key is "disk" for file access,
-    or "host RAM" for the optimizer step on the CPU."""
+    """Return the time in seconds that offloading adds to each step. The result maps "disk" to the
+    time for file access, or "host RAM" to the time for the optimizer step on the CPU. The result is
+    {} if neither is needed."""
     processes_here = rank.plan.processes_here
     shard_parameters = most_parameters / rank.shards
     if rank.strategy.swaps_to_disk:
