@@ -114,8 +114,8 @@ class StepGraph:
             raise RuntimeError(f"a CUDA graph of the step would need {sizes}")
 
     def _release(self) -> None:
-        """Free the memory that was reserved for the graph, and do not try to capture a graph
-        again."""
+        """Free the memory that was reserved for the graph, and prevent further attempts to capture
+        a graph."""
         self.captures = False
         self.graph = None
         self.inputs = []

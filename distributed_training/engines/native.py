@@ -109,7 +109,7 @@ class NativeEngine(base.Engine):
         self._good_steps = torch.zeros((), device=topology.device)
 
     def _parallelize(self, stage: Decoder, mesh: DeviceMesh | None) -> nn.Module:
-        """Apply tp, LoRA, activation checkpointing, torch.compile and data parallelism, in this
+        """Apply tp, LoRA, activation checkpointing, torch.compile and data parallelism, in that
         order."""
         topology = self.topology
         config = self.config
@@ -165,11 +165,12 @@ class NativeEngine(base.Engine):
         """Run a forward and backward pass that fixes the order of DDP's buckets, and discard its
         gradients.
 
-        DDP assigns gradients to buckets in the order in which they arrive in the first pass. This
-        pass runs before training, because gradient compression stores its errors per bucket and
-        needs the final order. During the next pass, torch may keep the initial buckets in memory
-        until its watchdog releases the buffers of NCCL operations. These buckets do not raise the
-        peak memory of training, because optimizer state does not exist yet."""
+        DDP assigns gradients to buckets in the order in which the gradients become ready during the
+        first backward pass. This first pass runs before training, because gradient compression
+        stores its errors per bucket and needs the final order. During the next pass, torch may keep
+        the initial buckets in memory until its watchdog releases the buffers of NCCL operations.
+        These buckets do not raise the peak memory of training, because optimizer state does not
+        exist yet."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
@@ -199,7 +200,7 @@ class NativeEngine(base.Engine):
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on tensors [m, B, ...], which stack the arrays from
+        """Run one optimizer step on tensors [m, B, ...]. Each tensor stacks one of the arrays from
         `Samples.batch` for m micro-batches. Return this rank's summed loss and the norms from
         `global_norm`."""
         if self.pipeline is None:
@@ -236,8 +237,8 @@ class NativeEngine(base.Engine):
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
-        overflowed or, with on_nonfinite=skip, if any gradient is non-finite. Return the norms of
-        the unclipped gradients."""
+        overflowed. If `on_nonfinite` is "skip", also skip it if any gradient is non-finite. Return
+        the norms of the unclipped gradients."""
         for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:

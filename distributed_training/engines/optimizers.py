@@ -56,7 +56,7 @@ def moment_part(part: Part, moment: torch.Tensor) -> Part:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with a method that creates its state before the first step."""
+    """AdamW from torch.optim, with a method that creates its state before the first step."""
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`."""

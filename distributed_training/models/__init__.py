@@ -4,9 +4,8 @@ torch only inside functions.
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
 last three describe the Hugging Face format of the family's weights (see gpt2/). The folder may be
 anywhere, and its __init__.py imports torch only inside functions. The value of `model` in CONFIG is
-the name of a size or of a Hub repository, or the path of a Hugging Face folder or of a family's
-folder. A family's first size is the default. To select another size, append `:size` to the family's
-path."""
+a name (of a size or a Hub repository) or a path (of a Hugging Face folder or a family's folder). A
+family's first size is the default. To select another size, append `:size` to the family's path."""
 
 from __future__ import annotations
 
@@ -86,7 +85,8 @@ class TracedCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Shape and parameter counts of a decoder-only language model, as set by the model's family.
+    """Shape and parameter counts of a decoder-only language model, as defined by the model's
+    family.
 
     Counts are exact and refer to the unsharded model. They exclude vocabulary padding unless stated
     otherwise."""
@@ -246,8 +246,8 @@ class ModelSpec:
 
     def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each
-        parameter keeps its stored dtype, or is fp32 if it combines several dtypes. Vocabulary
-        padding is 0. Raises UserError if the files do not fit this model."""
+        parameter keeps its stored dtype. If a parameter combines tensors with different dtypes, it
+        is fp32. Vocabulary padding is 0. Raises UserError if the files do not fit this model."""
         import torch
 
         parameters = dict(self.build_meta_model().named_parameters())
@@ -382,8 +382,8 @@ class ModelSpec:
             yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split `rows`, which has one entry per row of the matrix named `matrix`, among the Hugging
-        Face matrices that this matrix contains. Return {name of the Hugging Face matrix: its
+        """Split `rows` among the Hugging Face matrices that the matrix named `matrix` contains.
+        `rows` has one entry per row of that matrix. Return {name of the Hugging Face matrix: its
         rows}."""
         tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         row_shape = rows.shape[1:]
@@ -438,7 +438,7 @@ def write_tensors(
 
     `meta_tensors` maps the names of the tensors to tensors with the same shapes and dtypes, in the
     same order. These tensors may be on the meta device. The `save_file` function of safetensors
-    would need all tensors at once."""
+    would need all tensors in memory at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}
@@ -463,8 +463,8 @@ def write_tensors(
 
 
 def find_model(name: str) -> ModelSpec:
-    """Return the model that `name`, the value of `model` in CONFIG, selects. Raises UserError if
-    there is no such model."""
+    """Return the model selected by `name`, which is the value of `model` in CONFIG. Raises
+    UserError if there is no such model."""
     names = []
     family_of_type: dict[str, str] = {}
     for family in FAMILIES:

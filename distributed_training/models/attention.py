@@ -1,4 +1,5 @@
-"""Define attention, which all models share, and the document boundaries that restrict it.
+"""Define the attention function that all models share, and the document boundaries that restrict
+attention.
 
 A sample of packed records contains several documents. Each document is computed as if it were
 alone: positions restart, and a token attends only to itself and to earlier tokens of its document.

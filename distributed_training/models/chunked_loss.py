@@ -56,7 +56,7 @@ class ChunkedCrossEntropy:
         layer's `weight` [P, D].
 
         With a `split`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
-        sum the gradient of `x` over the group. `cap` limits the logits (`decoder.softcap`)."""
+        sum the gradient of `x` over the group. `cap` limits the logits (see `decoder.softcap`)."""
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()

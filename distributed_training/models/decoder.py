@@ -51,9 +51,10 @@ _ROLES: dict[str, Role] = {
 class Linear(nn.Linear):
     """nn.Linear that computes in the dtype of its input.
 
-    fp32 weights are rounded to that dtype at each use, but their gradients are fp32. All strategies
-    therefore compute the same results. A block must call each of its linear layers exactly once per
-    forward pass, with an input [B, T, features]. parallel/zero_bubble.py relies on this."""
+    Weights in fp32 are rounded to that dtype at each use, but their gradients are fp32. The results
+    are therefore the same with every strategy. A block must call each of its linear layers exactly
+    once per forward pass, with an input [B, T, features]. The module parallel/zero_bubble.py relies
+    on these calls."""
 
     # False for row-parallel layers under tp, whose bias is added after the sum over ranks
     adds_bias = True

@@ -113,7 +113,7 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def replace_by_dequantized(module: nn.Module) -> None:
     """Replace all NF4 matrices of a module with their dequantized values, in place. Tests and the
-    command `parity` compare training on codes with training on these values."""
+    `parity` command compare training on codes with training on these values."""
     for linear in module.modules():
         if isinstance(linear, NF4Linear):
             codes = linear.weight

@@ -109,10 +109,10 @@ class Adapters:
     def initial(self, size: ModelSize) -> InitialAdapters:
         """Return the adapters in a form from which training can continue.
 
-        If a matrix in this package combines several Hugging Face matrices, the A of its adapter
-        stacks the distinct A matrices of the Hugging Face adapters. The rank can therefore be
-        larger than the rank of the trained adapters. A mask keeps each row of B at 0 in the columns
-        that belong to other adapters."""
+        If a matrix in this package combines several Hugging Face matrices, each of them may have
+        its own A matrix. The A matrix of the combined adapter stacks the distinct A matrices. The
+        rank can therefore be larger than the rank of the trained adapters. A mask keeps each row of
+        B at 0 in the columns that belong to other adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -205,7 +205,8 @@ def base_rounding(config: RunConfig) -> str | None:
 
 
 def _drop_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Remove unneeded zeros from adapters with PEFT's names. Return (adapters, their rank).
+    """Remove unneeded zeros from adapters. The keys of `tensors` are PEFT's names. Return
+    (adapters, their rank).
 
     Adapters whose B is zero are removed. In the remaining adapters, zero columns of B are removed
     together with the corresponding rows of A. The new rank is the largest number of nonzero columns
@@ -306,8 +307,9 @@ def has_quantized_base(folder: Path) -> bool:
 
 
 def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks. The
-    Hugging Face matrix is stored in the `rows` of the matrix `our_name` in this package."""
+    """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks.
+    `our_name` is the name of the matrix in this package that contains the Hugging Face matrix.
+    `rows` contains the numbers of its rows in that matrix."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
@@ -319,8 +321,8 @@ def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tenso
 def _group_by_matrix(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, origin: object
 ) -> dict[str, list[_Adapter]]:
-    """Group adapters, given with PEFT's names, by the matrix in this package that they adapt.
-    Raises UserError if A or B of an adapter is missing or does not fit the matrix."""
+    """Group adapters by the matrix in this package that they adapt. The keys of `tensors` are
+    PEFT's names. Raises UserError if an adapter's A or B is missing or does not fit the matrix."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
     for name, columns, hf_name, rows in _iter_matrices(spec):
         a, b = (tensors.get(name) for name in _peft_names(hf_name))
@@ -336,8 +338,8 @@ def _peft_names(matrix: str) -> tuple[str, str]:
 
 
 def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
-    """Raise UserError if one of `names`, the tensor names in an adapter file, does not belong to an
-    adapter of a matrix in the blocks."""
+    """Raise UserError unless all `names` belong to adapters of matrices in the blocks. `names` are
+    the tensor names in an adapter file."""
     allowed = {name for _, _, hf_name, _ in _iter_matrices(spec) for name in _peft_names(hf_name)}
     if unexpected := next((name for name in names if name not in allowed), None):
         what = f"{shown(unexpected)} is not an adapter of a matrix in {spec.label}'s blocks"

@@ -132,8 +132,8 @@ def require_weights(folder: Path) -> list[Path]:
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
     """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
-    Raises UserError if a file is missing or damaged, or if torch.load rejects the file with
-    weights_only=True."""
+    Raises UserError if a file is missing or damaged, or if `torch.load(..., weights_only=True)`
+    rejects it."""
     stored: dict[str, StoredTensor] = {}
 
     def read(file: Path, name: str, *slices: slice) -> Any:
@@ -202,7 +202,7 @@ def is_tied(folder: Path, tied: bool, embedding: str) -> bool:
 
     `tied` is the value in the folder's config.json, and `embedding` is the name of the embedding's
     weight. The files may omit the first component of this name. As in transformers, the layers are
-    not tied if the files contain both weights with different values."""
+    not tied if the files contain both weights and their values differ."""
     if not tied or not weight_files(folder):
         return tied
     stored = open_weights(folder)

@@ -24,7 +24,7 @@ def apply_checkpointing(
     model: Decoder, mode: str, lora_rank: int = 0, *, compiled: bool = False
 ) -> None:
     """Apply activation checkpointing to every block, in place. Call this function before
-    apply_compile. `compiled` tells whether the blocks will be compiled.
+    apply_compile. `compiled` indicates whether the blocks will be compiled.
 
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
     outputs of attention and of matrix multiplications, because recomputing the other operations
@@ -42,8 +42,8 @@ def apply_checkpointing(
 
 
 class _SelectivePolicy:
-    """Policy that decides which outputs are saved for the backward pass. torch calls the policy for
-    each operation, in execution order.
+    """Policy that decides which outputs are saved for the backward pass. PyTorch calls the policy
+    for each operation, in execution order.
 
     With tensor parallelism, the output of a matrix multiplication can be one term of a sum over
     ranks. A compiled block saves the result of the sum instead of the term, so the backward pass
@@ -88,18 +88,18 @@ def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
 
 def _compile(function: Any) -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
-    shapes symbolic, which is slower and does not work with DTensors (torch 2.11)."""
+    shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
     return torch.compile(function, dynamic=False)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
     """Compile a model in place if `config.compile` is set.
 
-    Each block's forward is compiled, and all blocks share one graph. The loss is also compiled,
-    except for a chunked loss, which apply_chunked_loss compiles. If `compile_outer_layers` is set,
-    the embedding and the final norm are also compiled, which is impossible with the hooks of ZeRO
-    stage 3. `compile=whole` compiles everything before the final norm as one graph, which also
-    fuses operations across blocks."""
+    Each block's forward is compiled, and all blocks share one graph. With `compile=whole`,
+    everything before the final norm is instead compiled as one graph, so that operations can be
+    fused across blocks. The loss is also compiled, except for a chunked loss, which
+    apply_chunked_loss compiles. If `compile_outer_layers` is set, the embedding and the final norm
+    are also compiled. This is impossible with ZeRO stage 3, because of its hooks."""
     if not config.compile:
         return
     keep_headers_private()

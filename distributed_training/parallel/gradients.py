@@ -55,10 +55,10 @@ def global_norm(
     """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
 
-    Each rank sums the squares of its shards, divided by the number of ranks in its stage that have
-    the same shard. Parameters in `duplicate_params` add nothing, because another stage counts
-    them. The sum over ranks needs one all-reduce of a scalar, unless every rank has all
-    gradients."""
+    Each rank divides the squared norm of each shard by the number of ranks in its stage that have
+    the same shard, and adds the results. Parameters in `duplicate_params` are left out, because
+    another stage counts them. The sum over ranks needs one all-reduce of a scalar, unless every
+    rank has all gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
     param_grad_norms = torch.stack(norms)
     if topology.world_size == topology.dp_replicate:

@@ -1,7 +1,7 @@
 """Define a process's ranks along the mesh axes, its device and its process groups.
 
-tp is the innermost mesh axis and pp the outermost, so the processes that communicate most are on
-the same node. torch is imported only inside the functions that need it."""
+The innermost mesh axis is tp, and the outermost is pp, so the processes that communicate most are
+on the same node. This module imports torch only inside the functions that need it."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def set_nccl_variables(*strategies: str) -> None:
 def process_group(
     device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
-    """Create the default process group for the `with` block, with gloo for CPU tensors, NCCL for
-    CUDA tensors and a timeout of `minutes`. Groups created later have torch's default timeouts. The
-    caller must delete the engine and the model before the block ends."""
+    """Create the default process group for the `with` block. The group uses gloo for CPU tensors
+    and NCCL for CUDA tensors, and has a timeout of `minutes`. Groups created later have torch's
+    default timeouts. The caller must delete the engine and the model before the block ends."""
     import torch
     import torch.distributed as dist
 

@@ -97,8 +97,9 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
-    Raises UserError if the model's architecture differs from the published architecture."""
+    """Return the named sizes. If `folder` is given, return the size of the model in this Hugging
+    Face folder instead. Raises UserError if the model's architecture differs from the published
+    architecture."""
     if folder is None:
         return SIZES
     fix = "use a GPT-2 model with the published architecture, or set weights to random"

@@ -168,8 +168,8 @@ def _measure(document: dict[str, Any]) -> ModelSize:
 
 
 def _is_matrix(shape: Sequence[int], config: Any) -> bool:
-    """Return whether a parameter has more than two dimensions, or two that are both larger than the
-    number of heads."""
+    """Return whether a parameter has more than two dimensions, or has two dimensions that are both
+    larger than the number of heads."""
     return len(shape) > 2 or (len(shape) == 2 and min(shape) > config.num_attention_heads)
 
 
@@ -183,7 +183,7 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return the tensor, keyed by its name in transformers."""
+    """Return a dict that contains only `tensor`, keyed by its name in transformers."""
     if our_name.startswith("blocks."):
         return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}
     return {our_name.removeprefix("net."): tensor}
@@ -223,8 +223,8 @@ def file_name(name: str, size: ModelSize) -> str:
 
 @functools.cache
 def _outline(text: str) -> Any:
-    """Return the model whose config is the JSON `text`, with only its first block and without
-    weights."""
+    """Return a model without weights and with only its first block. `text` is the model's config as
+    JSON."""
     from distributed_training.models.hub.model import build_net, make_config
 
     return build_net(make_config(json.loads(text), max_layers=1))

@@ -30,10 +30,10 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
 
-    A token attends to the last `sliding_window` tokens, including itself. T must be S, or T must be
-    1 and q must belong to the last of the S tokens. The model's own eager function handles soft
-    caps and additional tensors, such as attention sinks. Raises UnsupportedError if there is a mask
-    or attention is not causal."""
+    A token attends to the last `sliding_window` tokens, including itself. T must equal S, unless T
+    is 1 and q belongs to the last of the S tokens. The model's own eager function handles soft caps
+    and additional tensors, such as attention sinks. Raises UnsupportedError if there is a mask or
+    if attention is not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]

@@ -2,7 +2,7 @@
 
 The modules and their computations come from transformers. The wrapper adds casts, the loss, the
 names of blocks, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
-use, as FSDP and DeepSpeed also do."""
+use, as in FSDP and DeepSpeed."""
 
 import copy
 import functools
@@ -77,8 +77,8 @@ def read_num_positions(config: Any) -> int:
 
 
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
-    """Return the name of a model's list of blocks, the module that runs the blocks on token ids,
-    and the list itself. Raises UnsupportedError if there is no such module."""
+    """Return (name of a model's list of blocks, module that runs these blocks on token ids, list of
+    blocks). Raises UnsupportedError if there is no such module."""
     count = net.config.num_hidden_layers
     for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
         if "input_ids" in inspect.signature(module.forward).parameters:
@@ -222,8 +222,8 @@ def _cast_input(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
 
 @functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
 def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
-    """Return a subclass of the module class `cls` that casts the parameters `names` to the module's
-    `cast_dtype` whenever they are read."""
+    """Return a subclass of the module class `cls` that casts the parameters listed in `names` to
+    the module's `cast_dtype` whenever they are read."""
 
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:

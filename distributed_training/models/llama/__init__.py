@@ -44,8 +44,8 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """transformers' `rope_parameters`, which set the rotation speed of each pair of numbers in a
-    head."""
+    """The `rope_parameters` of a transformers config, which set the rotation speed of each pair of
+    numbers in a head."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     # No sequence here exceeds max_position_embeddings, so "dynamic" equals "default".
@@ -166,8 +166,8 @@ def llama_size(config: Config) -> ModelSize:
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
-    Raises UserError if this family does not support the architecture."""
+    """Return the named sizes. If `folder` is given, return the size of the model in this Hugging
+    Face folder instead. Raises UserError if this family does not support the architecture."""
     if folder is None:
         return SIZES
     config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)

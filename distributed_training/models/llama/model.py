@@ -40,8 +40,8 @@ class Rotary(nn.Module):
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Rotate the pairs of numbers in `x` [B, T, ..., K] that are half a head apart, by the
-        angles of the tokens' `positions`."""
+        """Rotate pairs of numbers in `x` [B, T, ..., K] by the angles of the tokens' `positions`.
+        The two numbers of a pair are K / 2 apart in the last dimension."""
         if isinstance(positions, int):
             table = self.table[:, None, positions : positions + x.shape[1]]
         else:
