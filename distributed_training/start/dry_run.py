@@ -84,7 +84,8 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:
-    """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed JSON."""
+    """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed
+    configuration."""
     requested = plan.requested.to_key_values()
     source = relative_path(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0

@@ -1,9 +1,9 @@
 """Start a run in one of two ways. Without a launcher, this process plans the run and starts the
-other processes, which read plan.json. Under a launcher, rank 0 plans, and the other ranks receive
-the plan (rendezvous.py).
+other processes, which read plan.json. Under a launcher, rank 0 plans the run and sends the plan to
+the other ranks (see rendezvous.py).
 
-This module, ranks.py and rendezvous.py read launch settings from the environment. torch is not
-imported before training begins."""
+Three modules read launch settings from the environment: this module, ranks.py and rendezvous.py.
+torch is not imported before training begins."""
 
 import gc
 import importlib
@@ -71,8 +71,8 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
-    """Return a cluster of only this machine, with the number of processes that --num_gpus
-    requests."""
+    """Return a cluster that consists of this machine, with the number of processes requested by
+    --num_gpus."""
     machine = detect_machine()
     mesh: Mapping[str, int] = {}  # every number of processes fits a layout of some strategy
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
@@ -122,9 +122,9 @@ def plan_run(request: Request, cluster: Cluster) -> Plan:
 def _plan_before_forks(
     config: Request, cluster: Cluster, startup: Startup
 ) -> tuple[Plan, Callable[[Path], int]]:
-    """Plan in a separate process while this process imports torch. Return the plan and the function
-    that each forked rank calls. This process must not plan, because tokenizers start threads, and a
-    process with threads cannot be forked."""
+    """Plan the run in a separate process while this process imports torch. Return the plan and the
+    function that each forked rank calls. This process must not plan the run itself, because
+    tokenizers start threads, and a process with threads cannot be forked."""
     wait_for_plan = compute_in_fork(
         lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
     )
@@ -203,8 +203,8 @@ def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup
 
 
 def import_worker() -> ModuleType:
-    """Import and return the worker module, which imports torch. `prepare_environment` must have
-    been called before, here or in the launching process."""
+    """Import and return the worker module, which imports torch. `prepare_environment` must be
+    called first, in this process or in the launching process."""
     gc.disable()  # garbage collection would traverse the modules many times during the import
     worker = importlib.import_module("distributed_training.start.worker")
     gc.freeze()
@@ -226,7 +226,7 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Set the environment variables that libraries read, for this process and its children."""
+    """Set environment variables that libraries read in this process and in its child processes."""
     # Extensions are built with ninja, which is in the same folder as this Python. The virtual
     # environment may not be activated.
     folder = str(Path(sys.executable).parent)

@@ -326,8 +326,8 @@ def _send_signal(ranks: Ranks, signum: int) -> None:
 
 
 def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
-    """Terminate all ranks. Until a time limit, ranks can save a checkpoint or, if a rank failed,
-    report the cause. Kill the ranks that are still running after the time limit. `was_signaled` is
+    """Terminate all ranks. The ranks have a limited time to save a checkpoint or, if a rank failed,
+    to report the cause. Ranks that are still running after this time are killed. `was_signaled` is
     True if the ranks have already received a signal."""
     timeout_s = SHUTDOWN_TIMEOUT_S
     with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end
@@ -342,8 +342,8 @@ def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
 
 def fork(target: Target) -> psutil.Process:
     """Run `target` in a forked process. This process must have no other threads. The forked process
-    has the signal handlers of a new process and a session of its own. Ctrl-C in a terminal
-    therefore reaches the forked process once, through this process."""
+    has its own session and the signal handlers of a new process. Ctrl-C in a terminal therefore
+    reaches the forked process once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOP_SIGNALS, signal.SIGTSTP)

@@ -156,8 +156,8 @@ def _reason(error: OSError | UnicodeError) -> str:
 
 
 def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tuple[str, str]:
-    """Wait until the store accepts connections. Return this host's address and the store's address,
-    as used by the connection. Raises UserError if there is no connection by `end`."""
+    """Wait until the store accepts connections. Return the local address and the remote address of
+    the connection. Raises UserError if no connection is established by the time `end`."""
     while True:
         timeout_s = max(RETRY_S, end - time.monotonic())
         try:
@@ -348,9 +348,9 @@ def agree_on_plan(
 def continue_run(
     config: Request, launchers: Iterable[str], num_processes: int
 ) -> tuple[Request, list[str]]:
-    """Return a copy of `config` and a list of notes. If one of `launchers` has started a run, the
-    copy continues that run from its last checkpoint with `num_processes` processes. If there is no
-    such run, return `config` unchanged and no notes."""
+    """If one of `launchers` has already started a run, return a copy of `config` that continues
+    that run from its last checkpoint with `num_processes` processes. Also return a list of notes.
+    If there is no such run, return `config` unchanged and an empty list."""
     run_folder = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
     for file in sorted(files):

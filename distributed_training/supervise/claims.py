@@ -117,7 +117,8 @@ def renew(run_dir: Path) -> None:
 
 
 def build_removed_error(path: Path) -> RunError:
-    """Return the error for a run directory, or a file in it, that was removed during the run."""
+    """Return the error for a `path` that was removed during the run. `path` is a run directory or a
+    file in a run directory."""
     what = f"{path} was removed or renamed during the run"
     why = "checkpoints and metrics can no longer be written there"
     return RunError(what, why, "start the run again")
@@ -175,9 +176,9 @@ def _boot_id() -> str:
 
 
 def _is_renewed(run_dir: Path) -> bool:
-    """Return whether another machine renews its claim on the run directory. This function waits up
-    to RENEWAL_TIMEOUT_S seconds. It returns False at once if an earlier call found that the same
-    claim was not renewed."""
+    """Return whether another machine is still renewing its claim on the run directory. This
+    function waits up to RENEWAL_TIMEOUT_S seconds. It returns False at once if an earlier call
+    found that the same claim was not being renewed."""
     current = _read(run_dir)
     if current is None or _expired_claims.get(run_dir) == current:
         return False

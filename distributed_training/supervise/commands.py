@@ -23,9 +23,10 @@ def build_continue_command(plan: Plan) -> tuple[str, str]:
 
 
 def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
-    """Return the commands to suggest after a finished run, by purpose: generate text, compare runs
-    and train longer. If the run overfitted, the last command instead trains again and keeps the
-    best weights. Commands that do not apply are omitted."""
+    """Return the commands to suggest after a finished run. The keys of the dictionary are the
+    purposes of the commands: generate text, compare runs and train longer. If the run overfitted, a
+    command that trains again and keeps the best weights replaces the command to train longer.
+    Commands that do not apply are omitted."""
     config = plan.config
     script = _script(plan)
     suggestions = {}

@@ -24,7 +24,7 @@ STOP_SIGNALS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
     """Ranks and world sizes of this process, as set by its launcher. If the launcher did not set
-    `local_world_size`, the value is 0 until `rendezvous.assign_local_rank` finds it."""
+    `local_world_size`, the value is 0 until `rendezvous.assign_local_rank` determines it."""
 
     rank: int
     world_size: int

@@ -61,9 +61,10 @@ def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
     """Return the stack frames of each thread by thread id. A frame is (file, line, function). The
     innermost frame comes first.
 
-    faulthandler does not create frame objects. `sys._current_frames()` creates frame objects, which
-    keep the local variables of a function alive after the function has returned. For the compiled
-    backward pass of a block, these variables held up to 5 GiB of GPU memory."""
+    This function uses faulthandler, which does not create frame objects. In contrast,
+    `sys._current_frames()` creates frame objects, which keep the local variables of a function
+    alive after the function has returned. For the compiled backward pass of a block, these
+    variables occupied up to 5 GiB of GPU memory."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

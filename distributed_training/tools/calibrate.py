@@ -170,7 +170,7 @@ def time_training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str
 
 
 def calibrate(group: Group) -> dict[str, Any]:
-    """Measure the speed of this process and the communication of the group. Return the results, or
+    """Measure the speed of this process and of communication in the group. Return the results, or
     {} on ranks that measure only communication. All ranks must call this function."""
     on_gpu = group.device.type == "cuda"
     process = group.process

@@ -191,8 +191,8 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
 def plan_runs(
     arguments: argparse.Namespace, build: Build, script: Path, defaults: Values
 ) -> tuple[list[Run], Path]:
-    """Return the requested runs and the folder for their records. The plan and keys on the command
-    line override `defaults`. Raises UserError if CONFIG rejects every run."""
+    """Return the requested runs and the folder for their records. Values from the plan and from the
+    command line override `defaults`. Raises UserError if CONFIG rejects every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
@@ -265,7 +265,8 @@ def plan_runs(
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
     """Return the keys that have no effect with these values, except for the keys in `Plan.work`.
-    Return an empty set if CONFIG rejects the values, because the run reports the reason."""
+    Return an empty set if CONFIG rejects the values. `plan_run` reports the reason for the
+    rejection."""
     with contextlib.suppress(UserError):
         config = build(format_overrides(values))
         strategy = load_strategy(config)
@@ -349,7 +350,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
 
 
 def train(run: Run, out: Path) -> None:
-    """Train in a new process session, and store the record or the error in `run`. On Ctrl-C or
+    """Start the run in a new process session, and store its record or error in `run`. On Ctrl-C or
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORD_PATTERN))

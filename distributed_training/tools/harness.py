@@ -1,10 +1,10 @@
-"""Train many runs in one process group, one after another.
+"""Perform many training runs in one process group, one after another.
 
     with open_group() as group:
         for name, results in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
-Sharing a group saves time, because starting processes takes longer than the few steps of a
+Sharing a group saves time, because starting processes takes longer than the few training steps of a
 comparison or test."""
 
 import contextlib

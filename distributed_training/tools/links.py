@@ -271,9 +271,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
-    """Return the size of each axis. dp_replicate uses the remaining processes. Raises UserError if
-    there is only one process, or if the number of processes is not a multiple of the product of the
-    sizes."""
+    """Return the size of each axis of the mesh. The remaining processes determine the size of
+    dp_replicate. Raises UserError if there is only one process, or if the number of processes is
+    not a multiple of the product of the other sizes."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:

@@ -98,8 +98,9 @@ def _find_published(name: str) -> ModelSpec | None:
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
-    """Return the folder of the tokenizer: `folder` itself, the folder of the base model if `folder`
-    contains adapters without a tokenizer, or the folder of the published model `spec`."""
+    """Return the folder that contains the tokenizer for the weights in `folder`. If `folder` has no
+    tokenizer, use the tokenizer of the adapters' base model or of the published model `spec`. If
+    there is no such model, return `folder`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec.hub_id and not hub.has_tokenizer(folder):
             config = build_config({}, overrides=[f"model={spec.hub_id}"])
@@ -298,8 +299,8 @@ def measure(
 
 
 def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
-    """Evaluate a model with lm-eval on the tasks in `names`, and print the results. `find_weights`
-    documents `name` and `weights_name`. Return the exit code."""
+    """Evaluate a model with lm-eval on the tasks in `names`, and print the results. Return the exit
+    code. For a description of `name` and `weights_name`, see `find_weights`."""
     try:
         import lm_eval
         from lm_eval.utils import make_table
@@ -324,13 +325,12 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
 
 
 def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
-    """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
-    Return the exit code.
+    """Write weights from a checkpoint to the folder `to`. `name` is a checkpoint or a run, whose
+    newest checkpoint is used. Return the exit code.
 
-    `to` defaults to the run's hf/. If `merge` is set, write the whole model instead of adapters:
-
-    - `to` defaults to merged/ if hf/ exists;
-    - if the run has no checkpoint, the adapters in hf/ are merged."""
+    By default, `to` is the run's hf/. If `merge` is set, the whole model is written instead of
+    adapters, and `to` defaults to merged/ if hf/ exists. If `merge` is set and the run has no
+    checkpoint, the adapters in hf/ are merged."""
     run = resolve_user_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST

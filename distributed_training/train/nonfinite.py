@@ -61,8 +61,8 @@ class Faults:
 
     def describe(self, step: int, result: StepResult) -> str | None:
         """Name the ranks with a non-finite loss, and the first non-finite gradient in model order.
-        Return None if on_nonfinite=skip has skipped the step and the run can continue. The run
-        stops if more than MAX_CONSECUTIVE_SKIPS steps in a row are skipped. All ranks must call
+        Return None if the step was skipped (`on_nonfinite=skip`) and the run can continue. The run
+        stops if more than MAX_CONSECUTIVE_SKIPS consecutive steps are skipped. All ranks must call
         this method."""
         may_skip = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)

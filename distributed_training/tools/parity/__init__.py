@@ -1,14 +1,15 @@
 """Check that every layout computes the same results as a single process.
 
-The reference is one process without compilation. This process trains twice, the second time with a
-different micro-batch size. The difference between these two runs is the rounding error. A layout
-fails if its results differ from the reference by more than LIMITS and by more than ROUNDING_FACTOR
-times the rounding error. Each tensor has a separate rounding error, because Adam turns gradients
-that consist only of rounding errors into large steps. If records are packed, one process also
-trains on the records one by one. This run counts as a layout.
+The reference is a training run in a single process without compilation. The reference is trained
+twice, the second time with a different micro-batch size. The difference between these two runs is
+the rounding error. A layout fails if its results differ from the reference by more than LIMITS and
+by more than ROUNDING_FACTOR times the rounding error. Each tensor has a separate rounding error,
+because Adam turns gradients that consist only of rounding errors into large steps. If records are
+packed, a single process also trains with one record per row. This run is checked in the same way as
+a layout.
 
-One process trains all reference runs, and one group of processes trains all layouts. Starting new
-processes for each run would take longer than training its few steps."""
+A single process trains all reference runs, and one group of processes trains all layouts. Starting
+new processes for each run would take longer than training its few steps."""
 
 import argparse
 import importlib
@@ -61,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
     """Train under every layout, then write the page. Return the exit code, which is 0 if the
-    layouts compute the same results as one process."""
+    layouts compute the same results as a single process."""
     if arguments.jobs is not None and current_process() is not None:
         from distributed_training.tools.parity import ranks
 
@@ -103,8 +104,8 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
-    """Return 0 if at least one layout computes the same results as one process and no layout
-    differs or fails. Otherwise, return 1."""
+    """Return 0 if at least one layout computes the same results as a single process and no layout
+    fails or computes different results. Otherwise, return 1."""
     return 0 if OK in verdicts and not set(BAD_VERDICTS) & set(verdicts) else 1
 
 
@@ -172,8 +173,8 @@ def train_group(
 
 
 def import_ranks(configs: Sequence[Request]) -> ModuleType:
-    """Import the module that the ranks run, before the fork, so that the ranks share its imports.
-    Return the module."""
+    """Import and return the module that the ranks run. Call this function before forking, so that
+    the ranks share the imports."""
     launch.import_worker().use_cpu()
     importlib.import_module("torch._dynamo")  # optimizers import it later
     for config in configs:

@@ -25,8 +25,8 @@ def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndar
 
 
 class OneByOneSampler(Sampler):
-    """Sampler that selects the same records for each step as with packing, but puts one record in
-    each row."""
+    """Sampler that puts one record in each row. Each step uses the same records as the
+    corresponding step of a run with packing."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)

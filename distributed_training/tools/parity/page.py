@@ -37,8 +37,8 @@ def summary(trials: Sequence[Trial]) -> list[str]:
 
 
 def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
-    """Write parity.json and parity.html, and print the table. `trials` begins with the two runs of
-    one process."""
+    """Write parity.json and parity.html, and print the table. The first two entries in `trials` are
+    the single-process reference runs."""
     reference, layouts = trials[0].about, trials[2:]
     config = reference["config"]
     heading, *notes = summary(layouts)

@@ -1,5 +1,5 @@
-"""Train under one layout after another in a process group of `parity`. Compare each layout with the
-reference, which a group of one process trained earlier.
+"""Perform training runs for `parity` one after another in a process group. Compare each run with
+the reference, which a single process has already trained.
 
 A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
 "progress": [number of earlier runs, total number of runs]}. Before each run, rank 0 adds a line
@@ -188,7 +188,7 @@ def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
 
 
 def compare(entry: Values, reference: Values) -> Differences:
-    """Return the relative differences between two runs in losses, gradient norms and tensors."""
+    """Return the relative differences in losses, gradient norms and tensors between two runs."""
     differences = {}
     # `figures` has no entry for the weights, the last key of LIMITS.
     figures = zip(LIMITS, entry["figures"], reference["figures"], strict=False)
@@ -202,8 +202,9 @@ def compare(entry: Values, reference: Values) -> Differences:
 
 
 def judge(layout_differences: Differences, rounding_differences: Differences) -> tuple[str, str]:
-    """Return (verdict, reason) for `layout_differences`, the differences between a layout and one
-    process. `rounding_differences` contains the differences between the two runs of one process."""
+    """Return (verdict, reason) for a layout. `layout_differences` contains the differences between
+    the layout and the reference. `rounding_differences` contains the differences between the two
+    reference runs."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         differences = layout_differences[quantity]

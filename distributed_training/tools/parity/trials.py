@@ -1,4 +1,4 @@
-"""List the runs of `parity`: the reference runs of one process, then one run per layout."""
+"""List the runs of `parity`: the single-process reference runs, then one run per layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
