@@ -63,8 +63,8 @@ class Program:
 
 
 class AddOverride(argparse.Action):
-    """Action that appends a key's option to `overrides` as `key=value`, in the order of the command
-    line."""
+    """Action that appends an option to the list `overrides` as `key=value`. The list keeps the
+    order of the options on the command line."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
@@ -133,9 +133,9 @@ def all_keys() -> dict[str, Key]:
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. If --model is the path of a model family, allow the code in that
-    folder to run. `overrides` in the result contains the `key=value` strings in the order in which
-    they were given. Raises UserError for an unknown option."""
+    """Parse the command line. If --model names a folder of model code, allow this code to run.
+    `overrides` in the result contains the `key=value` strings in the order in which they were
+    given. Raises UserError for an unknown option."""
     # --batch-size=8 means --batch_size=8.
     dashed_option = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [
@@ -164,8 +164,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
     """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
-    is not accepted. Also raises UserError if `model` is a folder of code that only the preset
-    names, because such code runs only if the user names it."""
+    is not accepted. Also raises UserError if `model` is a folder of code that is named only in the
+    preset, because code runs only if the user names its folder."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,
@@ -301,8 +301,9 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes, by default one
-    per GPU, or 2 without GPUs. Return the exit code."""
+    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes. If `num_gpus`
+    is None, start one process per GPU, or two processes if there are no GPUs. Return the exit
+    code."""
     if current_process() is not None:
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})

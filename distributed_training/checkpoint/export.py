@@ -50,7 +50,7 @@ def generate_ids(
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Yield up to `num_tokens` token ids that continue `prompt_ids`. Stop early if an id in
-    `eos_ids` is chosen, without yielding this id. Each id is sampled from the `top_k` most likely
+    `eos_ids` is chosen; this id is not yielded. Each id is sampled from the `top_k` most likely
     tokens. If `temperature` is 0, the most likely token is always chosen.
 
     `logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the

@@ -151,7 +151,7 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
 
 
 def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Check the files that `rank` needs and return their names, as `files_to_read` does. Raises
+    """Check the files that `files_to_read` returns for `rank`, and return their names. Raises
     UserError if a file is missing or damaged."""
     names = files_to_read(folder, meta, plan, rank)
 
@@ -370,8 +370,9 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 
 def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the CONFIG keys that name files with the same contents as in the checkpoint's run,
-    even if the paths differ. The files may be text files, tokenizer files, weights or a model."""
+    """Return the CONFIG keys that name files whose contents have not changed since the checkpoint's
+    run, even if the paths have changed. The files may be text files, tokenizer files, weights or a
+    model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

@@ -6,11 +6,11 @@
         rank-00000.safetensors  one rank's shards of weights and Adam moments, named as in the
                                 model, and that rank's random number generator states
 
-A checkpoint appears under its final name only when it is complete, and the last `keep_checkpoints`
-are kept. Without a shared disk, each node stores meta.json and the files of that node's ranks.
-These files also contain copies of shards that the node's ranks hold but only ranks on other nodes
-write. The name of each copy has the prefix COPY. The sampler needs no file, because the step number
-determines its position. resume.py finds and checks checkpoints."""
+A checkpoint appears under its final name only when it is complete. Only the last `keep_checkpoints`
+checkpoints are kept. Without a shared disk, each node stores meta.json and the files of that node's
+ranks. These files also contain a copy of each shard that the node's ranks hold but that only ranks
+on other nodes write. The name of each copy begins with COPY_PREFIX. The sampler needs no file,
+because the step number determines its position. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
@@ -137,8 +137,9 @@ class Saver:
             )
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return all weights after `step`, keyed by the model's parameter names and taken from the
-        copy in host memory. Return {} if the copy does not contain all weights after `step`."""
+        """Return all weights as they were after `step`, keyed by the model's parameter names. The
+        weights are taken from the copy in host memory. Return {} if that copy is from another step
+        or lacks some of the weights."""
         if self.step != step or self.topology.world_size > 1:
             return {}
         parts = [part for part in self._copies if part.name.startswith("weight/")]
@@ -242,9 +243,9 @@ def load_checkpoint(
 
 
 def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
-    """Return copies of shards that ranks on this node hold but only ranks on other nodes write. The
-    ranks on a node share this work. The name of each copy has the prefix COPY. All ranks must call
-    this function."""
+    """Return this rank's share of the copies that its node writes. A node copies each shard that
+    the node's ranks hold but that only ranks on other nodes write. The name of each copy begins
+    with COPY_PREFIX. All ranks must call this function."""
     part_by_key: dict[str, Part] = {}
     for part in parts:  # with the schedule zb-v, one rank holds the tied embedding twice
         key = f"{part.name} {part.start} {part.size}"

@@ -213,7 +213,8 @@ def is_hub_name(dataset: str) -> bool:
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
     """Return the running text or records in `files` as a source. All records must have the shape of
-    the first record. Raises UserError if text and records are mixed, or if there is no record."""
+    the first record. Raises UserError if `files` mixes text files and record files, or if the
+    record files contain no record."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXT_SUFFIXES):
         for file in files:  # reading all of their text would take much longer

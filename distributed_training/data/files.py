@@ -153,8 +153,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a JSON list of records, a single record, or JSON Lines in a file with the wrong
-    suffix."""
+    """Yield (location, record) for each record in a JSON file. The file may contain a list of
+    records, a single record, or JSON Lines."""
     head = next(read_text(path), "").lstrip()
     needed_bytes = _LIST_BYTES * path.stat().st_size
     if needed_bytes > (available_bytes := available_ram_bytes()):

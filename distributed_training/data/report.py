@@ -159,8 +159,8 @@ def _remedy(counts: dict[str, Any]) -> str:
 def read_samples(
     folder: Path, config: RunConfig, count: int, *, can_pack: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) for each of the first `count` samples, before records are packed. The mask
-    is True for ids that are targets in the loss."""
+    """Yield (ids, mask) for each of the first `count` samples, without packing records into blocks.
+    The mask is True for ids that are targets in the loss."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     parts = find_parts(split, form, config.max_length, packs=packs)

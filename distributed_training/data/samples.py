@@ -72,7 +72,7 @@ class Samples:
         )
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (part indices, rows) of the samples in `indices`. The row of a part is the
+        """Return (part indices, rows) for the samples in `indices`. The row of a part is the
         position of the part's sample in `indices`. The index EMPTY contributes no parts."""
         rows = np.flatnonzero(indices != EMPTY)
         real = indices[rows]
@@ -113,7 +113,7 @@ class Samples:
         return inputs, targets, positions, document_ends
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
-        """Return (number of targets in the loss, number of input tokens) of the samples in
+        """Return (number of targets in the loss, number of input tokens) for the samples in
         `indices`."""
         parts, _ = self.parts_of(indices)
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
@@ -361,8 +361,8 @@ class Sampler:
 
     def count_max_documents(self, samples: Samples, num_steps: int) -> int:
         """Return the largest number of documents in a micro-batch of packed `samples`, over all
-        replicas and all epochs that begin within `num_steps` steps. Padding counts as one document
-        per sample."""
+        replicas and all epochs that begin within the first `num_steps` steps. Padding counts as one
+        document per sample."""
         assert samples.firsts is not None
         counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for EMPTY
         max_count = 0

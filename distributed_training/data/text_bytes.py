@@ -14,9 +14,9 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
     """Return the number of UTF-8 bytes of text that each id represents, int32 [num_tokens]. Special
     tokens represent 0 bytes.
 
-    The sum over the ids of a string is the size of the normalized string. Normalization may, for
-    example, add a space before the string or remove accents. `tokenizer` may be an object from
-    transformers or from the `tokenizers` library."""
+    For the ids of a string, these numbers add up to the size of the normalized string.
+    Normalization may, for example, add a space before the string or remove accents. `tokenizer` may
+    be an object from transformers or from the `tokenizers` library."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)

@@ -488,9 +488,9 @@ class Tokenizer:
         return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
-        """Return the number of tokens before the character at `edge`, for a tokenizer without
-        correct offsets. The text before `edge` is tokenized to count them. Raises UserError unless
-        the ids of the whole text begin with the ids of the text before `edge`."""
+        """Return the number of tokens before the character at `edge`, for a tokenizer that does not
+        give correct offsets. The number is found by tokenizing the text before `edge`. Raises
+        UserError unless the ids of the whole text begin with the ids of the text before `edge`."""
         if edge == len(text):
             return len(ids)
         num_prefix = len(self.added_ids[0]) if special else 0
@@ -515,9 +515,9 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
-        """The tokenizer's own chat templates as (template without tools, template with tools), or
-        None if there are no templates. Raises UserError if there are several templates but no
-        default."""
+        """The tokenizer's own chat templates: one for conversations without tools and one for
+        conversations with tools. The value is None if the tokenizer has no chat template of its
+        own. Raises UserError if there are several templates but no default."""
         if (
             self.is_gpt2
             or self._hf_tokenizer.chat_template is None
@@ -637,8 +637,8 @@ def _pass_on_interrupts(error: BaseException) -> None:
 
 
 def _random_setting(hf_tokenizer: Any) -> tuple[str, str] | None:
-    """Return (setting, name of its file) for a setting that makes a tokenizer's ids random, or None
-    if there is no such setting."""
+    """Return a setting that makes a tokenizer's ids random, and the name of the file that contains
+    the setting. Return None if there is no such setting."""
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     dropout = getattr(backend.model, "dropout", None) if backend is not None else None
     if dropout and dropout < 1:  # 0 applies all merges and 1 applies none

@@ -38,10 +38,10 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
 
 def requantize(moment: Any, values: torch.Tensor) -> None:
     """Quantize `values`, which come from an earlier quantization, into `moment`. The codes stay the
-    same, and the scales change at most in the last bit.
+    same, and the scales change in the last bit at most.
 
-    The scale is not always the largest magnitude in a block, for two reasons: there is a code for 1
-    but none for -1, and no scale is smaller than 1e-12."""
+    The scale of a block can be larger than the largest magnitude in the block for two reasons:
+    there is a code for 1 but none for -1, and no scale is smaller than 1e-12."""
     blocks = values.view(len(moment.scale), -1)
     scale = blocks.amax(1)
     if moment.signed:

@@ -85,8 +85,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
         """Return the state that is the same on every rank: "adam_steps", "loss_scale" and
-        "good_steps", the number of steps since the last overflow. The last two matter only for
-        fp16."""
+        "good_steps". The value of "good_steps" is the number of steps since the last overflow.
+        "loss_scale" and "good_steps" matter only for fp16."""
 
     @abc.abstractmethod
     def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
@@ -102,8 +102,8 @@ class Engine(abc.ABC):
         """Restore this rank's `local_state`. Call this after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """Gather all weights on rank 0's CPU and return them there by parameter name. Return None
-        on other ranks. All ranks must call this method."""
+        """Gather all weights in CPU memory on rank 0. Return {parameter name: weight} on rank 0,
+        and None on other ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         local_parts = [part for part in weights if part.writes and math.prod(part.size)]
         parts_by_rank = gather(

@@ -26,7 +26,7 @@ from distributed_training.plan.plan import Plan
 
 class DeepSpeedEngine(base.Engine):
     """Engine that trains the same model as the native engine, with the same AdamW and loss. The
-    DeepSpeed JSON determines how state is sharded and offloaded."""
+    DeepSpeed configuration determines how state is sharded and offloaded."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -91,8 +91,8 @@ class DeepSpeedEngine(base.Engine):
         return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        """Run all micro-batches and update the parameters with the gradient of the loss times
-        `scale`. Return this rank's summed loss."""
+        """Run all micro-batches and update the parameters. Each loss is multiplied by `scale`
+        before the backward pass. Return this rank's summed loss, not multiplied by `scale`."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:

@@ -1,5 +1,5 @@
-"""Capture a whole optimizer step as one CUDA graph, which is launched once instead of kernel by
-kernel.
+"""Capture a whole optimizer step as one CUDA graph, so that the host launches one graph per step
+instead of many kernels.
 
 With small batches, the host cannot launch kernels as fast as a GPU runs them. The graph contains
 the forward and backward passes, collectives, clipping and the optimizer."""

@@ -107,8 +107,8 @@ def align(
 def _find_answer(
     render: Render, messages: Sequence[Message], index: int, special_pattern: re.Pattern[str]
 ) -> _Answer:
-    """Locate the answer, which is message `index`, in the rendered conversation up to that message.
-    Raises AlignmentError if the answer cannot be found."""
+    """Render the conversation up to and including the answer `messages[index]`, and locate this
+    answer in the rendered text. Raises AlignmentError if the answer cannot be found."""
     earlier_messages = list(messages[:index])
     answer = messages[index]
     text = render([*earlier_messages, answer])

@@ -41,8 +41,8 @@ class Conversation(NamedTuple):
 class Renderer:
     """The parent's interface to the child process that renders templates.
 
-    `templates` contains the template without tools and the template with tools. `variables`
-    contains the variables that both templates can use."""
+    `templates` contains two templates: one for conversations without tools and one for
+    conversations with tools. `variables` contains the variables that both templates can use."""
 
     def __init__(
         self, templates: Sequence[str], variables: dict[str, Any], special_tokens: Sequence[str]
@@ -179,7 +179,7 @@ def build_responder(
 
     @functools.cache
     def accepts_parts() -> bool:
-        """Return whether the template accepts contents that are lists of parts."""
+        """Return whether the template accepts messages whose content is a list of parts."""
         probe = {"role": "user", "content": [{"type": "text", "text": word} for word in "ZX"]}
         try:
             text = render_raw(Conversation([]), [probe])[0]
