@@ -139,6 +139,7 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         subject, verb, rest = note.split(" ", 2)  # such as "records have ..."
         if count == 1:
             verb = "has" if verb == "have" else f"{verb}s"
+            rest = rest.replace("and do not", "and does not")
         line = f"{_format_count(count, subject.removesuffix('s'))} {verb} {rest}"
         if note == FILLED:
             samples = f"{_format_count(count, 'sample')} from records with several answers"

@@ -511,7 +511,7 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         full_name = f"{folder}:{label}"
-    if chosen_size == "" and (name.count("/") > 1 or name.startswith(("/", "./", "~"))):
+    if chosen_size == "" and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
         what = f"the folder model={shown(name)} does not exist"
         if folder.is_dir():
             what = f"the folder model={shown(name)} has neither config.json nor __init__.py"

@@ -81,6 +81,7 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
         return (self.num_replicas == 1 or group.all_reduce_grads) and all(
             parameter.sharded_param.grad is None and parameter.orig_dtype == dtype
             for parameter in group.fsdp_params
+            if parameter.sharded_param.requires_grad
         )
 
 

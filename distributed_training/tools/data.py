@@ -13,7 +13,7 @@ from tabulate import tabulate
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
-from distributed_training.data.samples import all_samples
+from distributed_training.data.samples import all_samples, must_pack
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -52,6 +52,7 @@ def run(
     folder = tokenize(corpus, tokenizer, config, token_cache_dir(), rows=spec.size.vocab_size)
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
+    must_pack(counts["form"], config, can_pack=can_pack)  # raises the error that training would
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)

@@ -77,6 +77,8 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
     if not (run / weights_name).is_dir():
+        if weights_name == LAST and newest_checkpoint(run) is not None:
+            raise UserError(f"{name} has no hf/", fix=f"export its checkpoint: export {name}")
         lacks, why, fix = {
             LAST: ("no checkpoint and no hf/", "the run exported no model", "--export True"),
             BEST: ("no best/", "only runs with keep_best=True keep it", "--keep_best True"),

@@ -124,7 +124,7 @@ def run(
         return 0
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")]
     if not fitting:
-        raise _fits_nowhere(choices, cluster)
+        raise _fits_nowhere(choices, cluster, only)
     picks = pick(fitting)
     labels = {id(choice): label for label, choice in picks}
     listed = [choice for _, choice in picks]
@@ -181,7 +181,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return this_machine(machine, count, count, gpu)
 
 
-def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
+def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster, only: str) -> UserError:
     """Return an error that names the layout with the lowest memory requirement and says how much
     memory this layout needs. If only the RAM is too small, raise a UserError about the RAM
     instead."""
@@ -196,7 +196,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"use GPUs with at least {math.ceil(gib)} GiB, use more GPUs, {fix}"
-    if smallest.plan.requested.strategy != AUTO:
+    if only != AUTO:
         what += f" of strategy={smallest.plan.strategy.name!r}"
         why = f"its smallest layout needs {gib:.1f} GiB per process"
         fix = f"leave out --strategy, {fix}"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Arguments of the closed forms: the sizes of a pipeline, and the durations of one microbatch on
-    all layers of a rank."""
+    """Arguments of the closed forms: the sizes of a pipeline, and the durations of one microbatch
+    on all layers of a rank."""
 
     p: int
     m: int

@@ -144,8 +144,8 @@ class Timeline:
 
     @cached_property
     def times(self) -> dict[Op, tuple[Fraction, Fraction]]:
-        """Start and end of every operation. Both operations of a pair have the start and the end of the
-        pair."""
+        """Start and end of every operation. Both operations of a pair have the start and the end of
+        the pair."""
         return {op: (e.start, e.end) for e in self.events for op in e.item.parts}
 
 
