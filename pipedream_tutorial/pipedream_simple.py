@@ -158,8 +158,8 @@ def simulate(
 ) -> tuple[Times, list[Fraction]]:
     """Start each operation when its rank is free and its input has arrived.
 
-    `free` is the time at which each rank may begin, 0 by default. Return the times of all
-    operations, and the time at which each rank ends.
+    `free` contains the time at which each rank may begin. An empty `free` means 0 for all ranks.
+    Return the times of all operations, and the time at which each rank ends.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
@@ -311,8 +311,8 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 
 
 def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Format one line of the table. `figures` contains the values of a Row from the makespan on, or
-    the column names. `shown` names the columns to print; None prints all columns."""
+    """Format one row of the table. `figures` contains either the column names or the values of a
+    Row, starting with the makespan. `shown` names the columns to print; None prints all columns."""
     line = f"{title:<24}"
     for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
         if not shown or name in shown:
@@ -377,7 +377,7 @@ def title_line(p: int, m: int, config: dict[str, Any]) -> str:
 
 
 def main(config: dict[str, Any]) -> None:
-    """Print the table of all schedules, or one schedule's timeline and its line of the table."""
+    """Print the table of all schedules, or one schedule's timeline and table row."""
     print(title_line(config["num_stages"], config["num_microbatches"], config))
     names = [config["schedule"]]
     if names == ["all"]:
@@ -431,9 +431,9 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
-    """Return each rank's order as built by ZB-V's authors (arXiv 2401.10241). The V is filled
-    several times. The result is the filling that minimizes the longest idle time of a rank. Each
-    filling shows which ranks may idle longer in the next filling."""
+    """Return each rank's order as in the code of ZB-V's authors (arXiv 2401.10241). The V is filled
+    several times, and the idle times in one filling determine how long each rank may idle in the
+    next. The result is the filling in which the longest idle time of any rank is shortest."""
     best: list[str] = []
     least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):
@@ -456,7 +456,7 @@ def fill_v(
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
     are written as f and i on the way up the V. W fills the time in which a rank would wait. Rank r
     may idle as long as the rank that idles longest, or for `allowed[r]` if that is longer. `more`
-    has the steps that W may delay in addition to I."""
+    contains the letters of the steps, besides I, that W may delay."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p

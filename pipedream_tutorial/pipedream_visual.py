@@ -1,7 +1,8 @@
 """Draw the tutorial's figures of simulated timelines: python pipedream_visual.py
 
-Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline.
-results/lab/tutorial/pages.py draws the pictures of records.
+To change the figures, edit CONFIG or add options such as --set num_stages=8 or
+--only all_schedules,naive_pipeline. results/lab/tutorial/pages.py draws the figures of measured
+runs.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
     run_csv.py FOLDER NAME...
 
-For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients of the whole
-batch in one process. Write the largest difference and the order of operations to
+For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients that one
+process computes for the whole batch. Write the largest difference and the order of operations to
 FOLDER/rank<r>.json."""
 
 import json
@@ -24,7 +24,8 @@ WIDTH, MICROBATCHES, ROWS = 8, 8, 4
 
 
 def record(stage: PipelineStage, ran: list[str]) -> None:
-    """Append every operation that torch's runtime requests from `stage` to `ran`."""
+    """Record the operations that torch's runtime runs on `stage`, by appending each one to
+    `ran`."""
 
     def wrap(method: str, kind: Callable[[dict[str, Any]], str]) -> None:
         inner = getattr(stage, method)

@@ -189,8 +189,8 @@ def test_csv_round_trips_and_errors_are_reported(tmp_path):
 
 
 def test_verdicts_on_moved_operations_match_the_simulator():
-    """The explorer's verdict on a move agrees with the simulator for every move of an operation of
-    rank 1 by up to three places."""
+    """Move each operation of rank 1 by up to three places. For every move, the explorer's verdict
+    agrees with the simulator."""
     schedule = build_schedule("zb-h1", 3, 4)
     costs = build_costs(schedule, communication="1/2")
     c = chosen(p=3, m=4, durations=(1, 1, 1, "1/2"))

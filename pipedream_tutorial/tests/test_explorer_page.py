@@ -80,7 +80,8 @@ def middle(browser, operation):
 
 
 def drag(browser, operation, to):
-    """Drag an operation with the mouse to slightly beyond the center of the operation `to`."""
+    """Drag an operation with the mouse to a point slightly to the right of the center of the
+    operation `to`."""
     x, y = middle(browser, operation)
     end, _ = middle(browser, to)
     browser.mouse("mouseMoved", x, y)

@@ -1,4 +1,5 @@
-"""Test copies of run.sh that have almost no requirements, because tests have no network access."""
+"""Test copies of run.sh. The requirements of each copy are minimal, because tests have no network
+access."""
 
 import shutil
 import subprocess

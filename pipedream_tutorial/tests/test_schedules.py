@@ -27,8 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulate with the given durations of whole passes, by stage. The way in which backward passes
-    are split does not matter."""
+    """Simulate a schedule with the given durations of whole passes, listed by stage. The way in
+    which backward passes are split does not matter."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),
@@ -138,8 +138,9 @@ def test_1f1b_is_limited_by_the_slowest_stage() -> None:
 
 
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
-    """Stage 0 has at most p microbatches in flight, so each further p microbatches cost 2 (p-1)
-    hops, however well sending overlaps with computing. The cost per microbatch is 2 c (p-1) / p."""
+    """Stage 0 has at most p microbatches in flight, so every p additional microbatches cost
+    `2 (p-1)` hops, however well sending overlaps with computing. With a time of c per hop, the cost
+    per microbatch is `2 c (p-1) / p`."""
     rng = random.Random(4)
     for p in range(1, 8):
         times = {}

@@ -63,8 +63,9 @@ def test_ring_devices_send_the_computed_share(n: int) -> None:
 
 
 def test_model_state_and_traffic_match_the_zero_paper() -> None:
-    """The ZeRO paper's table of model state per device has 16 N, 4 N + 12 N / P, 2 N + 14 N / P and
-    16 N / P bytes. N is the number of parameters and P the number of devices."""
+    """According to the ZeRO paper, the model state on each device takes `16 N`, `4 N + 12 N / P`,
+    `2 N + 14 N / P` or `16 N / P` bytes for stages 0 to 3. N is the number of parameters, and P is
+    the number of devices."""
     n = MEDIUM.parameters
     for devices in (2, 8):
         found = []
@@ -82,8 +83,8 @@ def test_model_state_and_traffic_match_the_zero_paper() -> None:
 
 
 def test_memory_and_traffic_of_zb_v_differ_from_1f1b() -> None:
-    """Compare ZB-V with 1F1B. The model is held once, there are twice as many hops between devices,
-    and device 0 has the first and the last stage."""
+    """Under ZB-V, device 0 has the first and the last stage, so the tied embedding is held only
+    once. There are twice as many hops between devices as under 1F1B."""
     wide, straight = replace(SMALL, vocabulary=1), Layout(title="", pipeline=4)
     layout = replace(straight, schedule="zb-v")
     parameters = [stage_parameters(SMALL, layout, r) for r in range(4)]

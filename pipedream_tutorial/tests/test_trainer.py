@@ -59,7 +59,7 @@ def test_first_weight_version_is_freed_after_its_last_use(policy: str, kept: boo
 
 
 def test_split_backward_needs_as_many_matmuls_as_an_unsplit_one() -> None:
-    """Count matrix multiplications. Their number is the same for two halves and a whole pass."""
+    """Two half backward passes need the same number of matrix multiplications as one whole pass."""
     layers, linears, kinds = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)
     for schedule in ("zb-h1", "1f1b"):

@@ -168,8 +168,9 @@ def describe_loss(
 def fastest_layouts(
     build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
-    """Return the predictions for the fastest layout of each model that fits, ordered from the
-    smallest model to the largest. Raises UserError if no model fits."""
+    """Return a prediction for each model that fits on the cluster, with the model's fastest layout.
+    Predictions are ordered from the smallest model to the largest. Raises UserError if no model
+    fits."""
     fastest = []
     requested = build(None).model
     models = MODELS if requested == AUTO else (requested,)

@@ -1,4 +1,4 @@
-"""Define code that the programs in this folder share. Import this module first, so that `python
+"""Provide code that the programs in this folder share. Import this module first, so that `python
 results/lab/NAME.py` finds the package."""
 
 import argparse

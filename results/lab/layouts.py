@@ -10,10 +10,10 @@ backward phase takes `phase_s` (median of the timed steps). A rank is idle while
 in this phase.
 
 - On GPUs, a rank counts as computing while kernels and copies run in one additional step under the
-  profiler. The profiler slows down launching, but not the kernels. NCCL kernels do not count,
-  because they also run while they wait.
+  profiler. The profiler slows down kernel launches, but not the kernels. NCCL kernels do not
+  count, because they also run while they wait.
 - `between_operations` uses the start and end of the stages' operations instead. In this
-  measurement, launching counts as computing.
+  measurement, kernel launches count as computing.
 - `parts` splits the idle share by cause (analysis/bubble.py).
 
 Gradient reduction and the optimizer count only toward the step time, not toward the phase. If a
@@ -312,8 +312,9 @@ def subtract_left_over(
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
-    """Measure the runs one after another. The generator yields a result for each run on every rank,
-    but yields records only on rank 0. All ranks must iterate over it."""
+    """Measure the runs one after another. For each run, the generator yields the run's name and a
+    result. The result is the record on rank 0, a short message on the other ranks, and an error
+    message on all ranks if the run was refused. All ranks must iterate over the generator."""
     before = _gather_left_over()
     for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, run_cache=harness.RunCache()

@@ -48,8 +48,8 @@ def file_pages_gib() -> float:
 
 
 def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Build the engine. Return the time and memory that this took on each rank. All ranks must call
-    this function."""
+    """Build the engine. Return the time and the memory that each rank needed to build it. All ranks
+    must call this function."""
     settings = {"output_dir": str(group.folder), **values}
     config = build_config(settings)
     plan = agree_on_plan(config, group.process, gather)

@@ -9,8 +9,10 @@ installed and the strategy is not tp. Every variant trains for the same number o
 operation by operation and then, except for "liger", as a CUDA graph. The columns show the highest
 value of any rank:
 
-- `state` and `entry`: GiB allocated before a step and before the loss.
-- `in loss` and `after`: peak GiB in the loss's forward pass, and from there to the end of the step.
+- `state`: GiB allocated before a step.
+- `entry`: GiB allocated before the loss is computed.
+- `in loss`: peak GiB during the loss's forward pass.
+- `after`: peak GiB from the end of that pass to the end of the step.
 - `peak`: peak GiB of the later steps without a graph.
 """
 

@@ -83,7 +83,8 @@ def length(spans: Spans) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class RankTrace:
-    """Trace of one rank. Times are in microseconds, since 1970 if the trace has a base time."""
+    """Trace of one rank. Times are in microseconds. They are counted from 1970 if the trace has a
+    base time, and otherwise from the zero point of the trace."""
 
     rank: int
     steps: int

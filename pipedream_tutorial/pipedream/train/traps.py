@@ -46,10 +46,10 @@ UPDATES: dict[str, Update] = {
 
 
 def run_trap(update: Update, *, norm: bool) -> float | str:
-    """Run a forward pass, an `update` of the weights by another microbatch's gradient, and the
-    backward pass. Return the error relative to the gradient without the update, or autograd's error
-    message. An error of exactly 0 means that the backward pass used the old weights. With `norm`, a
-    LayerNorm is between the Linears."""
+    """Run a forward pass, update the weights with another microbatch's gradient, and run the
+    backward pass of the first microbatch. Return the gradient's error relative to the gradient
+    without the update, or autograd's error message. An error of exactly 0 means that the backward
+    pass used the old weights. With `norm`, a LayerNorm is between the Linears."""
     torch.manual_seed(0)
     between = [nn.LayerNorm(32)] if norm else []
     layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]

@@ -6,7 +6,7 @@ nanoGPT is not part of this repository, so pass the model.py from a checkout. Bo
 the same tokens in bf16, with fused AdamW and gradient clipping at 1.0. For each model and batch
 size, the program times both alternately for several rounds and compares their median tokens per
 second. Our step is replayed as one CUDA graph if the default, `cuda_graphs=auto`, selects graphs.
-nanoGPT's step is composed as in its train.py.
+nanoGPT's step has the same structure as the step in its train.py.
 """
 
 import functools
@@ -39,8 +39,8 @@ ROUNDS = 3
 
 
 def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
-    """Return a training step of nanoGPT's model, composed as in its train.py, with autocast and
-    torch.compile."""
+    """Return a function that trains nanoGPT's model for one step. The step has the same structure
+    as the step in nanoGPT's train.py, including autocast and torch.compile."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     size = run.plan.size

@@ -77,8 +77,8 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, cached_folder: str = 
 
 
 def run_and_measure(command: list[str]) -> dict[str, Any]:
-    """Run a command. Return the JSON that it printed, with the peak numbers of its processes and
-    threads and the peak memory of all its processes together."""
+    """Run a command. Return the JSON that it printed, together with four peaks over time: the
+    number of processes, the number of threads, and the total PSS and RSS of all processes."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     peaks = dict[str, int]()
     while process.poll() is None:

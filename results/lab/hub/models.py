@@ -1,6 +1,6 @@
-"""Measure models that run transformers' code instead of ours. Compare their speed with that of the
-native Qwen3 model and of the Trainer with Liger. Also check predictions for models to which no
-constant was fitted.
+"""Measure models that run transformers' code instead of ours. Compare their speed with the speed of
+the native Qwen3 model and of the Trainer with Liger. Some of the models were not used to fit any
+constant, and serve to check the predictions.
 
     python -m results.lab.hub.models OUT.json [--tiny] [--only NAME ...]
 

@@ -78,8 +78,8 @@ def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
-    """Return a table of the size of the state, in GiB, on the GPU with the most state, for gpt2-xl
-    in bf16."""
+    """Return a table of the state's size in GiB for gpt2-xl in bf16. Sizes are for the GPU with the
+    most state."""
     cells = {
         strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
     }

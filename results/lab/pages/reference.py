@@ -8,8 +8,8 @@ from distributed_training.settings.config import KEYS
 
 
 def config_reference() -> str:
-    """Return Markdown lists of all keys with their defaults, by group, and of the keys that must
-    match for runs to be compared or resumed."""
+    """Return the CONFIG reference as Markdown: all keys with their defaults, by group, followed by
+    the keys that must match if runs are to be compared or resumed."""
     lines = []
     for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
         lines.append(f"### {title}\n")
