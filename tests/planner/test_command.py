@@ -162,7 +162,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
          ["The model has 1024 positions"]),
         (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
-          "--model", "gpt2-xl"], ["does not fit on", "smallest layout needs", "GPUs with"]),
+          "--model", "gpt2-xl"], ["does not fit on", "Even infinity, which needs", "GPUs with"]),
     ],
 )  # fmt: skip
 def test_bad_input_gives_a_one_line_error(arguments, messages):
