@@ -190,8 +190,8 @@ def export(row: Row, config: dict[str, Any]) -> None:
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     """Print a schedule's grid and figures. `drawn` maps orders to the title of the schedule whose
     grid shows them. If `drawn` contains this schedule's orders, refer to that grid instead of
-    drawing it again. If a schedule has no flush, draw several batches, because its first batch
-    looks the same as with a flush."""
+    drawing it again. If a schedule has no flush, draw several batches, because the first batch
+    alone looks the same with and without a flush."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")

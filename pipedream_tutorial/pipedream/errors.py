@@ -25,8 +25,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main function. Exit with code 0, or print "error: ..." on one stderr line and
-    exit with code 2."""
+    """Run a script's main function and exit. The exit code is 0 on success. If the user can fix the
+    error, print "error: ..." as one line on stderr and exit with code 2."""
     try:
         main()
         print(end="", flush=True)

@@ -94,9 +94,9 @@ def utilization_comparison(work: Work) -> Figure:
 
 
 class IdleCurve(NamedTuple):
-    """Idle shares of one batch, from 0 to 1, for each number of microbatches. Each entry has the
-    idle share of the makespan and the idle share of the ranks' spans. A curve stands for one
-    schedule, or for several schedules with equal values."""
+    """Idle shares of one batch, as fractions from 0 to 1, for each number of microbatches. Each
+    entry contains the idle share of the makespan and the idle share of the ranks' spans. A curve
+    stands for one schedule, or for several schedules with equal values."""
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that the schedule allows
@@ -246,8 +246,8 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 def activations_and_versions(work: Work) -> Figure:
     """Draw held activations as areas and kept weight versions as lines over two batches. Each
-    schedule has a panel and each rank a lane, and all lanes share one scale. Each lane's two peaks
-    are written beside it."""
+    schedule has a panel, and each rank has a lane in the panel. All lanes share one scale. The two
+    peaks of a lane are written beside it."""
     rows = {row.name: row for row in work.possible_rows}
     shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))

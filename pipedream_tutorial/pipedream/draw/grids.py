@@ -38,7 +38,8 @@ Coloring = Callable[[Op], Color]
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes and settings for the pictures. Simulations run when a picture first needs them."""
+    """Sizes and settings for the pictures. The simulations run when a picture first needs their
+    results."""
 
     config: Config
 
@@ -62,8 +63,8 @@ class Work:
 
 def kind_colors(schedule: Schedule) -> Coloring:
     """Return a function that maps an operation to the color of its kind. The color is paler for a
-    rank's second and later stages. With two copies of the model, it is paler for the second copy's
-    stages on all ranks."""
+    rank's second and later stages. If there are two copies of the model, the color is paler for the
+    second copy's stages on all ranks."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages()
@@ -106,8 +107,9 @@ class Panel(NamedTuple):
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """Draw one rectangle per operation. The rectangle's x and width show when the operation runs,
     and its y is the rank, with 0 on top. The halves of a pair share the rank's row. The time axis
-    ends at `until`, by default the makespan. A rectangle's gid is the operation's name. Behind the
-    operations, each rank has a rectangle from time 0 to the makespan, with the gid "idle"."""
+    ends at `until`, which defaults to the makespan. A rectangle's gid is the operation's name.
+    Behind the operations, each rank has a rectangle from time 0 to the makespan, with the gid
+    "idle"."""
     timeline = panel.timeline
     color = panel.color or kind_colors(timeline.schedule)
     end = float(timeline.makespan if until is None else until)
@@ -178,10 +180,10 @@ def lay_out(
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
-    """Draw a page of stacked timelines on one time axis. The axis ends at `until`, by default the
-    longest makespan. The axis label shows the durations, which must be the same in all panels.
-    `height_factor` is the height of a panel as a multiple of grid_height(). `options` are passed
-    to new_figure."""
+    """Draw a page of stacked timelines on one time axis. The axis ends at `until`, which defaults
+    to the longest makespan. The axis label shows the durations, which must be the same in all
+    panels. `height_factor` is the height of a panel as a multiple of grid_height(). `options` are
+    passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [height_factor * grid_height(timeline) for timeline in timelines]
@@ -240,8 +242,8 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """Draw the forward half of one batch, first in one piece and then as microbatches that fill the
-    pipeline."""
+    """Draw the forward half of one batch, first as a whole and then split into microbatches that
+    fill the pipeline."""
     config = work.config
     m = config["num_microbatches"]
     unsplit_config = {**config, "num_microbatches": 1, "forward": config["forward"] * m}

@@ -123,11 +123,11 @@ Readers most easily associate a label with the marker on its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
-    """Write labels beside their points (in data units), starting with the rightmost. A label is as
-    near to its point as possible without hiding points, other labels, their lines, or anything at
-    `avoid`. A line crosses another point or label only if there is no alternative, because the line
-    would seem to end there. Set the axis limits before the call. Raises RuntimeError if there is no
-    space."""
+    """Write labels beside their points, starting with the rightmost point. Points are in data
+    units. A label is as near to its point as possible without hiding points, other labels, their
+    lines, or the points in `avoid`. A line crosses another point or label only if there is no
+    alternative, because a line that does so seems to end there. Set the axis limits before the
+    call. Raises RuntimeError if there is no space."""
     pixels = ax.transData.transform
     marks = [_box_around(pixels(at), DOT) for at in labels]
     marks += [_box_around(pixels(at), 1) for at in avoid]

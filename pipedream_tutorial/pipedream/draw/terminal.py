@@ -1,4 +1,4 @@
-"""Print a timeline as text, with one line per rank, followed by its figures."""
+"""Format timelines and numbers as text for the terminal."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def format_values(values: Sequence[Fraction | int], what: str) -> str:
 
 
 def width() -> int:
-    """Return the width of the terminal in columns, or 100 without a terminal."""
+    """Return the width of the terminal in columns (at least 40), or 100 if the width is unknown."""
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 

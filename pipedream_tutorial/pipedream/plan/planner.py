@@ -14,14 +14,14 @@ so the slowest of them determines the period. PipeDream's published optimizer ad
 (msr-fiddle, optimizer_graph_hierarchical.py). The papers and this module use the larger of the two.
 
 sync_factor is 2 by default. In a ring all-reduce, each worker sends 2 (m - 1) / m of the weights'
-bytes and receives as many at the same time. PipeDream's factor of 4 adds up both directions of a
-sharded parameter server. Its term 2 a_i adds the activation in one direction and the gradient in
-the other. These factors are right for links that carry one direction at a time. For full-duplex
-links, the times are too long by a factor of up to 2.
+bytes and receives the same number of bytes at the same time. PipeDream's factor of 4 adds up both
+directions of a sharded parameter server. Its term 2 a_i adds the activation in one direction and
+the gradient in the other. These factors are right for links that carry one direction at a time. For
+full-duplex links, the times are too long by a factor of up to 2.
 
-The planner has no memory limit. A profile has only the size of a layer's output. A worker keeps
-everything that the layer's backward pass needs, which is many times larger. A limit based on the
-profile would accept plans that do not fit.
+The planner has no memory limit. A profile contains only the size of a layer's output. A worker
+keeps everything that the layer's backward pass needs, which is many times larger. A limit based on
+the profile would accept plans that do not fit.
 """
 
 import math
@@ -120,7 +120,7 @@ def plan_pipeline(
 
     `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
     gives each stage one worker. With `use_all_workers=True`, every worker is used, as in
-    PipeDream's formula, even if fewer workers are faster. Fewer workers are faster if
+    PipeDream's formula, even if fewer workers would be faster. Fewer workers are faster if
     synchronization takes longer than the computation that it saves. The search takes O(layers^2
     workers^2) steps. Raises UserError if no plan exists.
     """
@@ -206,7 +206,7 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     PipeDream gives the input stage NOAM = ceil(workers / input replicas). If the replica counts do
     not divide each other, NOAM can be too small. For example, 3-2-1 workers with equal work per
     worker run at 5/4 of the predicted period. The following numbers, computed from the last stage
-    backwards, suffice for all durations:
+    backward, suffice for all durations:
 
         n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
@@ -258,9 +258,9 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     / 2 in each direction. The link is simulated as a separate stage between its neighbors, and more
     microbatches are in flight to hide the messages. The period equals the planner's period.
 
-    `busy_links=False` is the simulator's model. Every message takes link_s / 2 of the slowest link,
-    regardless of other messages. No additional microbatches are in flight, so workers wait for
-    messages that the planner assumes to be hidden.
+    `busy_links=False` is the simulator's model. Every message takes half of the slowest link's
+    link_s, regardless of other messages. No additional microbatches are in flight, so workers wait
+    for messages that the planner assumes to be hidden.
 
     The simulator does not model weight synchronization. If the synchronization of a stage takes
     longer than its computation, the stage's passes are lengthened to that time.

@@ -52,7 +52,8 @@ _PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT)
 
 
 def load_profile(path: Path) -> Profile:
-    """Read and check a profile's JSON. Raises a UserError that names the file and the key."""
+    """Read and check a profile's JSON file. Raises UserError if the file cannot be read or the
+    profile is not valid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     # Not text, not JSON, or nested too deeply
@@ -83,7 +84,8 @@ def _check_values(found: object, rules: Mapping[str, Rule], where: str) -> dict[
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile for load_profile. The numbers in the profile must be int or float."""
+    """Write a profile that load_profile can read. The numbers in the profile must be int or
+    float."""
     values = profile._asdict() | {"layers": [layer._asdict() for layer in profile.layers]}
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -91,8 +93,8 @@ def save_profile(profile: Profile, path: Path) -> None:
 def measure_profile(
     layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time the forward and backward pass of each layer on the device that holds the weights and
-    `example`. `layers` has the name and the module of each layer.
+    """Time the forward and backward passes of each layer on the device that holds the weights and
+    `example`. `layers` contains the name and the module of each layer.
 
     The tensor `example` is one microbatch, the first layer's input. Each layer's output is the next
     layer's input. The last layer also receives `targets` and returns a loss. The reported times are

@@ -1,6 +1,7 @@
-"""Start one process per stage and terminate all processes if one fails. Either this module or
-torchrun's agent starts and terminates the processes. Each process reports its own failure. A
-process that only lost its neighbor waits a moment, so that the cause is reported first."""
+"""Start one process per stage, and terminate all processes if one fails. The processes are started
+and terminated either by this module or by torchrun's agent. Each process reports its own failure. A
+process that has only lost its connection to a neighbor waits briefly, so that the cause is reported
+first."""
 
 import gc
 import logging

@@ -102,16 +102,15 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Map each operation to its slice on one thread. The thread computes the operation, or
-        sends or receives its result."""
+        """Map each operation to its slice on `thread`, which is compute, send or receive. The slice
+        of a transfer belongs to the operation that produced the result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
     def communication_ns(self) -> Fraction:
-        """Median time from the end of an operation to the start of the operation on another stage
-        that uses its result. A receiver counts only if it was idle, which means that it had ended
-        its previous operation when the result was produced. The value is 0 without idle
-        receivers."""
+        """Median time from the end of a sending operation to the start of the receiving operation.
+        A receiving operation counts only if its rank was idle, which means that the rank had ended
+        its previous operation when the result was produced. The value is 0 if no rank was idle."""
         computed = self.by_operation("compute")
         orders = self.case.schedule.flat
         previous_ops = {op: previous for order in orders for previous, op in pairwise(order)}
@@ -143,7 +142,8 @@ class MeasuredRun:
 
     def predict(self, schedule: Schedule) -> Timeline | None:
         """Simulate another schedule with this run's durations. Return None if the schedule splits
-        backward passes and this run did not. The durations of the halves are then unknown."""
+        backward passes but this run did not, because the durations of the halves are then
+        unknown."""
         if schedule.splits_backward and not self.case.schedule.splits_backward:
             return None
         return simulate(schedule, self.costs(schedule.num_stages))
@@ -156,9 +156,9 @@ def build_record(
     lists have one entry per stage.
 
     `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
-    record, `calibration` has the durations measured in `calibrated_on`, from which all runs are
-    predicted. For an order found by a search, `found` has each rank's letters F, I and W for one
-    batch. `predicted` is null if the durations do not apply to the schedule.
+    record, `calibration` contains the durations measured in `calibrated_on`, from which all runs
+    are predicted. For an order found by a search, `found` contains each rank's sequence of F, I and
+    W for one batch. `predicted` is null if the durations do not apply to the schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs(first.schedule.num_stages)

@@ -1,4 +1,5 @@
-"""Run every schedule and every search at every size. Each stage's process runs this code."""
+"""Run every requested schedule and search with every number of microbatches. Each stage's process
+runs this code."""
 
 import json
 import os
@@ -55,7 +56,8 @@ def build_cases(config: Config) -> list[Case]:
 
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
-    """Return the orders over all batches, and the weight policy, for a named schedule or a CSV."""
+    """Return the schedule for all batches and its weight policy. `name` is the name of a schedule
+    or the path of a CSV file."""
     if name in SCHEDULES:
         return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
     batch = load_order(Path(name))

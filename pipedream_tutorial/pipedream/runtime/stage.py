@@ -156,7 +156,7 @@ class Clock:
 
 
 class RankRunner:
-    """A rank in its own process, which can run any schedule."""
+    """Runner of one rank, in its own process. It can run any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
         """Prepare the device and the workload. Raises UserError for settings that do not allow
@@ -170,10 +170,10 @@ class RankRunner:
         self.peers: dict[int, Peer] = {}  # by rank
 
     def connect_and_warm_up(self, cases: Sequence[Case]) -> None:
-        """Connect to the other ranks, then warm up with two microbatches of each case, without
+        """Connect to the other ranks. Then warm up with two microbatches of each case, without
         sending any tensors. The first torch.autograd.grad call with grad_outputs takes hundreds of
-        milliseconds. A GPU loads each kernel on first use, and loading can wait forever while a
-        receive is pending."""
+        milliseconds, and the warm-up keeps this call out of the measured runs. It also loads the
+        GPU kernels, because loading a kernel can wait forever while a receive is pending."""
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         listen_on_loopback()
         size = self.config["num_stages"]
@@ -237,9 +237,9 @@ class RankRunner:
         return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
-        """Train from the initial weights under a schedule. If `emulated`, sleep as CONFIG
-        specifies. Return the report and the final weights by stage. The weights are on the CPU, so
-        that the GPU is empty for the next run. All ranks must call this method. Raises
+        """Train from the initial weights under a schedule. If `emulated` is true, sleep as CONFIG
+        specifies. Return the report and the final weights by stage. The returned weights are on the
+        CPU, so that the GPU is empty for the next run. All ranks must call this method. Raises
         StageLostError if a peer has ended."""
         trainers = self._trainers(case)
         gc.disable()  # garbage collection would stop a stage for milliseconds

@@ -2,16 +2,16 @@
 2405.15362).
 
 Each rank has two stages in a V-shaped schedule, as in ZB-V. Each of the rank's six operations per
-microbatch takes one slot, so the block of the next microbatch begins six slots later. A rank
-without gaps is always busy. A block defines four slots, and the two W operations use idle slots.
-The lifetime of activations in a block determines how many microbatches overlap. Therefore the block
-alone determines the memory.
+microbatch takes one slot. The block of the next microbatch begins six slots later, so a rank
+without gaps is always busy. A block defines four slots per rank, and the two W operations use idle
+slots. The lifetime of activations in a block determines how many microbatches overlap. Therefore
+the block alone determines the memory.
 
-The blocks leave gaps while the pipeline fills and drains. Two passes close these gaps without using
-more memory, as in the authors' code (zbv_greedy.py in sail-sg/zero-bubble-pipeline-parallelism).
-First, all operations at both ends move to earlier slots. Then the operations at the draining end
-move once more, with W in the free slots. The orders equal the authors' orders, operation by
-operation.
+The blocks leave gaps while the pipeline fills and drains. Two rounds of moves close these gaps
+without using more memory, as in the authors' code (zbv_greedy.py in
+sail-sg/zero-bubble-pipeline-parallelism). First, all operations at both ends move to earlier slots.
+Then the operations at the draining end move once more, with W in the free slots. The orders equal
+the authors' orders, operation by operation.
 """
 
 import math
@@ -72,8 +72,9 @@ def _word(own: list[list[int]]) -> list[str]:
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Yield (slot, kind of its I) for each W of a rank. `own` has the rank's slots by kind. Each W
-    uses the first free slot after its I. The W operations that follow I_UP are placed first."""
+    """For each W of a rank, yield its slot and the kind of its I. `own` has the rank's slots by
+    kind. Each W uses the first free slot after its I. The W operations that follow I_UP are placed
+    first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
@@ -86,9 +87,9 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _move_earlier(slots: Slots) -> None:
-    """Move operations to earlier free slots, in time order, if data and memory allow. Operations do
-    not move while the pipeline is full, from rank 0's first I_DOWN to the last F_DOWN. If `slots`
-    has no slots for W, operations before this period do not move either."""
+    """Move operations to earlier free slots, in time order, if data and memory allow. The pipeline
+    is full from rank 0's first I_DOWN to the last F_DOWN. Operations in this period do not move. If
+    `slots` has no slots for W, operations before this period do not move either."""
     lines = [_RankSlots(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]
@@ -136,9 +137,9 @@ class _RankSlots:
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
-        """Move an operation to the first free slot at which at most `limit` activations are held at
-        any time and each W comes after its I. Return that slot, or `old` if no earlier slot is
-        possible."""
+        """Move the operation in slot `old` to the first free slot, from `earliest` on, that is
+        allowed. A slot is allowed if at most `limit` activations are then held at any time and each
+        W comes after its I. Return the new slot, or `old` if no earlier slot is allowed."""
         kind = self.kinds[old]
         for slot in range(earliest, old):
             if self.kinds[slot] is None:

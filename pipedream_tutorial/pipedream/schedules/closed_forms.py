@@ -2,8 +2,8 @@
 
 Stages are equal and communication takes no time, unless stated otherwise. Every formula equals the
 simulator's exact fraction (tests/test_closed_forms.py), often for a wider range of durations than
-in the paper. `idle_holds` returns whether the idle-time formulas are valid. `source` is an arXiv
-number. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
+its paper states. `idle_holds` returns whether the idle-time formulas are valid. `source` is an
+arXiv number. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def zb_h2_step(c: Case) -> Fraction:
 
 
 def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
-    """Return rank r's idle time within its span under V-Half, given X = `x`, the idle time within
-    the makespan. If p is even, the last two ranks end one operation later."""
+    """Return rank r's idle time within its span under V-Half. `x` is the idle time within the
+    makespan. If p is even, the last two ranks end one operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_started(c, r) - late) * c.f
 

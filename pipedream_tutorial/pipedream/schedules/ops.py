@@ -167,16 +167,16 @@ def with_recomputation(schedule: Schedule, kept: Fraction) -> Schedule:
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
-    """Write a CSV for torch.distributed.pipelining, with one line per rank and one operation per
-    cell."""
+    """Write a CSV file for torch.distributed.pipelining, with one line per rank and one operation
+    per cell."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([map(str, order) for order in schedule.orders])
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read orders from a CSV. Empty cells, which are bubbles in torch, are skipped. If a cell is
-    not an operation, raises UserError with the line and the cell. Also raises UserError if stages
-    are not numbered 0, 1, ... or if one stage is on several ranks."""
+    """Read orders from a CSV file. Empty cells, which are bubbles in torch, are skipped. Raises
+    UserError with the line and the cell if a cell is not an operation. Also raises UserError if
+    stages are not numbered 0, 1, ... or if one stage is on several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV file")
     orders = []

@@ -1,10 +1,10 @@
 """Define the table of all schedules. For each schedule, a function of p ranks and m microbatches
 returns an order per rank. This module does not import torch.
 
-pipedream_simple.py has the schedules that a student reads first, and building_blocks.py has V-Half
-and V-Min. This file has schedules with pairs or with two copies of the model. closed_forms.py names
-the papers. For schedules that torch.distributed.pipelining also has, our orders equal torch's
-orders (tests/test_torch.py).
+The schedules that a student reads first are in pipedream_simple.py. V-Half and V-Min are in
+building_blocks.py. This file defines the schedules with pairs or with two copies of the model. The
+papers are named in closed_forms.py. For schedules that torch.distributed.pipelining also has, our
+orders equal torch's orders (tests/test_torch.py).
 """
 
 from collections import Counter
@@ -89,8 +89,8 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 def dualpipe(p: int, m: int) -> Orders:
     """Return DualPipe's orders for two copies of the model in opposite directions, each with half
     of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two mirrored ranks form
-    a pair. For the first copy, one rank of the pair runs the V's way down, and the other rank runs
-    its way up. For the second copy, the roles are reversed."""
+    a pair. For the first copy, one rank of the pair runs the descending half of the V, and the
+    other rank runs the ascending half. For the second copy, the roles are reversed."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -100,8 +100,9 @@ def dualpipe(p: int, m: int) -> Orders:
         )
 
     def unfolded(op: Op, r: int) -> Op:
-        """Return DualPipe's operation on rank r for a DualPipeV operation. On rank r, the first
-        copy has position r of the model, and the second copy has position p - 1 - r."""
+        """Return the DualPipe operation that rank r runs in place of a DualPipeV operation. Rank r
+        holds position r of the first copy of the model, and position p - 1 - r of the second
+        copy."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []
@@ -183,9 +184,10 @@ def build_schedule(
     reorder: bool = True,
     duration: Mapping[str, Fraction | int] | None = None,
 ) -> Schedule:
-    """Build the named schedule for p ranks, m microbatches and, for interleaved 1F1B, v chunks.
-    Only V-Half and V-Min use `reorder`, and only ZB-V uses `duration` (by kind and for "send").
-    Raises UserError for an unknown name and for sizes that the schedule does not allow."""
+    """Build the named schedule for p ranks and m microbatches. `v` is the number of chunks for
+    interleaved 1F1B. Only V-Half and V-Min use `reorder`. Only ZB-V uses `duration`, which maps
+    kinds of operations and "send" to durations. Raises UserError for an unknown name and for sizes
+    that the schedule does not allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
@@ -202,9 +204,10 @@ def build_schedule(
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
-    """Return the orders over all batches, and the weight policy. Flushing schedules are repeated,
-    and others continue without a pause. Raises UserError for schedules that can only be simulated,
-    for sizes that a schedule does not allow, and for 2BW with too few microbatches per batch."""
+    """Return the schedule for all batches and its weight policy. Batches of flushing schedules are
+    repeated, and other schedules continue without a pause. Raises UserError for schedules that can
+    only be simulated, for sizes that a schedule does not allow, and for 2BW with too few
+    microbatches per batch."""
     if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(
             f"{name} can only be simulated", f"train with one of {', '.join(TRAINABLE)}"

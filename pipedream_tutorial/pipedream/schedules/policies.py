@@ -68,9 +68,10 @@ ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
-    """Map each stage to the versions that its passes use, their staleness and the number of
-    versions that it keeps. The result depends only on the orders, not on times. `batch_size` is the
-    number of microbatches between two updates if the policy updates once per batch."""
+    """Return the weight use of each stage: the versions that the passes use, the staleness of these
+    versions, and the number of versions kept. The result depends only on the orders, not on times.
+    `batch_size` is the number of microbatches between two updates if the policy updates once per
+    batch."""
     ops_of_stage: dict[int, list[Op]] = {}
     for op in schedule.ops():
         ops_of_stage.setdefault(op[1], []).append(op)

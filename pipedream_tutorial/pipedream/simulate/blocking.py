@@ -35,9 +35,9 @@ Step = tuple[Action, ...]  # actions posted together; the rank continues when al
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
     """Return each rank's program, in which each step waits for the previous step to end. For each
     operation, the program receives the input, runs the operation and sends the result. With
-    `paired`, a send forms one step with the next action if that action receives from the same peer.
-    Megatron-LM's 1F1B does the same in its steady state. Raises UserError for schedules with more
-    than one stage per rank."""
+    `paired`, a send and the next action form one step if that action receives from the send's peer.
+    Megatron-LM's 1F1B also pairs sends and receives in its steady state. Raises UserError for
+    schedules with more than one stage per rank."""
     if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(
             f"{schedule.name} has several stages per rank",

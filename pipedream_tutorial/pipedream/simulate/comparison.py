@@ -1,4 +1,4 @@
-"""Compute the numbers in the tables, for every schedule with the same model and microbatches."""
+"""Compute the numbers in the tables, with the same model and microbatches for every schedule."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -48,8 +48,8 @@ class Row:
     @cached_property
     def stream(self) -> Timeline:
         """Timeline of CONFIG's `num_batches` batches. If the policy needs no flush, batches follow
-        without a pause. Otherwise each rank starts a batch when it has finished the previous
-        one."""
+        each other without a pause. Otherwise, each rank starts a batch when it has finished the
+        previous one."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -78,9 +78,9 @@ class Row:
 
     @cached_property
     def steady_idle(self) -> Fraction:
-        """Idle share of all ranks' time if batches follow each other forever, from 0 to 1. To
-        cancel the time for filling and draining, it is computed from the difference between four
-        and two batches."""
+        """Idle share of all ranks' time, from 0 to 1, if batches follow each other forever. The
+        share is computed from the difference between four and two batches, which cancels the time
+        for filling and draining."""
         rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
         two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
@@ -108,13 +108,14 @@ class Row:
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
-        """Highest number of weight versions that each stage keeps, in the model's order."""
+        """Highest number of weight versions that each stage keeps. The stages are in the model's
+        order."""
         return tuple(use.peak_versions for use in self._use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Largest number of updates between the version that a microbatch uses and the microbatch's
-        own update, for each stage."""
+        """For each stage, the largest number of updates between the version that a microbatch uses
+        and the microbatch's own update."""
         return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
@@ -163,10 +164,10 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 
 def measure(name: str, config: Config) -> Row:
-    """Return the row for a schedule, for a CSV, or for the best order that "search" finds within
-    CONFIG's memory limit. A CSV defines the numbers of ranks and microbatches. Raises UserError for
-    sizes that a schedule does not allow, and for orders in a CSV that are incomplete or would
-    deadlock."""
+    """Return the row for `name`: a schedule's name, the path of a CSV file, or "search". For
+    "search", the row shows the best order found within CONFIG's memory limit. A CSV file determines
+    the numbers of ranks and microbatches. Raises UserError if the schedule does not allow the
+    sizes, or if the orders in a CSV file are incomplete or would deadlock."""
     p, m = config["num_stages"], config["num_microbatches"]
     durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}
     policy = "flush"
@@ -203,8 +204,9 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """Return the schedule's closed form and its sizes. Return None if there is no closed form, as
-    for a CSV, uneven stages, communication time, overlap, R, or blocks without reordering."""
+    """Return the schedule's closed form and its sizes. Return None if no closed form applies. None
+    applies to a CSV file, uneven stages, communication time, overlap, recomputation, or blocks
+    without reordering."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

@@ -20,8 +20,9 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
-    """Return the idle time of a timeline, or of `count` consecutive timelines whose last operations
-    end at `last_ends`, in ticks. Ranks without operations are always idle."""
+    """Return the idle time of a timeline, or of `count` consecutive repetitions of the timeline.
+    `last_ends` contains the tick at which each rank ends the last repetition. Ranks without
+    operations are always idle."""
     last_ends = last_ends or [ends[-1] if ends else 0 for ends in timeline.ends]
     total = max(last_ends)
     tick = timeline.tick
@@ -84,9 +85,9 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return the number of kept weight versions of each rank over time, in copies of all of the
-    rank's layers. Every stage starts with one version. An operation changes the number when it
-    ends."""
+    """Return the number of weight versions that each rank keeps over time. The unit is one version
+    of all of the rank's layers. Every stage starts with one version. The number changes when an
+    operation ends."""
     curves = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)

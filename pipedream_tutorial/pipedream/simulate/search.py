@@ -133,11 +133,12 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the makespans of all orders, in ticks. Rank r gets its first
-    microbatch after `head` ticks, and its first gradient a round trip later. Before this gradient,
-    the rank runs at most min(m, memory) forwards, and all its other work follows. In addition, each
-    F waits for the W that is `memory` microbatches earlier, which forms a chain of round trips.
-    When rank r has finished, the ranks before it still run the last I."""
+    """Return a lower bound on the makespans of all orders, in ticks. Rank r receives its first
+    microbatch after `head` ticks. It receives its first gradient a round trip after its first
+    forward. Before this gradient, the rank runs at most min(m, memory) forwards, and all its other
+    work follows. In addition, each F waits for the W that is `memory` microbatches earlier, which
+    forms a chain of round trips. When rank r has finished, the ranks before it still run the last
+    I."""
     m = problem.num_microbatches
     c = problem.communication
     times = problem.durations
@@ -164,8 +165,9 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return limits for `greedy`. A limit gives, for each rank, the number of microbatches by which
-    F may lead I. This number is equal on all ranks, or decreases by 1 or 2 from rank to rank."""
+    """Return candidate limits for `greedy`. Each candidate contains one number per rank: the number
+    of microbatches by which F may lead I. This number is equal on all ranks, or decreases by 1 or 2
+    from rank to rank."""
     p = len(problem.durations)
     most = problem.memory
     candidates: dict[tuple[int, ...], None] = {}

@@ -26,8 +26,8 @@ class DeadlockError(RuntimeError):
     """Error raised if orders deadlock because operations wait for each other in a cycle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
-        """`waiting` maps each rank to (its current operation, the rank for which it waits). A rank
-        waits for itself if no other rank can help."""
+        """`waiting` maps each blocked rank to (its current operation, the rank for which it waits).
+        If no other rank can unblock a rank, the rank waits for itself."""
         path: list[int] = []
         rank = min(waiting)
         while rank not in path:
@@ -167,7 +167,7 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
 def ends_of_repeats(timeline: Timeline, count: int) -> list[int]:
     """Return the tick at which each rank ends the last of `count` batches. The same orders are
     repeated, and a rank starts its next batch as soon as it has finished the previous one.
-    Simulating `repeat` gives the same result, but takes more time."""
+    Simulating the schedule that `repeat` returns gives the same result, but takes more time."""
     free = [0] * len(timeline.ends)
     for num_left in reversed(range(count)):
         old_free = free
@@ -195,8 +195,8 @@ def _kind(item: Item) -> _Kind:
 
 
 def run_until_stuck(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
-    """Run each rank until it must wait, and repeat until no rank makes progress. Return the total
-    length of `ends`, to which the ranks append."""
+    """Run each rank until it must wait, and repeat until no rank makes progress. The ranks append
+    to the lists in `ends`. Return the total length of these lists."""
     old_total = -1
     while old_total < (total := sum(map(len, ends))):
         old_total = total
@@ -306,7 +306,7 @@ def _deadlock_error(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 
 def load_order(path: Path) -> Schedule:
-    """Load a schedule from a CSV, and check that the schedule is complete and can run. Raises
+    """Load a schedule from a CSV file, and check that the schedule is complete and can run. Raises
     UserError if the orders are incomplete or would deadlock."""
     schedule = load_csv(path)
     count = schedule.num_microbatches

@@ -1,10 +1,10 @@
 """Write Chrome traces as JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing can open.
 
-A file contains two groups of processes, the prediction and the measurement, with one process per
-rank.
-The threads are compute, send and receive. Arrows lead from the sending to the receiving operation.
-Counters show held activations and live weight versions. The format is Google's "Trace Event
-Format": times are in microseconds, and the slices of a thread are disjoint or nested.
+A file contains up to two groups of processes: the prediction and the measurement. Each group has
+one process per rank, with threads for compute, send and receive. Arrows lead from the sending to
+the receiving operation. Counters show held activations and live weight versions. The format is
+Google's "Trace Event Format": times are in microseconds, and the slices of a thread are disjoint or
+nested.
 """
 
 from collections import defaultdict
@@ -89,7 +89,8 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
 
 
 def find_input_ops(schedule: Schedule) -> dict[Op, Op]:
-    """Map each operation to the operation of another stage whose result it uses."""
+    """Map each operation to the operation that computes its input on another stage. Operations
+    without such an input are omitted."""
     pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
     return {op: need for op, need in pairs if need.stage != op.stage}
 

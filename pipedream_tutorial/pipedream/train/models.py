@@ -165,8 +165,8 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
 
 
 class Workload:
-    """The model to split into stages, its loss and its microbatches. All three are identical in
-    every process."""
+    """The model to be split into stages, with its loss and its microbatches. All three are
+    identical in every process."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         """Read these keys of `config`: num_stages, layers_per_stage, learning_rate, seed, model,

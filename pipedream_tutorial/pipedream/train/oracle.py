@@ -3,8 +3,8 @@ is compared with its exact gradient.
 
 A microbatch's forward pass may use different versions of the weights on different stages. This
 mixed set of weights is also a model, and autograd through all stages computes its exact gradient. A
-backward pass with the weights of the forward pass computes this gradient. A backward pass with
-newer weights computes the gradient of no model.
+backward pass with the weights of the forward pass computes this gradient. With newer weights, the
+result of the backward pass is not the gradient of any model.
 """
 
 import math
@@ -82,9 +82,9 @@ def final_loss(result: TrainResult, num_microbatches: int) -> float:
 
 
 class MicrobatchError(NamedTuple):
-    """Relative error of one microbatch's gradient: norm of the difference / norm of the exact
-    gradient. An error of exactly 0 means bitwise equal. The error is infinite if training has
-    diverged."""
+    """Relative error of one microbatch's gradient: the norm of its difference from the exact
+    gradient, divided by the norm of the exact gradient. An error of exactly 0 means that the two
+    gradients are bitwise equal. The error is infinite if training has diverged."""
 
     microbatch: int
     relative_error: float  # over all stages, against the gradient at the forward pass's weights
@@ -99,8 +99,8 @@ def copy_weights(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """Train and check gradients. Return the result, and the gradient error of every `every`-th
-    microbatch, in the order in which backward passes end."""
+    """Train, and check the gradient of every `every`-th microbatch. Return the training result and
+    the gradient errors, in the order in which the backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
     forward_weights: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
