@@ -1,4 +1,4 @@
-"""Test faults: a rank hangs, fails or is killed, the launcher is killed, the terminal closes, or
+"""Cause faults: a rank hangs, fails or is killed, the launcher is killed, the terminal closes, or
 the disk is full. The run must end soon, leave no processes behind, and record the reason."""
 
 import platform

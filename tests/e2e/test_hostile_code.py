@@ -33,8 +33,8 @@ def edit(file: Path, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return the folder of a run with hf/, best/ and a checkpoint. A token cache is next to the
-    folder."""
+    """Return a run folder that contains hf/, best/ and a checkpoint. The parent folder contains a
+    token cache."""
     output_dir = tmp_path_factory.mktemp("runs")
     values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
     assert_ok(train(values))
@@ -159,8 +159,8 @@ def test_code_named_in_files_is_not_executed(command, hostile, tmp_path):
 
 
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
-    """Processes that render templates, check a DeepSpeed JSON or inspect the machine must not
-    import modules from the working directory."""
+    """Processes that render templates, check a DeepSpeed configuration or inspect the machine must
+    not import modules from the working directory."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)

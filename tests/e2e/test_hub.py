@@ -64,8 +64,8 @@ def own_dataset():
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs the script with the stub of the Hub at a given address. Downloads
-    and runs are stored in the test's folder."""
+    """Return a function that runs the script against a Hub stub at a given address. Downloads and
+    runs are stored in the test's folder."""
 
     def start(endpoint, values, *arguments, start=script):
         values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}

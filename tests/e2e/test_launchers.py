@@ -1,6 +1,6 @@
-"""Train under four launchers: run.sh, a new process per rank (as on GPUs), torchrun, and
-DeepSpeed's launcher. Each run must end with exit code 0, leave no processes behind, build no
-extensions, and match the results of a single process."""
+"""Launch training in four ways: with run.sh, with torchrun, with DeepSpeed's launcher, and with a
+new process per rank, as on GPUs. Each run must end with exit code 0, leave no processes behind,
+build no extensions, and match the results of a single process."""
 
 import os
 import sys

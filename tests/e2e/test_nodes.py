@@ -15,8 +15,8 @@ VALUES = {**SMALL, "strategy": "dp", "num_samples": 48}
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return the loss curve of an uninterrupted one-process run with the global batch size of the
-    runs on several nodes."""
+    """Return the loss curve of an uninterrupted single-process run with the same global batch size
+    as the multi-node runs."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert_ok(train({**VALUES, "batch_size": 6, "output_dir": folder}))
     return only_record(folder)["loss_curve"]

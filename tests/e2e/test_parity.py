@@ -37,9 +37,9 @@ def test_exit_code(verdicts, code):
 
 
 def test_every_layout_is_compared_with_one_process(tmp_path):
-    """`parity` compares every layout with one process. It must report that the strategy
-    "forgetful", which this test adds, differs. This strategy does not sum the gradients of the norm
-    layers over the tp ranks."""
+    """`parity` compares every layout with a single-process run. This test adds the strategy
+    "forgetful", which does not sum the gradients of the norm layers over the tp ranks. `parity`
+    must report that the results of "forgetful" differ."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()

@@ -1,6 +1,6 @@
-"""Test the commands in the documents and every run.sh with dry runs. Each command runs in warm
+"""Use dry runs to test every run.sh and the commands in the documents. Each command runs in warm
 processes, with --dry-run added if necessary. A dry run must be fast. It must not import torch,
-start processes or create files. test_launchers.py trains with a run.sh."""
+start processes or create files. Training with a run.sh is tested in test_launchers.py."""
 
 import functools
 import json
@@ -94,11 +94,11 @@ def as_required() -> bool:
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """Return the command's output, as on a machine with H200s or, if the command has a launcher, as
-    on a machine without GPUs.
+    """Run the command on a simulated machine, and return its output. The machine has no GPUs if the
+    command has a launcher. Otherwise, it has H200s.
 
-    The script runs in warm processes, as the command's launcher would start it. The variables in
-    front of the command are set, and the arguments that run.sh adds are included."""
+    Warm processes run the script as the command's launcher would. The variables in front of the
+    command are set, and the arguments that run.sh adds are included."""
     words = shlex.split(command)
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
     before, program, arguments = words[:place], words[place], words[place + 1 :]

@@ -53,8 +53,8 @@ def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, 
 
 
 def checkpoints(output_dir: Path) -> list[str]:
-    """Return the sorted names of all entries in the only run's checkpoints/, including hidden
-    ones."""
+    """Return the sorted names of all entries, including hidden ones, in the checkpoints folder of
+    the only run in `output_dir`."""
     return sorted(path.name for path in output_dir.glob("*-gpt2-tiny-x*/checkpoints/*"))
 
 
@@ -78,7 +78,7 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:
-    """Check that every loss, gradient norm, evaluation and weight is exactly equal."""
+    """Check that two runs have exactly equal losses, gradient norms, evaluations and weights."""
     record, theirs = load_record(actual), load_record(expected)
     assert record["status"] == theirs["status"] == "ok"
     rows = metrics(actual)
@@ -122,8 +122,8 @@ def test_checkpoint_copy_is_as_large_as_predicted(strategy, uninterrupted):
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """A run that is stopped by a signal and resumed ends like the uninterrupted run. The dp run is
-    also killed without time to save, and is resumed twice."""
+    """A run that is stopped by a signal and resumed ends with the same results as the uninterrupted
+    run. The dp run is also killed without time to save, and is resumed twice."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)

@@ -95,8 +95,9 @@ def reshard(
     work: Mapping[str, Any] = EIGHT_LAYERS,
     pool: Pool | None = None,
 ) -> dict[Pair, dict[str, float]]:
-    """Compare the second half of each pair's steps with an uninterrupted one-process run. For each
-    pair, return the largest relative difference in a loss, and the largest in a weight (2-norm)."""
+    """Compare the second half of each pair's steps with an uninterrupted single-process run. For
+    each pair, return the largest relative difference in any loss and, measured by the 2-norm, in
+    any weight tensor."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)
