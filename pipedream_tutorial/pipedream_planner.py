@@ -111,8 +111,8 @@ def main() -> None:
 
 
 def get_profile(config: dict[str, Any]) -> Profile:
-    """Load or measure the profile that CONFIG names. Save a measured profile if CONFIG names a
-    file."""
+    """Load or measure the profile that `config["profile"]` names. Save a measured profile if
+    `config["save_profile"]` names a file."""
     path, target = Path(config["profile"]), config["save_profile"]
     if not path.exists() and (FOLDER / path).exists():  # scripts can be started from any folder
         path = FOLDER / path
@@ -134,8 +134,8 @@ def get_profile(config: dict[str, Any]) -> Profile:
 
 
 def measure_gpt2(config: dict[str, Any]) -> Profile:
-    """Measure the layers of the model that config["profile"] names, with random weights and tokens.
-    Return the profile."""
+    """Measure the layers of the model that `config["profile"]` names, with random weights and
+    tokens. Return the profile."""
     import torch
     from pipedream.train.models import GPT2_SIZES, gpt2_layers
 
@@ -166,7 +166,8 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
 
 
 def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
-    """Print one line per stage, then the bottleneck and NOAM."""
+    """Print one line per stage. Then print the bottleneck and NOAM, the number of microbatches in
+    flight per input worker."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
     needed = full_speed_in_flight(plan.replicas)
     for index, stage in enumerate(plan.stages):
@@ -193,7 +194,8 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
 
 
 def print_comparison(plans: dict[str, Plan]) -> None:
-    """Print each plan's predicted period, throughput, and speed-up over the last plan."""
+    """Print the predicted period and throughput of each plan, and its speed-up relative to the last
+    plan in `plans`."""
     rows = [["predicted", "workers", "replicas", "period s", "microbatches/s", "speed-up"]]
     *_, base = plans.values()
     for name, plan in plans.items():

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=4 pipedream_runtime.py
 
 Every schedule runs with every number of microbatches. One run measures the durations of the stages.
-From these durations, the simulator predicts the other runs. schedule=search uses the durations to
-look for the order of operations with the shortest makespan. ZB-V uses the order that it has if the
-durations F, I and W are equal. results/lab/tutorial/benchmark.py has settings for GPUs.
+From these durations, the simulator predicts the other runs. With `schedule=search`, the program
+uses the durations to look for the order of operations with the shortest makespan. The order of ZB-V
+depends on durations, and is built here for equal durations F, I and W. For GPUs, use the settings
+in results/lab/tutorial/benchmark.py.
 """
 
 import os
@@ -126,7 +127,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
     """Return the schedules that all the given sizes allow. Print the names of the other schedules
-    on stderr."""
+    to stderr."""
     p = config["num_stages"]
     fitting = []
     for name in TRAINABLE:
@@ -142,8 +143,8 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
 
 
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages. With go_on, start again without the schedules that failed. If torchrun
-    started this process, run one of the stages in it."""
+    """Start the stages. If `go_on` is set and a schedule other than the first fails, start the
+    stages again without that schedule. If torchrun started this process, run a stage in it."""
     config = read_config(arguments)
     code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:

@@ -1,11 +1,11 @@
-"""Simulate pipelines in one file: the times of all operations on every rank, and their costs.
+"""Simulate pipelines: the times of all operations on every rank, and what each schedule costs.
 
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: operations, orders, the clock, costs, printing. ZB-V, whose order
+Read this file from top to bottom: operations, orders, the clock, costs, printing. ZB-V, whose order
 needs the most code, comes last. The file needs no other files. If the folder `pipedream/` is next
-to it, it also accepts the options of `python -m pipedream`.
+to this file, the program also accepts the options of `python -m pipedream`.
 """
 
 import math
@@ -67,8 +67,8 @@ def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> li
 
 
 def zero_bubble(m: int, ahead: int, delay: int) -> str:
-    """Return the letters of one rank under 1F1B with split backward passes. Each W comes `delay`
-    microbatches after its I."""
+    """Return one rank's word (one letter per operation) under 1F1B with split backward passes. The
+    word starts with `ahead` forwards, and each W comes `delay` microbatches after its I."""
     delay = min(delay, m)
     return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
 
@@ -92,12 +92,13 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - r) - 1, 2 * r)),
     "zb-v": ("ZB-V", None),  # has no word, because it depends on the durations
 }
-"""Title, and the word of rank r of p: one letter for each operation on m microbatches."""
+"""Title, and a function of r, p and m that returns rank r's word: one letter per operation."""
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
-    """Return the orders that the ranks' words describe. The letters of rank r's word are operations
-    on stage r. In a V-shaped schedule, lowercase letters are operations on stage 2p - 1 - r."""
+    """Return the orders that `words` describes. `words` contains one word per rank. The letters of
+    rank r's word are operations on stage r. In a V-shaped schedule, lowercase letters are
+    operations on stage `2p - 1 - r`."""
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
@@ -191,7 +192,7 @@ def simulate(
 
 
 class Row(NamedTuple):
-    """Results for one schedule: a single batch, and `num_batches` consecutive batches (the
+    """Results of one schedule for a single batch and for `num_batches` consecutive batches (the
     stream)."""
 
     orders: list[Order]  # drawn orders: a batch or, for PipeDream, the stream
@@ -240,8 +241,8 @@ def stage_durations(config: dict[str, Any], v: int) -> Durations:
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
-    """Return the largest number of microbatches held at any time. F adds 1/v, for one of a rank's v
-    stages, and B or W subtracts 1/v."""
+    """Return the largest number of microbatches held at any time. Each F adds 1/v, because a rank
+    has v stages. Each B or W subtracts 1/v."""
     held = most = 0
     for kind, _, _ in order:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
@@ -453,10 +454,10 @@ def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
 def fill_v(
     p: int, m: int, duration: Durations, allowed: Sequence[Fraction], more: str
 ) -> tuple[list[str], list[Fraction]]:
-    """Return each rank's word, and its idle time after its first F. F and I follow a pattern, and
-    are written as f and i on the way up the V. W fills the time in which a rank would wait. Rank r
-    may idle as long as the rank that idles longest, or for `allowed[r]` if that is longer. `more`
-    contains the letters of the steps, besides I, that W may delay."""
+    """Return each rank's word, and its idle time after its first F. F and I follow a pattern.
+    Lowercase letters are operations on the way up the V. W fills the time in which a rank would
+    wait. Rank r may idle as long as the rank that idles longest, or for `allowed[r]` if that is
+    longer. `more` contains the letters of the steps that W may delay in addition to I."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
@@ -469,8 +470,8 @@ def fill_v(
         return done(r, "F") + done(r, "f") - done(r, "W") - done(r, "w")
 
     def arrival(r: int, step: str) -> Fraction:
-        """Return the time at which the step's input arrives from the rank before or after. Return 0
-        if the input does not come from another rank."""
+        """Return the time at which the step's input arrives from the previous or the next rank.
+        Return 0 if the input does not come from another rank."""
         source = r - 1 if step in "Fi" else r + 1
         if step in "Ww" or not 0 <= source < p:
             return Fraction(0)

@@ -1,8 +1,8 @@
 """Draw the tutorial's figures of simulated timelines: python pipedream_visual.py
 
-To change the figures, edit CONFIG or add options such as --set num_stages=8 or
---only all_schedules,naive_pipeline. results/lab/tutorial/pages.py draws the figures of measured
-runs.
+To change the figures, edit CONFIG or add options such as `--set num_stages=8` or
+`--only all_schedules,naive_pipeline`. The figures of measured runs are drawn by
+results/lab/tutorial/pages.py.
 """
 
 from dataclasses import replace

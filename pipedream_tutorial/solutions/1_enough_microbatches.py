@@ -1,5 +1,5 @@
-"""Solution: (p-1) of m+p-1 slots are idle, so m * percent must be at least (p-1) * (100 -
-percent)."""
+"""Solution: `p - 1` of `m + p - 1` slots are idle, so `m * percent` must be at least `(p - 1) *
+(100 - percent)`."""
 
 
 def microbatches_needed(p, percent):

@@ -1,6 +1,6 @@
 """Solution: a new version needs new memory, because microbatches in flight use the old version. The
-returned dict was new, but its tensors were the overwritten old ones. autograd did not detect this,
-because it does not track .data.
+returned dict was new, but it contained the old tensors, which had been overwritten. Autograd did
+not detect the change, because it does not track `.data`.
 """
 
 

@@ -1,9 +1,9 @@
-"""Run our CSVs in torch's pipeline runtime, with a small fp64 model and four processes.
+"""Run our CSV files in torch's pipeline runtime, with a small fp64 model and four processes.
 
     run_csv.py FOLDER NAME...
 
-For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients that one
-process computes for the whole batch. Write the largest difference and the order of operations to
+For each FOLDER/NAME.csv, compare the gradients of this rank's stage with the gradients of the whole
+batch, computed without a pipeline. Write the largest difference and the order of operations to
 FOLDER/rank<r>.json."""
 
 import json

@@ -159,8 +159,9 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
 
 def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
     def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
-        """Return the bubble from DualPipe's README, `(PP/2 - 1) (F&B + B - 3W)`, with PP = 2p
-        stages. The durations of a stage are half the durations of a rank."""
+        """Return the bubble according to DualPipe's README, `(PP/2 - 1) (F&B + B - 3W)` with `PP =
+        2p` stages. A rank has two stages, so a stage's durations are half of the rank's durations.
+        `saving` is the share of the shorter pass that is hidden when F and B overlap."""
         pair = c.f + c.backward - saving * min(c.f, c.backward)
         return (c.p - 1) * (pair + c.backward - 3 * c.w) / 2
 

@@ -2,8 +2,8 @@
 
 A ```bash block is run unchanged, and its output must contain the lines of the following ```text
 block, in which "..." stands for omitted lines. In a block marked ```text trained, each number may
-differ by a hundredth, because sums differ between processors. In a block marked ```text measured,
-numbers differ from run to run, so only the words are compared.
+differ by 1%, because sums differ between processors. In a block marked ```text measured, numbers
+differ from run to run, so only the words are compared.
 """
 
 import os
@@ -32,7 +32,7 @@ SHORTER = [
 
 
 class Block(NamedTuple):
-    """A command, and the text that its output must contain, as (kind, text) pairs."""
+    """A command, and the (kind, text) pairs that its output must contain."""
 
     command: str
     texts: tuple[tuple[str, str], ...]

@@ -131,8 +131,8 @@ def train_and_check(
             return gradients
 
     def exact_gradients(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
-        """Return autograd's gradient through all stages at once, computed with the given
-        weights."""
+        """Return the gradients that autograd computes for the whole model in one backward pass,
+        with the given weights."""
         leaves = [
             {n: w.requires_grad_() for n, w in stage_weights.items()} for stage_weights in weights
         ]

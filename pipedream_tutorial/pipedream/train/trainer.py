@@ -1,18 +1,20 @@
-"""Train one stage: run its passes by microbatch, and keep versions of its weights.
+"""Train one stage: run the passes of each microbatch, and keep versions of the stage's weights.
 
-The one-process oracle has p trainers and passes tensors between them. The runtime has one trainer
-per process and sends tensors. Both give bitwise equal results, because they use this code.
+The oracle runs in a single process, has p trainers and passes tensors between them. The runtime has
+one trainer per process and sends tensors. Both give bitwise equal results, because they use this
+code.
 
 A backward pass in two halves costs as much as a whole backward pass. Consider a linear layer
-y = x A^T + b, and let dY be the gradient of the loss with respect to y:
+`y = x A^T + b`, and let dY be the gradient of the loss with respect to y:
 
     I:  dX = dY A      the previous layer waits for dX
     W:  dA = dY^T x    needs only x and dY, and no layer waits for dA
 
-Each half is one matrix multiplication, and neither uses the other's result. autograd computes both
-in one pass. If you call autograd twice, first for dX and then for dW (retain_graph), it runs the
-whole pass twice. Here a linear layer's backward pass computes I and stores x and dY, from which W
-is computed later. The other layers have few weights, and I computes their gradients.
+Each half is one matrix multiplication, and neither uses the other's result. Normally, autograd
+computes both in one pass. If you call autograd twice, first for dX and then for dA (with
+`retain_graph`), it runs the whole pass twice. Here a linear layer's backward pass computes dX and
+stores x and dY, from which dA is computed later. The other layers have few weights, and their
+weight gradients are computed together with dX.
 """
 
 import copy
@@ -35,9 +37,9 @@ Gradients = tuple[Tensor, ...]
 
 
 class SplitLinears(TorchFunctionMode):
-    """Context in which backward passes skip W for linear layers. The input of each linear layer
-    must require a gradient, as it does if it depends on the stage's input or on a norm's
-    weights."""
+    """Context manager under which backward passes skip W for linear layers. The input of each
+    linear layer must require a gradient. It does if it depends on the stage's input or on the
+    weights of a normalization layer."""
 
     def __init__(self) -> None:
         self.deferred: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
@@ -55,8 +57,8 @@ class SplitLinears(TorchFunctionMode):
         return out
 
     def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute W. Yield each weight or bias and its gradient, bitwise equal to autograd's
-        gradient."""
+        """Compute the weight gradients that the backward passes skipped. Yield each weight or bias
+        with its gradient, which is bitwise equal to autograd's gradient."""
         for x, weight, bias, dy in self.deferred:
             dy = dy.flatten(0, -2)
             yield weight, dy.t() @ x.flatten(0, -2)
@@ -79,9 +81,9 @@ class _InFlight:
 
 
 class StageTrainer:
-    """Train one stage with plain SGD under a weight policy.
+    """Trainer of one stage, which uses plain SGD and follows a weight policy.
 
-    Under every policy, the loss of a microbatch is divided by the number of microbatches in a
+    Under every policy, the loss of a microbatch is divided by m, the number of microbatches in a
     batch. As a result, m updates with one microbatch each change the weights about as much as one
     update with the batch. All policies can therefore use the same learning rate.
     """
@@ -96,8 +98,9 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss = functional.cross_entropy,
     ) -> None:
-        """`module` contains the first version of the weights, which stays in the module's memory.
-        `batch_size` is the number of microbatches per batch. Only the last stage uses `loss`."""
+        """Create the trainer. `module` contains the first version of the weights and is not
+        changed. `batch_size` is the number of microbatches per batch. Only the last stage uses
+        `loss`."""
         self.stage = stage
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
@@ -127,8 +130,8 @@ class StageTrainer:
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
         """Run one operation of this stage. `received` is the result of the previous stage for F,
-        and of the next stage for B and I. `received` is None for W, or if there is no such stage.
-        Return the result to send. Return None if there is nothing to send."""
+        and of the next stage for B and I. It is None for W, and if the stage has no such neighbor.
+        Return the result to send, or None if there is nothing to send."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
@@ -178,8 +181,8 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> Gradients:
-        """Run W, the half of the backward pass that no other stage waits for, and the update if it
-        is due. Return the gradients of all weights."""
+        """Run W, the half of the backward pass that no other stage waits for. Then update the
+        weights if an update is due. Return the gradients of all weights."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
         gradients = dict(zip(weights, flight.gradients, strict=True))
@@ -203,8 +206,8 @@ class StageTrainer:
         return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
 
     def _update(self, gradients: Gradients) -> None:
-        """Update the weights. Drop stashed versions that no pass can read anymore. In-place updates
-        change memory that graphs in flight use."""
+        """Update the weights, and drop the versions that no pass can read anymore. Without
+        stashing, the update is in place and changes memory that graphs in flight use."""
         old = self.weights
         new_weights = self._step(gradients)
         self.updates += 1

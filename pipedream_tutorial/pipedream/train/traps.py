@@ -20,9 +20,10 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Assign a new tensor with the new values to `.data`. If autograd saved a view (a Linear's
-    transposed weight), the view still points to the old memory. If autograd saved the Parameter
-    itself (a LayerNorm's weight, the right factor of `x @ w`), the graph reads the new values."""
+    """Assign a new tensor with the new values to `.data`. If autograd saved a view, such as a
+    Linear's transposed weight, the view still points to the old memory. If autograd saved the
+    Parameter itself, such as a LayerNorm's weight or the right factor of `x @ w`, the graph reads
+    the new values."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
@@ -46,10 +47,10 @@ UPDATES: dict[str, Update] = {
 
 
 def run_trap(update: Update, *, norm: bool) -> float | str:
-    """Run a forward pass, update the weights with another microbatch's gradient, and run the
-    backward pass of the first microbatch. Return the gradient's error relative to the gradient
+    """Run one microbatch's forward pass, update the weights with another microbatch's gradient, and
+    run the first microbatch's backward pass. Return the gradient's error relative to the gradient
     without the update, or autograd's error message. An error of exactly 0 means that the backward
-    pass used the old weights. With `norm`, a LayerNorm is between the Linears."""
+    pass used the old weights. If `norm` is true, a LayerNorm is between the Linears."""
     torch.manual_seed(0)
     between = [nn.LayerNorm(32)] if norm else []
     layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]
