@@ -164,8 +164,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
     """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
-    is not accepted. Also raises UserError if `model` is a folder of code that is named only in the
-    preset, because code runs only if the user names its folder."""
+    is not accepted. Also raises UserError if only the preset sets `model` to a folder of code,
+    because code runs only if the user names its folder."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         force=arguments.force, strict=arguments.strict,
@@ -233,8 +233,8 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add --model to commands that read a run. A run may use the user's own model code, which is
-    executed only if the user names its folder with --model."""
+    """Add --model to the parser of a command that reads a run. A run may use the user's own model
+    code, which is executed only if the user names its folder with --model."""
     family = "folder of your own model family, if the run trained one"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
@@ -301,9 +301,9 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes. If `num_gpus`
-    is None, start one process per GPU, or two processes if there are no GPUs. Return the exit
-    code."""
+    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes that run the
+    same command. If `num_gpus` is None, start one process per GPU, or two processes if there are no
+    GPUs. Return the exit code."""
     if current_process() is not None:
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})

@@ -16,8 +16,8 @@ _VERSION = 4  # version of the token cache in which fingerprints were computed f
 
 
 def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> bool:
-    """Return whether `fingerprint` is the fingerprint that an earlier version computed for `data`.
-    This reads all files of the dataset that `config` names.
+    """Return whether an earlier version computed `fingerprint` for `data`. This function reads all
+    files of the dataset that `config` names.
 
     Return False if the dataset contains records instead of running text, or if the tokenizer is not
     GPT-2's. In these cases, token ids have changed since that version."""

@@ -196,13 +196,13 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     """Return the checkpoint to resume from and its metadata, or None if a new run should start.
 
     If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
-    same `Plan.work`. A run with the same strategy is preferred to a newer run with another
-    strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there is no
-    usable checkpoint.
+    same `work` as `plan`. A run with the strategy of `plan` is preferred to a newer run with
+    another strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there
+    is no usable checkpoint.
 
     Raises UserError if the run is in use or has files on other nodes. Also raises UserError if a
     named checkpoint is missing or damaged, has no record of its run, or is from a run with a
-    different `Plan.work`."""
+    different `work`."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -240,7 +240,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 
 def _weights_option(checkpoint: Path) -> str:
-    """Return the --weights option that starts a new run from the weights of the run that saved
+    """Return the --weights option that names the exported weights of the run that saved
     `checkpoint`. If these weights have not been exported yet, the returned text begins with the
     command that exports them."""
     run_dir = relative_path(checkpoint.parents[1])
@@ -327,8 +327,8 @@ def run_identity(plan: Plan) -> dict[str, Any]:
 
 
 def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys among "max_steps" and "epochs" for which the user typed a new value. Return
-    an empty set if the run would not train beyond the checkpoint."""
+    """Return a set with "max_steps" and "epochs", each only if the user typed a new value for it.
+    The set is empty if the run would not train beyond the checkpoint."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
@@ -370,9 +370,8 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 
 def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the CONFIG keys that name files whose contents have not changed since the checkpoint's
-    run, even if the paths have changed. The files may be text files, tokenizer files, weights or a
-    model."""
+    """Return the CONFIG keys whose files have the same contents as in the checkpoint's run, even if
+    their paths have changed. Such a key names text, a tokenizer, weights or a model."""
     unchanged_keys = {
         key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
     }

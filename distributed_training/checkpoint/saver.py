@@ -8,9 +8,9 @@
 
 A checkpoint appears under its final name only when it is complete. Only the last `keep_checkpoints`
 checkpoints are kept. Without a shared disk, each node stores meta.json and the files of that node's
-ranks. These files also contain a copy of each shard that the node's ranks hold but that only ranks
-on other nodes write. The name of each copy begins with COPY_PREFIX. The sampler needs no file,
-because the step number determines its position. resume.py finds and checks checkpoints."""
+ranks. The rank files then also contain a copy of each shard that the node's ranks hold but that
+only ranks on other nodes write. The name of each copy begins with COPY_PREFIX. The sampler needs no
+file, because the step number determines its position. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
@@ -57,7 +57,7 @@ MEMORY_MARGIN = 1.3  # free memory that a copy requires, relative to the size of
 
 
 class Saver:
-    """Save checkpoints in the background during training. If the host has enough free memory, the
+    """Saves checkpoints in the background during training. If the host has enough free memory, the
     state is first copied to host memory, and a thread writes the copy. Only one save runs at a
     time."""
 

@@ -31,8 +31,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         return self.files.read_whole(f"{WEIGHT}{name}")
 
     def check(self, plan: Plan) -> None:
-        """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
-        The run's plan file may have changed since training."""
+        """Raise UserError if the names or shapes of the weights do not match the model in `plan`,
+        for example because the run's plan file has changed since training."""
         blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
         matches = len(blocks) == plan.model.size.num_layers
         # peft.adapters_from_state compares the shapes of adapters.

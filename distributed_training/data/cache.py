@@ -104,8 +104,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def load_bytes(folder: Path) -> np.ndarray:
-    """Return the number of UTF-8 bytes of text that each token id represents, int32 [num_tokens]
-    (data/text_bytes.py)."""
+    """Return the number of UTF-8 bytes of text that each token id represents, int32 [num_tokens].
+    `Tokenizer.count_bytes` computes these numbers."""
     return np.load(folder / _BYTES_FILE)
 
 
