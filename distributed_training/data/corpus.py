@@ -27,8 +27,15 @@ from distributed_training.data.files import (  # fmt: skip
     read_text,
     suffix_of,
 )
-from distributed_training.data.folders import CARD, METADATA_FILES, SUFFIXES, find_splits
+from distributed_training.data.folders import (
+    CARD,
+    METADATA_FILES,
+    SUFFIXES,
+    check_dataset_exists,
+    find_splits,
+)
 from distributed_training.data.pieces import RUNNING, Piece
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import one_of, shown
 
@@ -201,6 +208,13 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
         )
     used_splits = [split for split in ("train", "validation") if split in splits]
     return {split: _find_form(splits[split], what, columns) for split in used_splits}
+
+
+def check_dataset_path(dataset: str, key: str) -> None:
+    """Raise UserError if `dataset` is a path at which there is no file or folder. `key` is the
+    setting that names the dataset."""
+    if dataset not in (AUTO, EMBEDDED, PROSE, WIKITEXT) and not is_hub_name(dataset):
+        check_dataset_exists(Path(dataset), f"{key}={dataset!r}")
 
 
 def is_hub_name(dataset: str) -> bool:

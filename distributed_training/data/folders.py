@@ -27,6 +27,20 @@ _MAY_BE_SPLIT = re.compile(r"train|val|dev|test|eval|-of-|instruction\.md")
 Splits = dict[str, list[Path]]
 
 
+def check_dataset_exists(path: Path, what: str) -> None:
+    """Raise UserError if `path` is neither a regular file nor a folder. `what` names the dataset in
+    the error message."""
+    if path.is_file() or path.is_dir():
+        return
+    why = "is not a regular file" if path.exists() else "does not exist"
+    beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
+    if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
+        raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
+    fix = f"use a {one_of(SUFFIXES)} file (optionally compressed: {', '.join(COMPRESSIONS)}), a "
+    fix += 'folder of such files, "wikitext-2" or "embedded"'
+    raise UserError(f"{what} {why}", fix=fix)
+
+
 def find_splits(path: Path, what: str) -> Splits:
     """Return the files of each split of a dataset on disk. `path` may be a file, a folder of files,
     a clone of a dataset from the Hub, or the output of `save_to_disk`. `what` names the dataset in
@@ -35,16 +49,7 @@ def find_splits(path: Path, what: str) -> Splits:
         if suffix_of(path) in SUFFIXES:
             return {"train": [path]}
         raise _unusable_error(what, [path])
-    if not path.is_dir():
-        why = "is not a regular file" if path.exists() else "does not exist"
-        beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
-        if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
-            raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
-        fix = (
-            f"use a {one_of(SUFFIXES)} file (optionally compressed: {', '.join(COMPRESSIONS)}), a "
-        )
-        fix += 'folder of such files, "wikitext-2" or "embedded"'
-        raise UserError(f"{what} {why}", fix=fix)
+    check_dataset_exists(path, what)
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _read_saved_splits(path, what)
     try:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from distributed_training.data.cache import token_cache_dir
+from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
@@ -31,6 +32,9 @@ def make_plan(
     does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []
     request = inherit_settings(request, cluster.num_processes, notes)
+    for key in ("dataset", "validation_dataset"):
+        if dataset := getattr(request, key):
+            check_dataset_path(dataset, key)  # before anything takes time or is downloaded
     draft = draft_plan(request, cluster, notes)
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)

@@ -60,7 +60,7 @@ class Finding(NamedTuple):
     level: str  # ok, warn or fail
     what: str
     text: str
-    fix: str = ""  # command or advice, printed on the next line
+    fix: str = ""  # advice, printed below; a command follows after a line break
 
 
 ok = partial(Finding, "ok")
@@ -99,7 +99,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
     yield ok("GPUs", f"{machine.num_gpus} x {machine.gpu_name}, {size} each")
     if find_gpu(machine.gpu_name) is None:
-        fix = f"Describe it, for example: plan --gpu '{GPU_EXAMPLE}'"
+        fix = f"Describe it, for example:\nplan --gpu '{GPU_EXAMPLE}'"
         yield warn("rates", "This GPU is not in the planner's table.", fix)
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
     used_mebibytes = [
@@ -130,7 +130,7 @@ def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
             return
     output = run_program(sys.executable, "-c", ASK_TORCH, seconds=60)
     if not output:
-        fix = "Install it: pip install -r requirements.txt"
+        fix = "Install it:\npip install -r requirements.txt"
         yield fail("torch", "torch cannot be imported, or importing it took over a minute.", fix)
         return
     report = json.loads(output.splitlines()[-1])
@@ -160,10 +160,12 @@ def check_memory_and_files() -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free_bytes / MIB:,.0f} MiB free"
     is_enough = free_bytes > 128 * MIB  # twice Docker's default
-    yield check(is_enough, "shared", text, "Start the container with: docker run --shm-size=1g ...")
+    yield check(
+        is_enough, "shared", text, "Start the container with:\ndocker run --shm-size=1g ..."
+    )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"up to {files:,} files can be open at the same time"
-    yield check(files >= 4096, "files", text, "Raise the limit: ulimit -n 65536")
+    yield check(files >= 4096, "files", text, "Raise the limit:\nulimit -n 65536")
 
 
 def check_disk(output_dir: Path) -> Iterator[Finding]:
@@ -200,15 +202,20 @@ def check_building(machine: Machine) -> Iterator[Finding]:
         ("libaio", checks.has_libaio(), "infinity strategy needs", "apt-get install libaio-dev"),
     ):
         text = "installed" if installed else f"Not installed. The {users} it."
-        yield check(bool(installed), what, text, f"Install it: {command}")
+        yield check(bool(installed), what, text, f"Install it:\n{command}")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         text = "nvcc was not found. The infinity strategy needs the CUDA toolkit headers."
         yield warn("toolkit", text)
-    for name in ("cpu_adam", "async_io", "pin_memory"):
+    for name, users in (
+        ("cpu_adam", "offload and infinity strategies"),
+        ("async_io", "infinity strategy"),
+        ("pin_memory", "infinity strategy"),
+    ):
         try:
             checks.refuse_stale_lock(name)
         except UserError as error:
-            yield fail("lock", str(error))
+            text = f"The {users} cannot start. {str(error).removesuffix(error.command)}"
+            yield fail("lock", text, f"\n{error.command}")
 
 
 def check_launching() -> Iterator[Finding]:
@@ -251,7 +258,7 @@ def check_hub() -> Iterator[Finding]:
     cache_text = f"The cache is {cache}" + ("." if cache.exists() else " (empty).")
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         text = f"HF_HUB_OFFLINE=1 prevents downloads. {cache_text}"
-        yield warn("Hub", text, "To allow downloads: unset HF_HUB_OFFLINE")
+        yield warn("Hub", text, "To allow downloads, run:\nunset HF_HUB_OFFLINE")
         return
     try:
         socket.create_connection(HUB, timeout=3).close()
@@ -274,11 +281,17 @@ def main(output_dir: Path) -> int:
         findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))
     width = max(len(finding.what) for finding in findings)
     indent = " " * (7 + width)
-    wrap = textwrap.TextWrapper(WIDTH, subsequent_indent=indent)
+    # Paths are printed whole, so that they can be copied.
+    wrap = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     for level, what, text, fix in findings:
         print(wrap.fill(f"{level:<4} {what:<{width}}  {text}"))
-        if fix:
-            print(wrap.fill(f"{indent}{fix}"))
+        advice, *commands = fix.split("\n")
+        if advice:
+            print(wrap.fill(f"{indent}{advice}"))
+        for command in commands:
+            print(f"{indent}  {command}")
     levels = Counter(finding.level for finding in findings)
     print(f"\n{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok")
     return int(levels["fail"] > 0)
