@@ -124,8 +124,8 @@ class StepGraph:
         torch.cuda.empty_cache()
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Capture a step without running it, either on every rank or on no rank. All ranks must
-        call this method."""
+        """Capture a step without running it. If the capture fails on any rank, no rank keeps a
+        graph. All ranks must call this method."""
         if not succeeds_on_all_ranks(self._check_memory, FALLBACK_WARNING):
             self._release()
             return

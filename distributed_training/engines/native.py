@@ -200,8 +200,8 @@ class NativeEngine(base.Engine):
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on tensors [m, B, ...]. Each tensor stacks one of the arrays from
-        `Samples.batch` for m micro-batches. Return this rank's summed loss and the norms from
+        """Run one optimizer step. `tensors` [m, B, ...] are the arrays from `Samples.batch`, each
+        stacked over m micro-batches. Return this rank's summed loss and the norms from
         `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)

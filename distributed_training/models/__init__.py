@@ -2,10 +2,12 @@
 torch only inside functions.
 
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
-last three describe the Hugging Face format of the family's weights (see gpt2/). The folder may be
-anywhere, and its __init__.py imports torch only inside functions. The value of `model` in CONFIG is
-a name (of a size or a Hub repository) or a path (of a Hugging Face folder or a family's folder). A
-family's first size is the default. To select another size, append `:size` to the family's path."""
+last three describe the Hugging Face format of the family's weights (see gpt2/). The package may be
+in any folder, and its `__init__.py` must import torch only inside functions.
+
+The value of `model` in CONFIG is the name of a size or of a Hub repository, or the path of a
+Hugging Face folder or of a family's folder. A family's first size is the default. To select another
+size, append `:size` to the family's path."""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ class ModelSize:
 
     def adapted_matrices(self, targets: str | None) -> tuple[str, ...]:
         """Return the names of the matrices selected by `targets`, the value of `lora_targets` in
-        CONFIG. None selects all matrices. Raises UserError for a name that is not a matrix."""
+        CONFIG. None selects all matrices. Raises UserError for an unknown name."""
         if targets is None:
             return self.matrix_names
         names = tuple(name.strip() for name in targets.split(","))
@@ -194,10 +196,10 @@ class ModelSize:
         """Return the FLOPs per token of the forward and backward passes together, for samples of
         `seq_len` tokens.
 
-        The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. N is the
+        The result is `6 N + 12 L D T`, or `4 N + 12 L D T` if the weights are `frozen`. N is the
         number of parameters without an untied token embedding. L is the number of layers, D is the
         combined width of all heads, and T is `seq_len`. The FLOPs of attention are counted for all
-        T x T pairs of tokens, as in PaLM (appendix B)."""
+        `T^2` pairs of tokens, as in PaLM (appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
         num_used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return (
@@ -287,9 +289,9 @@ class ModelSpec:
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[StoredTensor, bool]]]:
-        """For each parameter, return a list of (stored tensor, whether this tensor is transposed)
-        for the tensors that form the parameter. Raises UserError if tensors in `folder` are missing
-        or unexpected, or have the wrong shape or dtype."""
+        """Return {parameter name: [(stored tensor, whether it is transposed)]}. Each list contains
+        the tensors that form the parameter. Raises UserError if tensors in `folder` are missing or
+        unexpected, or have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:
@@ -392,8 +394,8 @@ class ModelSpec:
         }
 
     def check_weights(self, folder: Path) -> None:
-        """Raise UserError unless `folder` has readable weights that fit this model. Only names,
-        dtypes and shapes are compared."""
+        """Raise UserError unless `folder` contains readable weights that fit this model. The check
+        compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             fix = "use an earlier run's hf/ folder, or set model to the name of a published model"

@@ -38,13 +38,13 @@ class AdapterConfig(BaseModel, strict=True):
 
     @property
     def scale(self) -> float:
-        """Return the factor by which B A is multiplied before it is added to the base weights."""
+        """Return the factor by which `B A` is multiplied before it is added to the base weights."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 def read_adapters(folder: Path) -> AdapterConfig:
     """Return the config of the adapters in `folder`. Raises UserError unless the adapters only add
-    the scaled product B A to the base weights."""
+    the scaled product `B A` to the base weights."""
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
@@ -85,8 +85,8 @@ def base_name(folder: Path) -> str:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return `folder` or, if it contains adapters, the folder of their base weights. Raises
-    UserError if the base weights are not available."""
+    """Return the folder of the base weights if `folder` contains adapters. Otherwise, return
+    `folder`. Raises UserError if the base weights are not available."""
     if not is_adapter(folder):
         return folder
     name = base_name(folder)

@@ -51,8 +51,8 @@ def describe_documents(
     padded with T.
 
     On a GPU, attention in bf16 without dropout uses a kernel that reads the ends, if the kernel
-    supports the head size. Otherwise, this function builds a mask of B T^2 numbers in `dtype`, the
-    dtype of the queries. All blocks share the mask.
+    supports the head size. Otherwise, this function builds a mask of `B T^2` numbers in `dtype`,
+    the dtype of the queries. All blocks share the mask.
 
     The kernel is slow if many documents are empty. Set `max_documents` if the micro-batch has at
     most this many documents. The result then contains only this many ends."""
@@ -98,11 +98,12 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K], as [B, T, H, K].
+    """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K]. The result has the
+    shape [B, T, H, K].
 
     With `documents`, tokens attend only within their document. `dropout` is the fraction of
-    attention weights to drop. `scale` is the factor by which q k^T is multiplied, by default
-    K^(-1/2)."""
+    attention weights to drop. `scale` is the factor by which `q k^T` is multiplied, by default
+    `K^(-1/2)`."""
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask

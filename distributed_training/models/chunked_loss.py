@@ -34,8 +34,8 @@ class ChunkedCrossEntropy:
     The logits are not kept for the backward pass. The forward pass therefore also computes the
     gradients of the hidden states [B, T, D] and of the output layer's weight [P, D]. Each gradient
     has the dtype of its tensor. Each chunk's matrix multiplication adds to the gradient of the
-    weight in place. The caller must not be compiled, because torch.compile would move the gradients
-    to the backward pass."""
+    weight in place. The caller must not be compiled, because torch.compile would move the
+    computation of the gradients to the backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens

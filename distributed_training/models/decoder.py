@@ -74,7 +74,7 @@ class Linear(nn.Linear):
         return y if self.adapter is None else self.adapter(x, y)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T, plus the bias if this layer adds it."""
+        """Return `x W^T`, plus the bias if this layer adds it."""
         return F.linear(x, self.weight.to(x.dtype), self.cast_bias(x.dtype))
 
     def cast_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -186,11 +186,11 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Return logits [B, T, V] from token ids [B, T], or the loss if `targets` are given.
 
-        The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX; targets[:, t] is the
-        token after x[:, t]. With `past`, the ids follow the cached tokens, and the cache is
-        extended. `positions` and `ends` describe packed records, as in `Samples.batch`. All stages
-        except the first accept hidden states [B, T, D], and all stages except the last return
-        hidden states."""
+        The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX. The target at index
+        [:, t] is the token after `x[:, t]`. With `past`, the ids follow the cached tokens, and the
+        cache is extended. `positions` and `ends` describe packed records, as in `Samples.batch`.
+        All stages except the first accept hidden states [B, T, D], and all stages except the last
+        return hidden states."""
         x = self.hidden(x, positions, ends, past)
         return self.apply_head(x, targets) if self.is_last else x
 
@@ -336,7 +336,8 @@ class Decoder(nn.Module):
         return draw
 
     def vocabulary_parameters(self) -> list[str]:
-        """Return the names of parameters that have `padded_vocab_size` rows, one per token id."""
+        """Return the names of the parameters that have one row per token id, followed by rows of
+        padding."""
         roles = self.find_roles().items()
         return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
 
@@ -448,8 +449,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers, and all parameters that are on the meta device, to `device`, in place.
-    Tensors that were on the meta device have undefined values afterwards."""
+    """Replace parameters on the meta device with uninitialized parameters on `device`, and move all
+    buffers to `device`. Buffers that were on the meta device are also uninitialized afterwards."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -473,11 +474,11 @@ def fill_parameters(
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
 ) -> None:
-    """Move the parameters on the meta device to `device`, and fill this rank's shards with initial
-    values, in place.
+    """Allocate the model's meta-device parameters on `device`, and fill this rank's shards with
+    initial values from `source`.
 
-    The values are rounded to `round_to`. Two threads fill the shards, so up to two additional
-    shards are in RAM at a time."""
+    The values are rounded to `round_to` if it is given. Two threads fill the shards, so up to two
+    additional shards are in RAM at a time."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())
@@ -510,9 +511,9 @@ def hashed_normal(
     """Return the part of a random matrix that `slices` selects. The matrix is identical on every
     device.
 
-    Each number depends only on `key` and its position in the matrix. It is the sum of four uniform
-    numbers, which is close to normal, with standard deviation 1 and magnitudes up to 3.5. The hash
-    is SplitMix64 (Steele et al. 2014)."""
+    Each number depends only on `key` and the number's position in the matrix. It is a sum of four
+    uniformly distributed numbers, scaled to a standard deviation of 1. The distribution is close to
+    normal, with magnitudes up to 3.5. The hash is SplitMix64 (Steele et al. 2014)."""
     bounds: Any = itertools.zip_longest(slices, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)

@@ -43,8 +43,8 @@ class NF4Linear(Linear):
 def nf4_product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """Return x W^T, [..., columns] -> [..., rows]. Only codes and scales are kept for the backward
-    pass."""
+    """Return `x W^T`, [..., columns] -> [..., rows]. Only codes and scales are kept for the
+    backward pass."""
     return F.linear(x, dequantize(codes, scales, columns, x.dtype))
 
 
@@ -82,8 +82,8 @@ nf4_product.register_autograd(_backward, setup_context=_keep_codes)
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of a matrix [rows, columns], both viewed in the matrix's
-    dtype."""
+    """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
+    matrix's dtype."""
     operations: Any = torch.ops.bitsandbytes
     codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK, "nf4", torch.uint8)
     rows = len(values)

@@ -308,8 +308,8 @@ def has_quantized_base(folder: Path) -> bool:
 
 def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
     """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks.
-    `our_name` is the name of the matrix in this package that contains the Hugging Face matrix.
-    `rows` contains the numbers of its rows in that matrix."""
+    `our_name` names the matrix in this package that contains the Hugging Face matrix. `rows`
+    contains the indices of the rows of `our_name` that belong to the Hugging Face matrix."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):

@@ -31,7 +31,7 @@ WEIGHT_FORMATS = (
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
-_MAX_INDEX_BYTES = 20_000_000  # the index of DeepSeek-V3, with 91,000 tensors, has 9 MB
+_MAX_INDEX_BYTES = 20_000_000  # DeepSeek-V3's index of 91,000 tensors is 9 MB
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}

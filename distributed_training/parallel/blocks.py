@@ -75,8 +75,8 @@ class _SelectivePolicy:
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Make a model compute its loss in chunks of `loss_chunk_tokens` tokens, in place. Call this
-    function after apply_tp and before apply_compile."""
+    """Modify a model in place so that it computes its loss in chunks of `loss_chunk_tokens` tokens.
+    Call this function after apply_tp and before apply_compile."""
     if not config.loss_chunk_tokens or not model.is_last:
         return
     chunked_loss = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
@@ -99,7 +99,8 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     everything before the final norm is instead compiled as one graph, so that operations can be
     fused across blocks. The loss is also compiled, except for a chunked loss, which
     apply_chunked_loss compiles. If `compile_outer_layers` is set, the embedding and the final norm
-    are also compiled. This is impossible with ZeRO stage 3, because of its hooks."""
+    are also compiled. These layers cannot be compiled with ZeRO stage 3, because it adds hooks to
+    them."""
     if not config.compile:
         return
     keep_headers_private()
@@ -122,9 +123,9 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
 def apply_fsdp(
     model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool
 ) -> None:
-    """Shard each block, then the remaining parameters, in place with FSDP2.
+    """Shard each block and then the remaining parameters in place with FSDP2.
 
-    `mesh` has one axis or, for HSDP, two: replicas and shards. The forward and backward passes
+    `mesh` has one axis, or two axes for HSDP: replicas and shards. The forward and backward passes
     all-gather a block's parameters in `dtype`, by default fp32, and free them after use. The
     backward pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients
     over replicas. The root module's parameters stay gathered, because both the first and the last

@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """Return the number of ranks along the data-parallel axes: dp_replicate x dp_shard."""
+        """Return the number of ranks along the data-parallel axes, `dp_replicate * dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -61,9 +61,9 @@ class Topology:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """Return a DeviceMesh with every axis larger than 1. The mesh always includes dp_shard,
-        because FSDP needs this axis. All ranks must call this method, because it creates a
-        communicator for each axis that does not span all processes."""
+        """Return a DeviceMesh of all axes with more than one rank. The mesh always includes
+        dp_shard, because FSDP needs this axis. All ranks must call this method, because it creates
+        a communicator for each axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh_axes = {

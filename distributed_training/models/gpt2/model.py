@@ -13,8 +13,8 @@ from distributed_training.models.decoder import Block, Decoder, Linear, Position
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm that returns its output in the dtype of its input. The kernel computes its
-    statistics in fp32."""
+    """nn.LayerNorm that returns its output in the dtype of its input. The mean and the variance are
+    computed in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)

@@ -62,7 +62,7 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     name = ATTENTION_NAME if model_class._supports_attention_backend else None
     with torch.device("meta"):
         net = model_class._from_config(config, dtype=dtype, attn_implementation=name)
-    net._apply(place)  # for example, torch.normal draws on the CPU
+    net._apply(place)  # some parameters are on the CPU, such as results of torch.normal
     for module in net.modules():
         if module._buffers:
             with torch.device("cpu"):
@@ -180,8 +180,8 @@ class HubDecoder(Decoder):
         return holder._parameters["weight"]  # type: ignore[no-any-return]
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
-        """Return a source of weights, initialized on the CPU as in transformers. The weights depend
-        only on `seed`."""
+        """Return a source of weights that are initialized on the CPU as in transformers. The
+        weights depend only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # All threads share torch's global generator.
 

@@ -102,7 +102,7 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
         inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
     for (name, _), gradient in zip(block.named_parameters(), gradients, strict=False):
-        if gradient is None:  # for example, a parameter of attention to an encoder
+        if gradient is None:  # for example, a parameter of cross-attention
             raise UnsupportedError(f"has blocks that do not use {name}")
     return graphs
 
@@ -179,7 +179,8 @@ def _is_free(node: Any) -> bool:
 
 
 def _origin(node: Any) -> Any:
-    """Return `node` or, if it is a view, the node at the start of its chain of views."""
+    """Return the node at the start of the chain of views that ends at `node`. If `node` is not a
+    view, return `node`."""
     while _is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

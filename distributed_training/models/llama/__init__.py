@@ -1,5 +1,5 @@
-"""Define the model family that includes Llama, Mistral, Qwen2 and Qwen3, and its Hugging Face
-format. This module imports torch only inside functions."""
+"""Define the Llama model family and its Hugging Face format. The family also includes Mistral,
+Qwen2 and Qwen3. This module imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Config(BaseModel, strict=True):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
-        """Remove values that transformers ignores for this model type, and add a missing
-        `head_dim`."""
+        """Remove values that transformers ignores for this model type, and add `head_dim` if it is
+        missing."""
         values = {key: value for key, value in raw_values.items() if value is not None}
         model_type = values.get("model_type")
         heads = values.get("num_attention_heads") or 1

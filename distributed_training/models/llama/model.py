@@ -1,9 +1,9 @@
 """Define Llama and similar models without any parallelism.
 
 The letters in shapes are defined in decoder.py. In addition, G is the number of groups of heads
-that share keys and values. The sources are Touvron et al. (arXiv 2302.13971), Su et al. (arXiv
-2104.09864) for rotary positions, Ainslie et al. (arXiv 2305.13245) for groups, and Shazeer (arXiv
-2002.05202) for SwiGLU."""
+that share keys and values. The sources are Touvron et al. (arXiv 2302.13971) for Llama, Su et al.
+(arXiv 2104.09864) for rotary positions, Ainslie et al. (arXiv 2305.13245) for groups, and Shazeer
+(arXiv 2002.05202) for SwiGLU."""
 
 import math
 from collections.abc import Sequence
