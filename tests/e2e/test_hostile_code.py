@@ -33,8 +33,7 @@ def edit(file: Path, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return a run folder that contains hf/, best/ and a checkpoint. The parent folder contains a
-    token cache."""
+    """Return a run folder that contains hf/, best/ and a checkpoint."""
     output_dir = tmp_path_factory.mktemp("runs")
     values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
     assert_ok(train(values))

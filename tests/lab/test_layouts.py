@@ -38,8 +38,8 @@ def test_idle_time_is_the_slowest_ranks_phase_minus_kernel_time():
 
 
 def test_a_bubble_is_split_into_formula_operations_messages_and_gaps():
-    """With two stages and two micro-batches under 1F1B, a third of the time is idle if both stages
-    take equally long. Any additional idle time comes from unequal stages, messages and gaps between
+    """With two stages of equal duration and two micro-batches, 1F1B leaves each rank idle for a
+    third of a step. Any additional idle time comes from unequal stages, messages and gaps between
     operations."""
     pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
     equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}

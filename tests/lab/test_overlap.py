@@ -1,5 +1,5 @@
-"""Test how a trace is divided into computation and communication: check random traces against sets
-of ticks, and trace a run of two processes."""
+"""Test how a trace is divided into computation and communication. The tests use traces from a
+two-process run and random traces. Sets of ticks give the expected results for random traces."""
 
 import gzip
 import json

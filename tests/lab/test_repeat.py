@@ -1,5 +1,5 @@
-"""Test that the recorded commands are still accepted. `python results/lab/repeat.py` tests all of
-them."""
+"""Test that a sample of the recorded commands is still accepted. `python results/lab/repeat.py`
+tests all of the commands."""
 
 import sys
 

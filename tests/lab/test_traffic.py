@@ -1,6 +1,6 @@
 """Compare the formulas for communication volume with recorded counts and with the figures in the
-documents. Also test that the published losses and times with smaller or less frequent exchanges
-match the recorded runs."""
+documents. For runs with smaller or less frequent exchanges, also test that the published losses and
+times match the records."""
 
 import json
 

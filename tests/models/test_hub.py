@@ -1,4 +1,5 @@
-"""Compare our decoders that are built from transformers' blocks with transformers itself."""
+"""Test decoders that are built from transformers' blocks. Their results must match the results of
+transformers' own models."""
 
 import json
 import weakref
@@ -180,7 +181,7 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
 
 
 def test_a_run_frees_its_weights_even_if_module_types_stay_cached(tmp_path):
-    """A run's weights must be freed although Inductor's caches keep the types of compiled modules.
+    """A run's weights must be freed even if Inductor's caches keep the types of compiled modules.
     On GPUs, the caches keep these types until the process ends."""
     folder = make_folder("gemma2", tmp_path / "theirs")
     types, weights = [], []

@@ -1,5 +1,5 @@
-"""Test that split and unsplit backward passes give the same gradients and need equally many FLOPs.
-Also test that rounding weights once per step gives the same gradients as a bf16 model."""
+"""Test that split and unsplit backward passes give the same gradients and need the same number of
+FLOPs. Also test that rounding weights once per step gives the same gradients as a bf16 model."""
 
 import copy
 import functools

@@ -80,7 +80,7 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train for `steps` steps. Return losses (means over the targets of the global batch), gradient
     norms and the final full fp32 weights. Also return the evaluation loss on one global batch and
-    the logits for PROMPT, both computed halfway."""
+    the logits for PROMPT, both computed halfway through training."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
@@ -109,8 +109,8 @@ def _separate_records(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, transform: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train for the given `steps`, by default all, of a run with `num_steps` steps. `transform`
-    replaces the batch of each step."""
+    """Train for the given `steps` of a run with `num_steps` steps. The default is all steps.
+    `transform` returns a replacement for the batch of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
@@ -153,8 +153,8 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
 
 
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
-    """Return the mean loss over the global batch. `sums` has the summed loss of each of this rank's
-    micro-batches."""
+    """Return the mean loss over the global batch. `sums` contains the summed loss of each of this
+    rank's micro-batches."""
     total = torch.stack([each.double().cpu() for each in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
@@ -183,9 +183,12 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the full state after uninterrupted training ("straight"), and after training that was
-    saved halfway and loaded into a new engine ("resumed"). After another load, take steps with a
-    learning rate of 0, and return the state before ("loaded") and after ("kept") them."""
+    """Compare uninterrupted and resumed training. Return four full states:
+
+    - "straight": after uninterrupted training
+    - "resumed": after training that was saved halfway and loaded into a new engine
+    - "loaded": directly after a load
+    - "kept": after further steps with a learning rate of 0"""
     return all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
@@ -302,9 +305,9 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
-    """Return the gradient of one matrix after each step's compressed exchange, with shape [steps,
-    rows, columns]. `gradients`, with shape [processes, steps, rows, columns], contains the
-    gradients before the exchange."""
+    """Return the gradient of one matrix after the compressed exchange of each step. The result has
+    shape [steps, rows, columns]. The argument "gradients" contains the gradients before the
+    exchange, and has shape [processes, steps, rows, columns]."""
     options = strategy_options("compressed")(**arguments["options"])
     config = build_config({"strategy": "compressed"})
     engine = load_strategy(config).load_engine()
