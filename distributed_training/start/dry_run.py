@@ -64,8 +64,8 @@ def print_plan(
 
 
 def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
-    """Return the command that starts a run of `plan`, to be typed on each node. `arguments` are the
-    script's options."""
+    """Return the command to run on each node to execute `plan`. `arguments` are the script's
+    options."""
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
     launcher = ["python", script]

@@ -213,7 +213,7 @@ def import_worker() -> ModuleType:
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
-    """Return the number of processes that `--num_gpus` requests, 1 by default."""
+    """Return the number of processes that `--num_gpus` requests, or 1 if it is not set."""
     if num_gpus == "all":
         mesh_size = math.prod(size for size in mesh.values() if size > 0)
         return machine.num_gpus or mesh_size * -(-CPU_PROCESSES // mesh_size)

@@ -168,9 +168,9 @@ class RanksOutcome:
 
     @property
     def exit_code(self) -> int:
-        """Return the launcher's exit code. After a signal, it is 128 + `signum`. Otherwise, it is 0
-        if no rank failed, the exit code of the failed ranks if they all exited with the same code,
-        and 1 in all other cases."""
+        """Return the launcher's exit code. After a signal, the code is `128 + signum`. Otherwise,
+        the code is 0 if no rank failed, the exit code of the failed ranks if they all exited with
+        the same code, and 1 in all other cases."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}

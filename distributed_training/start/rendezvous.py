@@ -138,8 +138,8 @@ def _listen(host: str, port: int, process: Process) -> dict[str, Any]:
 
 
 def _fix_address(host: str, error: OSError | UnicodeError) -> str:
-    """Return advice if `error` concerns the name or address `host` in MASTER_ADDR. Otherwise,
-    return ""."""
+    """Return advice on setting MASTER_ADDR if its value `host` caused the error. Otherwise, return
+    ""."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         why = f"this machine cannot resolve MASTER_ADDR={shown(host)}"
         return f"{why}. Set it to the name or the IP address of the first node"
@@ -369,10 +369,10 @@ def continue_run(
 
 
 def check_disks(plan: Plan, process: Process) -> None:
-    """Check that all nodes have the run's folder. The folder is shared or, with shared_disk=False,
-    each node has a folder of its own. To resume, each node's own folder must contain the checkpoint
-    files of that node. Raises UserError on every rank if a node lacks the folder or a file. All
-    ranks must call this function."""
+    """Check that all nodes have the run's folder. The folder is shared or, with
+    `shared_disk=False`, each node has its own folder. To resume, each node's own folder must
+    contain the checkpoint files of that node. Raises UserError on every rank if a node lacks the
+    folder or a file. All ranks must call this function."""
     is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
     disk_marker = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
@@ -398,8 +398,8 @@ def check_disks(plan: Plan, process: Process) -> None:
 
 
 def _wait_for_shared_folder(plan: Plan, label: str) -> None:
-    """Wait until this node sees the run's shared folder with rank 0's plan. Raises UserError after
-    SHARED_FOLDER_TIMEOUT_S seconds."""
+    """Wait until rank 0's plan in the run's shared folder is visible on this node. Raises UserError
+    after SHARED_FOLDER_TIMEOUT_S seconds."""
     fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk to False"
     end = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
     while not (plan.run_dir / PLAN_FILE).is_file():

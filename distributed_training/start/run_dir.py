@@ -68,8 +68,8 @@ def refuse_other_json(plan: Plan) -> None:
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:
-    """Call `make` and return the JSON that rank 0 sends to the other ranks: the plan, or the error
-    that `make` raised."""
+    """Call `make` and return the plan as JSON text for the other ranks. If `make` raises an error
+    that can be explained to the user, return the explanation as JSON text instead."""
     try:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
@@ -96,16 +96,16 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the plan to the run's folder, and remove the file that contains failures from an
+    """Write the plan to the run's folder, and remove the file that records the failures of an
     earlier attempt."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
 def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Return the checkpoint from which a restarted run continues, and a note that names this
-    checkpoint. It is the last checkpoint that was written after the run was planned or, if there is
-    none, the checkpoint from which the run resumed. None means that the run starts from the
+    """Return the checkpoint from which a restarted run continues, and a note that names the
+    checkpoint. The checkpoint is the last one written since the run was planned. If there is none,
+    it is the checkpoint from which the run resumed, or None if the run starts from the
     beginning."""
     planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
     saved = plan.checkpoint

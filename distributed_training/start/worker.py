@@ -78,9 +78,9 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 def join(
     process: Process, num_gpus: int, limit_s: float
 ) -> tuple[Process, torch.device, dist.Store]:
-    """Open the run's store. Return this process (with its local rank and local world size), its
-    device, and the store. If the launcher set the local rank, check the device before waiting for
-    the other ranks. All ranks must call this function."""
+    """Open the run's store and return (process, device, store). The returned process has its local
+    rank and local world size. If the launcher set the local rank, check the device before waiting
+    for the other ranks. All ranks must call this function."""
     has_local_rank = process.local_world_size > 0
     try:
         device = prepare_device(num_gpus, process) if has_local_rank else torch.device("cpu")

@@ -1,7 +1,7 @@
 """Lock a run directory with an owner file, which names the process that claimed the run.
 
 All processes of the run on the same machine hold a shared lock on the file. The claim therefore
-lasts until the last of these processes has ended. Other machines may not see the lock, and some
+lasts until the last of these processes has ended. Other machines might not see the lock, and some
 file systems do not support locks. Therefore, rank 0 of the run also touches the file every few
 seconds. Rank 0 ends the run if another run has claimed the directory in the meantime. This module
 does not import torch."""

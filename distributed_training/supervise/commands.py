@@ -23,10 +23,9 @@ def build_continue_command(plan: Plan) -> tuple[str, str]:
 
 
 def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
-    """Return the commands to suggest after a finished run. The keys of the dictionary are the
-    purposes of the commands: generate text, compare runs and train longer. If the run overfitted, a
-    command that trains again and keeps the best weights replaces the command to train longer.
-    Commands that do not apply are omitted."""
+    """Return the commands to suggest after a finished run, keyed by purpose, such as "generate
+    text" or "compare runs". If the run overfitted, suggest keeping the best weights instead of
+    training longer. Commands that do not apply are omitted."""
     config = plan.config
     script = _script(plan)
     suggestions = {}
@@ -49,7 +48,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
             repeat = build_repeat_command(plan, keep_best=True)
             suggestions["train again and keep the best weights"] = repeat
         return suggestions
-    if record.step < record.num_steps:  # stopped early, as a longer run would
+    if record.step < record.num_steps:  # a longer run would stop early as well
         return suggestions
     changes: dict[str, Any] = {"epochs": 2 * config.epochs}
     if config.max_steps == plan.num_steps:  # a preset's max_steps may be above all epochs' steps

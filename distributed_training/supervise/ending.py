@@ -124,8 +124,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Describe the memory use of this rank and the settings that reduce memory use, best first.
-    `detail` is the first line of PyTorch's error message."""
+    """Describe the memory use of this rank. Suggest settings that reduce it, in the order in which
+    to try them. `detail` is the first line of PyTorch's error message."""
     config = plan.config
     micro = plan.batch.micro_batch_size
     peak = gib(torch.cuda.max_memory_allocated(topology.device))

@@ -80,8 +80,8 @@ def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 
 class Watch:
-    """Threads that watch one process. The main thread calls `set_activity` at the start of each
-    activity."""
+    """Threads that watch this process, its launcher and the other ranks. The main thread calls
+    `set_activity` at the start of each activity."""
 
     def __init__(self, process: Process) -> None:
         if os.environ.get(LAUNCHER_PID_VARIABLE, str(os.getppid())) != str(os.getppid()):
@@ -275,9 +275,9 @@ class Watch:
             self._give_up(reason, seconds)
 
     def _give_up(self, reason: str, ago_s: float, pids: Sequence[int] = ()) -> NoReturn:
-        """Record and print the reason for ending the run. `ago_s` is the time in seconds since the
-        cause occurred. Kill the processes `pids` and end this process. The launcher of this process
-        then terminates the remaining processes."""
+        """Record and print the reason for ending the run, kill the processes with the given `pids`,
+        and end this process. The launcher of this process then terminates the remaining processes.
+        `ago_s` is the time in seconds since the cause occurred."""
         with contextlib.suppress(OSError):  # for example a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))

@@ -1,8 +1,8 @@
 """Measure the speed of this machine for predict/rates.py, in the processes that `plan --calibrate`
 starts.
 
-With GPUs, only rank 0 measures computation. Processes that share a CPU all measure at the same
-time, because they also train at the same time."""
+With GPUs, only rank 0 measures computation. Processes that share a CPU all take measurements at the
+same time, because they also train at the same time."""
 
 import statistics
 import time
@@ -122,8 +122,8 @@ def time_in_step(call: Callable[[], Any]) -> float:
 
 
 def time_training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Return the time that each part of a training step takes on CPUs, in seconds, and the memory
-    bandwidth derived from these times, in bytes/s.
+    """Return the time in seconds that each part of a training step takes on CPUs, and the memory
+    bandwidth in bytes/s that follows from these times.
 
     `measured` contains the results so far. The measured times include the effects of caches and of
     processes that share the CPU."""
@@ -196,8 +196,9 @@ def calibrate(group: Group) -> dict[str, Any]:
 
 
 def main(file: Path) -> int:
-    """Measure the speed of this machine in the processes that a launcher started or, without a
-    launcher, in one process. Rank 0 writes the results to `file`. Return the exit code."""
+    """Measure the speed of this machine in all processes that the launcher started. Without a
+    launcher, measure it in this process alone. Rank 0 writes the results to `file`. Return the exit
+    code."""
     start = time.perf_counter()
     with open_group() as group:
         results = calibrate(group)

@@ -1,9 +1,12 @@
 """Train the same model on the same data under several strategies, and write a comparison page.
 
-A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Each run is
-started with the command that a user would type. All runs append their output to log.txt. The record
-of a run is written as soon as the run succeeds. If you start the plan again, only the runs without
-a record are trained. This process does not import torch."""
+A plan is a JSON file with this form:
+
+    {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}
+
+Each run is started with the command that a user would type. All runs append their output to
+log.txt. The record of a run is written as soon as the run succeeds. If you start the plan again,
+only the runs without a record are trained. This process does not import torch."""
 
 import argparse
 import contextlib
@@ -163,8 +166,8 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
     """Return the predicted total time of all runs in seconds. Each run is given as (CONFIG, number
-    of processes). The time includes `run_s` to start and end each run, and the time to compile
-    DeepSpeed's extensions. Return None if any run cannot be predicted."""
+    of processes). The total includes `run_s` seconds per run for startup and shutdown, and the time
+    to compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
@@ -173,7 +176,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
         for config, count in runs:
             try:
                 plan = make_plan(config, this_machine(machine, count, count), peek_data)
-            except UserError:  # the error is printed when this run would start
+            except UserError:  # the error is printed when this run is started
                 run_seconds.append(0.0)
                 continue
             extensions.update(unbuilt_extensions(plan.strategy))
@@ -411,8 +414,8 @@ def keep_record(run: Run, out: Path, git_commit: str | None) -> str:
 
 
 def record_path(record: records.Record, folder: Path) -> Path:
-    """Return an unused path for a record, named after its model, layout and precision. Repeated
-    runs get a number."""
+    """Return an unused path for a record. The file name consists of the model, layout, precision,
+    micro-batch size and number of processes. If the name is in use, a number is added to it."""
     name = f"{short_name(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
     return records.free_path(folder, name.replace(" ", "-"), ".json")

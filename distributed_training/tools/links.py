@@ -2,7 +2,7 @@
 
 Each size is the size of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is
 `size / seconds`. The bus bandwidth is `sent bytes / seconds`. Sent bytes are the bytes that each
-process sends in a ring. The fit is `seconds = latency + sent bytes / bandwidth`. It minimizes
+process sends in a ring. The fit is `seconds = latency + sent bytes / bandwidth`. The fit minimizes
 relative errors, so small messages count as much as large messages."""
 
 import argparse
@@ -52,12 +52,12 @@ SLOW_RANK_FIX = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Group of processes that measure together, and this process's rank in it."""
+    """Process group for measurements, and this process's rank in the group."""
 
     process: Process
     device: torch.device
     budget_s: float = BUDGET_S  # seconds per measurement
-    synchronized: bool = True  # whether all processes make the same calls, equally often
+    synchronized: bool = True  # whether all processes make the same calls the same number of times
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Return the mean time per call in seconds, over as many calls as the budget allows (3 to
@@ -73,8 +73,8 @@ class Group:
 
 @contextlib.contextmanager
 def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
-    """Join the process group that the launcher describes, or create a group of only this
-    process."""
+    """Join the process group that the launcher describes. Without a launcher, create a group that
+    contains only this process."""
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size or process.world_size)
     process, device, store = worker.join(process, torch.cuda.device_count(), RENDEZVOUS_S)
@@ -271,9 +271,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
-    """Return the size of each axis of the mesh. The remaining processes determine the size of
-    dp_replicate. Raises UserError if there is only one process, or if the number of processes is
-    not a multiple of the product of the other sizes."""
+    """Return the size of each axis of the mesh. The size of dp_replicate is the number of processes
+    divided by the product of the other sizes. Raises UserError if the quotient is not a whole
+    number, if there is only one process, or if a size is less than 1."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
@@ -323,8 +323,9 @@ def check_nodes() -> int:
 
 
 def describe(links: Sequence[Link]) -> str:
-    """Return one line per link, grouped by location. For a slow link, the line says how much worse
-    the link is than the best link."""
+    """Return a report with one line per link. Links within a node and links between nodes are
+    listed separately. For a slow link, the line says how much worse the link is than the best link
+    in the same list."""
     by_location: dict[str, list[Link]] = {}
     for link in links:
         location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"

@@ -288,8 +288,8 @@ def _load_samples(
 def measure(
     model: Decoder, samples: Samples, bytes_per_token: np.ndarray, device: torch.device
 ) -> dict[str, float]:
-    """Evaluate an unsharded model, which must be on `device`. Return an entry for the `evaluations`
-    in the record."""
+    """Evaluate an unsharded model, which must be on `device`. Return an entry for the record's
+    `evaluations`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), batch_size)
@@ -327,8 +327,8 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
 
 
 def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
-    """Write weights from a checkpoint to the folder `to`. `name` is a checkpoint or a run, whose
-    newest checkpoint is used. Return the exit code.
+    """Write weights from a checkpoint to the folder `to`. `name` is a checkpoint or a run. If
+    `name` is a run, the run's newest checkpoint is used. Return the exit code.
 
     By default, `to` is the run's hf/. If `merge` is set, the whole model is written instead of
     adapters, and `to` defaults to merged/ if hf/ exists. If `merge` is set and the run has no

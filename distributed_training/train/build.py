@@ -41,8 +41,8 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile and load the DeepSpeed extensions of the plan's strategy in one process per machine.
-    Print how long each extension takes to load. All ranks must call this function."""
+    """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
+    per machine. Print how long each extension takes to load. All ranks must call this function."""
     # Import the engine on all ranks at the same time instead of one after another.
     plan.strategy.load_engine()
     names = required_extensions(plan.strategy) if topology.local_rank == 0 else ()

@@ -202,7 +202,7 @@ class Trainer:
 
     def _agree(self) -> tuple[int, bool]:
         """After a step, agree with the other ranks on two values and return both: the number of the
-        signal that stops the run (0 if there is none), and whether to flush.
+        signal that stops the run (0 if there is none), and whether to call `_flush`.
 
         Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
         exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has ended
@@ -223,8 +223,8 @@ class Trainer:
         must call this method.
 
         Raises NonFiniteError on all ranks at the first step with a non-finite loss or gradient,
-        unless `on_nonfinite` allows the step to be skipped. Every evaluation and save flushes
-        first, so that no bad step is evaluated or saved."""
+        unless `on_nonfinite` allows the step to be skipped. This method is called before
+        each evaluation and each save, so that no bad step is evaluated or saved."""
         self._flushed_at = time.monotonic()
         config = self.plan.config
         pending = self._pending

@@ -50,7 +50,7 @@ def has_fault(result: StepResult, config: RunConfig) -> bool:
 
 
 class Faults:
-    """Diagnosis of non-finite steps. Also stores the step that a rollback skips."""
+    """Diagnoses non-finite steps and stores the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite

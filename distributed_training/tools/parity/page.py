@@ -1,4 +1,4 @@
-"""Show the result of `parity` on the screen, as a page and as JSON."""
+"""Print the result of `parity`, and write it as a web page and as JSON."""
 
 import math
 import shlex

@@ -1,10 +1,14 @@
 """Perform training runs for `parity` one after another in a process group. Compare each run with
 the reference, which a single process has already trained.
 
-A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
-"progress": [number of earlier runs, total number of runs]}. Before each run, rank 0 adds a line
-{"began": key} to the results file. After the run, it adds a line {"key": key, ...}. From these
-lines, the launching process knows during which run the group exited."""
+A job file is a JSON file with this form:
+
+    {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
+     "progress": [number of earlier runs, total number of runs]}
+
+Rank 0 adds the line `{"began": key}` to the results file before each run, and the line
+`{"key": key, ...}` after the run. If the group exits early, these lines tell the launching process
+which run was in progress."""
 
 import json
 import math
@@ -63,8 +67,8 @@ class StepRecorder(metrics.Tracker):
 
 
 def train_all(file: Path, build: Build) -> int:
-    """Run the jobs in a file as one rank of the process group. Return the exit code. All ranks must
-    call this function."""
+    """Perform the runs that the job file `file` lists. Return the exit code. All ranks must call
+    this function."""
     jobs = json.loads(file.read_text(encoding="utf-8"))
     out = Path(jobs["out"])
     screen = os.fdopen(os.dup(1), "w")
@@ -100,7 +104,8 @@ def train_all(file: Path, build: Build) -> int:
 
 
 def print_status(screen: TextIO, line: str) -> None:
-    """Print one line about a run. Continuation lines are indented below the run's name."""
+    """Print `line`, wrapped to the width of the screen. Continuation lines are indented below the
+    run's name."""
     print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 9), file=screen, flush=True)
 
 
@@ -224,8 +229,8 @@ def judge(layout_differences: Differences, rounding_differences: Differences) ->
 
 
 def _relative_difference(value: float | None, reference: float | None) -> float:
-    """Return the relative difference of `value` from `reference`. If only one of the two is missing
-    (None), the difference is infinite."""
+    """Return the relative difference of `value` from `reference`. If exactly one of the values is
+    missing (None), the difference is infinite."""
     if value is not None and reference:
         return abs(value - reference) / reference
     return 0.0 if value == reference else math.inf
@@ -234,15 +239,15 @@ def _relative_difference(value: float | None, reference: float | None) -> float:
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     """Return the relative difference for each tensor in the last checkpoints: the norm of the
     difference, divided by the norm of the reference. The tensors are weights and optimizer state.
-    The optimizer state is included because Adam's steps hardly depend on the magnitude of a
-    gradient. Checkpoints of all layouts contain the same tensors."""
+    The optimizer state is included because gradients of the wrong magnitude hardly change Adam's
+    steps. Checkpoints of all layouts contain the same tensors."""
     files = []
     for checkpoint_dir in (run_dir, reference_dir):
         (folder,) = list_checkpoints(checkpoint_dir)
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     tensors, reference = files
     names = sorted(tensors.stored_parts.keys() | reference.stored_parts.keys())
-    # Tensors that only one checkpoint has keep an infinite difference.
+    # Tensors that are in only one checkpoint keep an infinite difference.
     differences = {name: math.inf for name in names if name.startswith(STATE)}
     for name in differences.keys() & tensors.stored_parts.keys() & reference.stored_parts.keys():
         reference_tensor = reference.read_whole(name)
