@@ -81,8 +81,8 @@ class Source:
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 of the form of the text, the column names and the contents. This reads
-        all files. Raises UserError if a file cannot be read."""
+        """Return the SHA-256 of the form of the text, the column names and the contents. This
+        method reads all files. Raises UserError if a file cannot be read."""
         columns = self.shape.columns if self.shape else {}
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:
@@ -110,7 +110,8 @@ Corpus = dict[str, Source]
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of all contents and their division into splits. This reads all files."""
+    """Return the SHA-256 of all contents and their division into splits. This function reads all
+    files."""
     splits = ("train", "validation")
     digests = [corpus[split].digest() if split in corpus else "" for split in splits]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -228,7 +229,7 @@ def is_hub_name(dataset: str) -> bool:
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
     """Return the running text or records in `files` as a source. All records must have the shape of
     the first record. Raises UserError if `files` mixes text files and record files, or if the
-    record files contain no record."""
+    record files contain no records."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXT_SUFFIXES):
         for file in files:  # reading all of their text would take much longer

@@ -255,7 +255,7 @@ def _max_address_space() -> int:
 
 def _next_batch(batches: Iterator[Any], max_address_space: int) -> Any:
     """Return the next batch of rows, or None at the end of the table. Raises pyarrow's MemoryError
-    if the batch needs more than the available memory, so that the kernel does not kill the
+    if the batch needs more than the available memory. Without this limit, the kernel might kill the
     process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (max_address_space, hard))
@@ -276,9 +276,9 @@ def _num_characters(value: Any) -> int:
 
 
 def _choose_batch_rows(table: Any, path: Path) -> int:
-    """Return the number of rows to decode at a time. Return 1 if a row may be much larger than the
-    file, because a file may store a repeated value only once. Raises UserError if a column unpacks
-    to more than `max_unpacked_bytes` allows."""
+    """Return the number of rows to decode at a time, which is 1 if a row may be much larger than
+    the file. Such a row is possible because a file may store a repeated value only once. Raises
+    UserError if a column unpacks to more than `max_unpacked_bytes` allows."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
     if metadata.num_rows > max(10**6, num_bytes):  # A repeated value may need no space at all.

@@ -2,7 +2,7 @@
 not import torch.
 
 Records are packed from the longest to the shortest, each into the fullest block with enough free
-space. The number of blocks is at most 11/9 of the smallest possible number, plus 6/9 (Dosa
+space. The number of blocks is at most 11/9 times the smallest possible number, plus 6/9 (Dosa
 2007)."""
 
 import bisect
@@ -11,16 +11,16 @@ import numpy as np
 
 
 def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack records into blocks of `capacity` tokens. `lengths`, [num_records], contains the length
-    of each record, from 1 to `capacity`.
+    """Pack records into blocks of `capacity` tokens. `lengths` contains the number of tokens in
+    each record, from 1 to `capacity`.
 
-    Return (order, firsts): block b holds the records order[firsts[b] : firsts[b + 1]]. The result
+    Return (order, firsts). Block b holds the records `order[firsts[b] : firsts[b + 1]]`. The result
     depends only on the arguments. Records of equal length keep their order.
 
-    Records of equal length are placed together. A block with space for two records of this length
-    receives both, because the block is still the fullest one with enough space after the first
-    record. The number of iterations therefore grows with the number of distinct lengths rather than
-    with the number of records."""
+    Records of equal length are placed together. A block with space for two of them receives both,
+    because it is still the fullest block with enough space after it has received the first. The
+    number of iterations therefore grows with the number of distinct lengths rather than with the
+    number of records."""
     by_length = np.argsort(-lengths, kind="stable")
     negative_lengths, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`

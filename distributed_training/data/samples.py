@@ -49,8 +49,8 @@ class Samples:
         return len(self.starts if self.firsts is None else self.firsts[1:])
 
     def take(self, first: int, last: int) -> "Samples":
-        """Return the samples `first` to `last` - 1 without copying tokens. Packed samples are not
-        supported."""
+        """Return the samples with indices `first` to `last - 1`, without copying tokens. Packed
+        samples are not supported."""
         assert self.firsts is None
         return self._select(slice(first, last))
 
@@ -225,7 +225,8 @@ def cut_samples(
 
 def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
-    into full blocks, and records are packed. `can_pack` is as in `cut_samples`."""
+    into full blocks, and records are packed. `can_pack` has the same meaning as in
+    `cut_samples`."""
     return config.pack is not False and (form == RUNNING or can_pack)
 
 
@@ -243,8 +244,9 @@ def must_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 def all_samples(
     folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
 ) -> Samples:
-    """Return all samples of the first split in a cache folder. `can_pack` is as in `cut_samples`.
-    If `with_tail` is set, include the last block of running text even if it is incomplete."""
+    """Return all samples of the first split in a cache folder. `can_pack` has the same meaning as
+    in `cut_samples`. If `with_tail` is set, include the last block of running text even if it is
+    incomplete."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     starts, lengths = find_parts(split, form, config.max_length, packs=packs)
@@ -268,8 +270,8 @@ def find_parts(split: dict[str, np.ndarray], form: str, seq_len: int, *, packs: 
 
 
 def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) -> Parts:
-    """Return one part per document, with the document's first `seq_len` tokens. If `split_long` is
-    set, cut a longer document into several parts that contain all its tokens."""
+    """Return one part per document, cut after `seq_len` input tokens. If `split_long` is set, split
+    a longer document into several parts that contain all its tokens."""
     starts = split["starts"][:-1]
     lengths = np.diff(split["starts"]) - 1
     if split_long:
@@ -297,9 +299,9 @@ def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id
 def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return, for each part, the number of targets that are in the loss, int64 [num_parts].
 
-    The targets of part i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1], and `mask` is True
-    for ids in the loss. Each part must have at least one target, and `starts` must be in ascending
-    order."""
+    The targets of part i are the tokens `starts[i] + 1` to `starts[i] + lengths[i]`, and `mask` is
+    True for tokens in the loss. Each part must have at least one target, and `starts` must be in
+    ascending order."""
     if len(starts) == 0:
         return np.zeros(0, np.int64)
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
@@ -309,7 +311,8 @@ def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
-    """Return 0 .. counts[0] - 1, then 0 .. counts[1] - 1, and so on, in one array."""
+    """Return one array that contains `0, ..., counts[0] - 1`, then `0, ..., counts[1] - 1`, and so
+    on."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
@@ -323,7 +326,7 @@ def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Choose the samples of each step as a pure function of the seed and the step.
+    """Chooses the samples of each step as a pure function of the seed and the step.
 
     Layouts with the same global batch size choose the same samples. Every rank computes the order
     of all samples and takes its share."""

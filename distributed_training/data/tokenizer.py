@@ -53,8 +53,8 @@ SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.t
 
 
 class _Warnings(logging.Handler):
-    """Collect the warnings that transformers logs while it loads a tokenizer. These warnings often
-    explain an error that follows."""
+    """Logging handler that collects the warnings of transformers while a tokenizer is loaded. These
+    warnings often explain an error that follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Tokenizer:
 
     def count_bytes(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of text that each token id represents, int32
-        [num_tokens] (data/text_bytes.py)."""
+        [num_tokens]. See data/text_bytes.py."""
         return count_bytes(self._hf_tokenizer, self.special_ids, self.num_tokens)
 
     @cached_property
@@ -432,7 +432,7 @@ class Tokenizer:
         return rows
 
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, loss mask) of a piece with spans. Only the spans are in the loss.
+        """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
 
         As in transformers, a token is in the loss if at least one of its characters is in the loss.
         However, the first or last token of a span is excluded if it shares only white space with
@@ -666,8 +666,8 @@ def has_builtin_template(folder: Path) -> bool:
 
 def _is_gpt2(folder: Path) -> bool:
     """Return whether the folder contains GPT-2's two tokenizer files and no other file that affects
-    ids. Examples are the folder of our tokenizer, exports that use this tokenizer, and GPT-2 in the
-    Hub cache."""
+    ids. Examples of such folders are the suite's own tokenizer, exports that use this tokenizer,
+    and GPT-2 in the Hub cache."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:

@@ -11,7 +11,7 @@ from distributed_training.engines.base import ADAM
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
     """AdamW that stores its Adam moments in 8 bits, with one scale per block of 256 values
-    (Dettmers et al., 2110.02861). If a parameter has fewer than 4,096 values or an incomplete
+    (Dettmers et al., arXiv 2110.02861). If a parameter has fewer than 4,096 values or an incomplete
     block, its Adam moments are stored in fp32."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
@@ -37,11 +37,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
 
 
 def requantize(moment: Any, values: torch.Tensor) -> None:
-    """Quantize `values`, which come from an earlier quantization, into `moment`. The codes stay the
-    same, and the scales change in the last bit at most.
+    """Quantize `values` into `moment`. If `values` were dequantized from a moment with the same
+    blocks, the codes stay the same, and the scales change at most in the last bit.
 
-    The scale of a block can be larger than the largest magnitude in the block for two reasons:
-    there is a code for 1 but none for -1, and no scale is smaller than 1e-12."""
+    The scale of a block is not always the largest magnitude in the block. A scale can be larger
+    because there is a code for 1 but none for -1, and because no scale is smaller than 1e-12."""
     blocks = values.view(len(moment.scale), -1)
     scale = blocks.amax(1)
     if moment.signed:

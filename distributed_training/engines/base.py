@@ -62,8 +62,8 @@ class Engine(abc.ABC):
         the same ids and receive the same logits."""
 
     def past(self) -> KVCache | None:
-        """Return a cache that lets `logits` process each token only once, or None with tensor or
-        pipeline parallelism."""
+        """Return a cache that lets `logits` process each token only once, or None if the model is
+        split by tensor or pipeline parallelism."""
         return KVCache() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:

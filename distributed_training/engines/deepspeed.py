@@ -92,7 +92,7 @@ class DeepSpeedEngine(base.Engine):
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Run all micro-batches and update the parameters. Each loss is multiplied by `scale`
-        before the backward pass. Return this rank's summed loss, not multiplied by `scale`."""
+        before the backward pass. Return this rank's summed loss without this factor."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:

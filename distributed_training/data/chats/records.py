@@ -58,10 +58,9 @@ def list_names(columns: Iterable[str]) -> str:
 class Shape:
     """Shape of the records in a dataset, recognized from the first record.
 
-    The keys of `columns` are column names that this module knows. Its values are the corresponding
-    names in the dataset. `names` contains the names of all columns and may be omitted if `record`
-    has all of them. Raises UserError if `record` lacks a column that `columns` names, or has no
-    known column."""
+    `columns` maps column names that this module knows to the corresponding names in the dataset.
+    `names` contains the names of all columns and may be omitted if `record` has all of them. Raises
+    UserError if `record` lacks a column that `columns` names, or has no known column."""
 
     def __init__(
         self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()
