@@ -1,6 +1,6 @@
-"""Define the class Mechanism, and the tensor sizes and operation times from which a mechanism's
-costs are computed. A mechanism is a technique that adds costs to a plan, such as tensor
-parallelism. This module does not import torch.
+"""Define the class Mechanism, and compute the tensor sizes and operation times that determine a
+mechanism's costs. A mechanism is a technique that adds costs to a plan, such as tensor parallelism.
+This module does not import torch.
 
 The size of an all-reduce, all-gather or reduce-scatter is the size of the whole tensor.
 `sent_bytes` converts this size to the number of bytes that a process sends."""
@@ -121,9 +121,9 @@ class PipelineRank:
 
     def traced_bytes(self, what: str, compile_mode: str) -> float:
         """Return the number of bytes that a block keeps or moves per micro-batch, based on a trace
-        of the model. `what` is "kept" for the bytes that the block keeps, or "forward" or
-        "backward" for the bytes that this pass moves. Models are traced in bf16, so the number is
-        scaled to the width of the compute dtype."""
+        of the model. If `what` is "kept", the bytes are kept for the backward pass. If `what` is
+        "forward" or "backward", the bytes are moved in that pass. Models are traced in bf16, so the
+        number is scaled to the width of the compute dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length

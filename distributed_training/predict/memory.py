@@ -165,8 +165,8 @@ def _bytes_at(
 
 
 def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
-    """Return (bytes of block activations, bytes of logits) at the time when the sum of the two is
-    largest in the process's sequence of operations. A block keeps `per_block` bytes, and its
+    """Return (bytes of block activations, bytes of logits) at the point in the process's sequence
+    of operations where their sum is largest. A block keeps `per_block` bytes, and its
     backward pass needs `backward` additional bytes."""
     blocks = rank.plan.layout.blocks_per_stage
     loss = loss_bytes(rank)

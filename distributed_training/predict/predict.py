@@ -143,8 +143,8 @@ class Prediction:
 
     @property
     def sort_key(self) -> tuple[int, float]:
-        """Sort key. Layouts that are more likely to fit come first. Layouts that are equally likely
-        to fit are sorted from fastest to slowest, if times are known."""
+        """Key that sorts layouts from most to least likely to fit. If times are known, layouts that
+        are equally likely to fit are sorted from fastest to slowest."""
         return (MEMORY_FITS.index(self.memory_fit), self.step.seconds if self.step else 0.0)
 
     @property
@@ -172,8 +172,9 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if runs similar to the plan were measured. The plan must use a single node. A plan
-        on GPUs must also use a model and a kind of GPU that were measured."""
+        """True if the plan is similar to runs that were measured. Such a plan uses a single node.
+        On GPUs, its model and kind of GPU were measured, and it uses no more GPUs than the measured
+        runs."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here

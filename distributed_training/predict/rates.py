@@ -56,9 +56,9 @@ def rates_of(gpu: Gpu) -> Rates:
     """Return the rates of a GPU, estimated from its datasheet values.
 
     Long matrix multiplications would exceed the power limit of most GPUs, so these GPUs lower their
-    clock and voltage. The rate is then proportional to the square root of the power limit.
-    Element-wise kernels are bound by memory bandwidth or, if the bandwidth is large, by the
-    throughput of the multiprocessors."""
+    clock and voltage. The rate of the multiplications is then proportional to the square root of
+    the power limit. Element-wise kernels are bound by memory bandwidth or, if the bandwidth is
+    large, by the throughput of the multiprocessors."""
     shares = FITTED.gpu_shares
     watts_by_generation = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)

@@ -7,8 +7,8 @@ Durations are estimated as follows:
 - collectives: `latency + bytes / bandwidth`, with the bytes that a process sends in a ring
 - pipelines: simulation of the operations in the order of the schedule
 
-The host launches kernels while the GPU computes, so the step takes as long as the slower of the
-two. With a CUDA graph, the host's time does not count."""
+The host launches kernels while the GPU computes, so the slower of the host and the GPU determines
+the time of the step. With a CUDA graph, the host's time does not count."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
-"""On rank 0, print the header, progress and summary of a run. Fill page templates. This module does
-not import torch."""
+"""Print the header, progress and summary of a run on rank 0, and fill page templates. This module
+does not import torch."""
 
 import re
 import shlex
@@ -192,8 +192,8 @@ def short_path(path: str | Path) -> str:
 
 
 def short_name(source: str) -> str:
-    """Return a short name for a dataset or for weights. For a path, the name is its last
-    component."""
+    """Return a short name for a dataset or for weights: the last component of a path or Hub name.
+    For weights in a run's folder, the name also contains the run's model."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 

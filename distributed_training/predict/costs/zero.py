@@ -46,8 +46,8 @@ def state(rank: PipelineRank) -> ComponentBytes:
 def gathered_parameter_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
-    """Return the size in bytes of the parameters that stage 3 has gathered from other processes or
-    fetched from RAM or disk."""
+    """Return the size in bytes of the parameters that ZeRO stage 3 has gathered from other
+    processes or fetched from RAM or disk."""
     if rank.zero.stage < 3:
         return {}
     max_gathered = min(rank.zero.stage3_max_live_parameters, rank.parameters)
@@ -122,9 +122,9 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
 
 
 def off_device_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
-    """Return the time in seconds that offloading adds to each step. The result maps "disk" to the
-    time for file access, or "host RAM" to the time for the optimizer step on the CPU. The result is
-    {} if neither is needed."""
+    """Return the time in seconds that offloading adds to each step, keyed by bottleneck. The key is
+    "disk" for file access, or "host RAM" for the optimizer step on the CPU. Return {} if offloading
+    adds no time."""
     processes_here = rank.plan.processes_here
     shard_parameters = most_parameters / rank.shards
     if rank.strategy.swaps_to_disk:
