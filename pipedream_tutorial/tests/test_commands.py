@@ -52,7 +52,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def squeezed(line: str) -> str:
-    """Return a line with "#" in place of each number, and with single spaces."""
+    """Return `line` with "#" in place of each number, and with single spaces."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
 
 

@@ -49,8 +49,8 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 
 
 def grid():
-    """Return cases for every schedule: fixed sizes with equal and random durations, and one case in
-    which W takes no time."""
+    """Return cases for every schedule: fixed sizes with equal and random durations, and one case
+    per schedule in which W takes no time."""
     chance = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
@@ -69,7 +69,7 @@ def grid():
 
 
 def in_python(name, c):
-    """Return the answer that explorer_cells.mjs should give to "run"."""
+    """Compute in Python the answer that explorer_cells.mjs should give to a "run" request."""
     sizes = {"num_stages": "p", "num_microbatches": "m", "num_batches": "n", "chunks": "v"}
     durations = {
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",
@@ -116,7 +116,8 @@ def test_every_cell_matches_the_python_simulator():
 
 def assert_critical(path, found):
     """Check that the critical path leads from time 0 to the end of the last operation. Each
-    operation must begin when the previous operation has ended or its result has arrived."""
+    operation on the path must begin when the operation before it on the path has ended or when that
+    operation's result has arrived."""
     times = {
         cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
         for rank, line in enumerate(found["cells"])

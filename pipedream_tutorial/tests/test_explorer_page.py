@@ -285,8 +285,8 @@ LATE = ("B", 1, 2)
 
 def test_a_trace_shows_its_deviation_from_the_simulation(browser, tmp_path):
     """F takes 10 ms and B takes 20 ms, except that rank 1's last B takes 40 ms. The mean durations
-    of F and B, 10 and 23.33 ms, are scaled by 0.9 on rank 0 and by 1.1 on rank 1. Therefore a batch
-    takes 9 + 3 (11 + 25.67) + 21 = 140 ms."""
+    are therefore 10 ms for F and 23.33 ms for B. The page scales them by 0.9 on rank 0 and by 1.1
+    on rank 1, so a batch takes `9 + 3 * (11 + 25.67) + 21 = 140` ms."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
         e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e
@@ -352,7 +352,8 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
 
 
 def test_a_question_is_asked_before_playback_and_answered_after_it(browser):
-    """Under 1F1B, rank r waits 3 (p-1-r) time units for later ranks. Under ZB-H2, no rank waits."""
+    """Under 1F1B, rank r waits `3 * (p - 1 - r)` time units for later ranks. Under ZB-H2, no rank
+    waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
         ("", "all alike", "No: rank 0 idles longest, for 9."),

@@ -94,7 +94,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
-    """Return the rectangles that show operations. The rectangles behind them show idle time."""
+    """Return the rectangles that show operations, without the rectangles behind them, which show
+    idle time."""
     own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
 
@@ -121,7 +122,8 @@ def drawn_cells(ax: Axes) -> Cells:
 
 
 def shown_timelines() -> dict[str, list[Timeline]]:
-    """Return, for each picture with timelines, the timelines that its panels must show."""
+    """Return the timelines that the panels of each picture must show, keyed by picture. Pictures
+    without timelines are left out."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
     rows = [row for row in compare(CONFIG) if isinstance(row, Row) and row.name != "zb-v-fixed"]

@@ -96,8 +96,8 @@ def late_weights(p: int, m: int, r: int) -> list[str]:
 
 
 def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:
-    """Return a program for exercise 2. Arguments scale the loss, omit the last backward passes, or
-    change the order of stage 0's backward passes."""
+    """Return a program for exercise 2. The arguments scale the loss, omit the last backward passes,
+    or change the order of stage 0's backward passes."""
 
     def run_batch(stages: Any, microbatches: Any) -> None:
         there, back = checks.Channel(), checks.Channel()

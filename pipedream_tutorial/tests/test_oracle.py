@@ -1,4 +1,4 @@
-"""Compare training in one process with direct implementations of each policy."""
+"""Compare training in a single process with direct implementations of each policy."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,8 @@ def same_bits(left: list[Weights], right: list[Weights]) -> bool:
 def gradient_at(
     stages: list[nn.Module], weights: list[Weights], microbatch: int, m: int
 ) -> list[Weights]:
-    """Return each stage's gradient of loss / m for one microbatch, with `weights` in all stages."""
+    """Return each stage's gradient of `loss / m` for one microbatch, with `weights` in all
+    stages."""
     inputs, target = build_task(seed=SEED).microbatch(microbatch)
     own = {
         f"{s}.{name}": w.detach().clone().requires_grad_()
@@ -52,10 +53,10 @@ def stepped(weights: Weights, gradients: Weights) -> Weights:
 def recurrence(
     p: int, m: int, num_microbatches: int, version: Callable[[int, int], int]
 ) -> list[Weights]:
-    """Compute the final weights from the recurrence W_s(i + 1) = W_s(i) - lr * gradient of
-    microbatch i with respect to W_s. The gradient is evaluated at W_0(v), W_1(v), ... with v =
-    version(stage, i). This needs no schedule or stash, because all versions of all stages are
-    kept."""
+    """Compute the final weights from the recurrence `W_s(i + 1) = W_s(i) - lr * g_s(i)`. Here
+    `g_s(i)` is the gradient of microbatch i with respect to `W_s`, evaluated at the weights
+    `W_0(v_0), W_1(v_1), ...` with `v_s = version(s, i)`. No schedule or stash is needed, because
+    all versions of all stages are kept."""
     stages = build_stages(p, 1, seed=SEED)
     history = [[own] for own in initial(stages)]
     for i in range(num_microbatches):
@@ -75,8 +76,8 @@ def test_stashing_and_vertical_sync_equal_their_recurrences_bitwise(p: int, m: i
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
 def test_2bw_equals_its_recurrence_bitwise(p: int, m: int) -> None:
-    """The recurrence is W(t + 1) = W(t) - lr * gradient at W(t - 1), where W(-1) is W(0) (arXiv
-    2006.09503)."""
+    """The recurrence is `W(t + 1) = W(t) - lr * g(W(t - 1))` with `W(-1) = W(0)` (arXiv
+    2006.09503). Here `g(W)` is the gradient at the weights W."""
     stages = build_stages(p, 1, seed=SEED)
     old = new = initial(stages)
     for t in range(5):

@@ -1,9 +1,8 @@
 """Test predictions from measurements. Predictions are exact for simulated runs, and close if the
 times have jitter.
 
-The accuracy for real runs depends on the load on the machine, so no test checks it. The records of
-pipedream_runtime.py contain the accuracy (TEST_RESULTS.md).
-"""
+The accuracy for real runs depends on the load on the machine, so no test checks it. TEST_RESULTS.md
+shows the accuracy that pipedream_runtime.py recorded."""
 
 import json
 from fractions import Fraction

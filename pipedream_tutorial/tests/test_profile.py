@@ -1,4 +1,5 @@
-"""Test how profiles are loaded, rejected and measured, and the GPT-2 layers that are measured."""
+"""Test that profiles are loaded, rejected and measured correctly. Also test the GPT-2 layers that
+are measured."""
 
 import json
 from pathlib import Path

@@ -44,8 +44,8 @@ def copy(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, copy):
-    """Return a function that runs the copy and returns (exit code, stdout, stderr). PATH contains
-    only `scripts` and TOOLS."""
+    """Return a function that runs the copy with the given scripts and returns (exit code, stdout,
+    stderr). PATH contains only these scripts and TOOLS."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in TOOLS:

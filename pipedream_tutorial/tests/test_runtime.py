@@ -1,5 +1,5 @@
-"""Test the runtime. Under every schedule, its weights are bitwise equal to the weights from
-training in one process."""
+"""Test the runtime. Under every schedule, the trained weights must be bitwise equal to the weights
+from training in a single process."""
 
 import json
 import sys

@@ -27,8 +27,8 @@ def uneven(
     backward: tuple[Fraction, ...],
     communication: Fraction = Fraction(0),
 ) -> Timeline:
-    """Simulate a schedule with the given durations of whole passes, listed by stage. The way in
-    which backward passes are split does not matter."""
+    """Simulate a schedule with unsplit backward passes. `forward` and `backward` list the durations
+    of whole passes by stage."""
     costs = Costs(
         forward=forward,
         input_gradient=tuple(b / 3 for b in backward),

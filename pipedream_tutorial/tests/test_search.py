@@ -45,8 +45,8 @@ def shortest_of_all(problem):
 
 @pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])
 def test_search_finds_the_optimum_between_zb_h1_and_zb_h2(memory, shortest):
-    """With p = 4, m = 8 and c = F = I = W = 1, OR-Tools proved that these times are the
-    shortest."""
+    """OR-Tools proved that these times are the shortest for `p = 4`, `m = 8` and `c = F = I = W =
+    1`."""
     costs = costs_of(4, communication=1)
     found = search(costs, 8, memory)
     assert found.makespan == shortest >= found.lower_bound
@@ -60,8 +60,8 @@ def test_search_finds_the_optimum_between_zb_h1_and_zb_h2(memory, shortest):
 
 @pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (7, 99)])
 def test_search_prefers_orders_that_are_short_for_consecutive_batches(memory, in_a_row):
-    """With c = 0, the time is 27 with any memory of 4 or more. Only ZB-H2's order, with a memory of
-    7, lets the next batch begin at once."""
+    """If messages take no time, the makespan is 27 for every memory of 4 or more. Only ZB-H2's
+    order, which needs a memory of 7, lets the next batch begin at once."""
     costs = costs_of(4)
     found = search(costs, 8, memory)
     assert found.makespan == found.lower_bound == 27

@@ -1,5 +1,5 @@
-"""Test both command lines. Compare pipedream_simple.py with the package, and the rows of the
-package's table with separately computed values."""
+"""Test the command lines of pipedream_simple.py and of the package. Compare the results of both,
+and compare the rows of the package's table with separately computed values."""
 
 import random
 import re

@@ -27,7 +27,8 @@ BOTH: list[tuple[str, str, int]] = [
 
 
 def build_theirs(kind: str, p: int, m: int, v: int) -> Any:
-    """Build torch's schedule from fake stages. Its constructor reads only numbers from them."""
+    """Build torch's schedule from fake stages. The constructor of torch's schedule reads only
+    numbers from the stages."""
     from torch.distributed.pipelining import schedules as theirs  # slow to import
 
     same = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
@@ -45,8 +46,9 @@ def operations(order: Iterable[Any]) -> list[str]:
 
 
 def forward_numbered_from_1(op: str) -> str:
-    """Add 1 to the microbatch number of a forward pass. torch 2.13 numbers forward passes from 1 in
-    the order that it lists for the last rank of 1F1B, but it does not use this list to run 1F1B."""
+    """Add 1 to the microbatch number of a forward pass. In the order that torch 2.13 lists for the
+    last rank of 1F1B, forward passes are numbered from 1. torch does not use this list to run
+    1F1B."""
     stage, forward, microbatch = op.partition("F")
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 

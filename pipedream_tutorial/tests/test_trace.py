@@ -1,4 +1,5 @@
-"""Test that trace files have the format that viewers require, and contain the run."""
+"""Test that trace files have the format that viewers require, and that they contain all events of
+the run."""
 
 import json
 from collections import defaultdict
@@ -95,8 +96,8 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> None:
-    """A predicted trace has the simulated times of all operations and transfers, even if several
-    transfers are in flight at the same time."""
+    """A predicted trace contains the simulated times of all operations and transfers, even if
+    several transfers are in flight at the same time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
     events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
@@ -122,7 +123,7 @@ def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
 def test_counters_match_the_activations_in_flight(name: str) -> None:
     """At the end of each microbatch's last pass, the counter of held activations equals the number
-    of microbatches in flight. These are the microbatches that have started F but not ended their
+    of microbatches in flight. A microbatch is in flight from the start of its F to the end of its
     last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
