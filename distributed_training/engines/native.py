@@ -167,8 +167,8 @@ class NativeEngine(base.Engine):
 
         DDP assigns gradients to buckets in the order in which the gradients become ready during the
         first backward pass. This first pass runs before training, because gradient compression
-        stores its errors per bucket and needs the final order. During the next pass, torch may keep
-        the initial buckets in memory until its watchdog releases the buffers of NCCL operations.
+        stores its errors per bucket and needs the final order. The initial buckets may remain in
+        memory during the next pass, until torch's watchdog releases the buffers of NCCL operations.
         These buckets do not raise the peak memory of training, because optimizer state does not
         exist yet."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)

@@ -43,7 +43,7 @@ class InitialAdapters(NamedTuple):
 
 
 class _Adapter(NamedTuple):
-    """LoRA matrices A and B, in fp32, for a subset of the rows of one matrix in this package's
+    """LoRA matrices A and B (fp32) for a subset of the rows of one matrix in this package's
     model."""
 
     name: str

@@ -112,8 +112,8 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def require_weights(folder: Path) -> list[Path]:
-    """Return `weight_files(folder)`. Raises UserError if the folder has no weight files, or if a
-    file is missing."""
+    """Return `weight_files(folder)`. Raises UserError if the folder contains no weight files, or if
+    its index lists a missing file."""
     files = weight_files(folder)
     if not files:
         patterns = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
@@ -185,7 +185,7 @@ def _open_bin(file: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return torch's name for the dtype that most weights in a folder have. Raises UserError if
+    """Return torch's name for the most common dtype of the weights in a folder. Raises UserError if
     this dtype is not a supported floating-point dtype."""
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
