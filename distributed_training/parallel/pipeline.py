@@ -1,5 +1,5 @@
-"""Run pipeline parallelism: blocks are partitioned into stages, and micro-batches pass through the
-stages.
+"""Implement pipeline parallelism. Blocks are partitioned into stages, and micro-batches pass
+through the stages.
 
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
 sequence parallelism over R processes, each process sends 1/R of each tensor."""
@@ -97,7 +97,7 @@ class Pipeline:
         *documents: torch.Tensor,
     ) -> torch.Tensor:
         """Run all m micro-batches, given as tensors [m B, T], and accumulate the gradients of
-        `scale` x loss. Return the summed loss on the process with the last stage, and 0 on other
+        `scale * loss`. Return the summed loss on the process with the last stage, and 0 on other
         processes."""
         self._scale = scale
         arguments = () if self.first_stage is None else (inputs,)
@@ -172,8 +172,8 @@ class Pipeline:
 def _exchange(
     group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Send and receive all messages concurrently, and wait for their completion. A message is (rank
-    of the peer in `group`, tensor to send, tensor to receive into)."""
+    """Send and receive all messages concurrently, and wait until they complete. Each message is a
+    tuple (rank of the peer in `group`, tensor to send, tensor to receive into)."""
     operations = []
     for peer, outgoing, incoming in messages:
         operations.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))

@@ -1,8 +1,8 @@
-"""Wrap the private interfaces of torch and DeepSpeed that this suite uses. private_pipelining.py
-wraps the interfaces of torch.distributed.pipelining.
+"""Wrap the private interfaces of torch and DeepSpeed that this suite uses. The interfaces of
+torch.distributed.pipelining are wrapped in private_pipelining.py.
 
-The interfaces were checked in torch 2.11 and 2.13, and in DeepSpeed 0.19.8. Native strategies never
-import DeepSpeed."""
+All interfaces were checked against torch 2.11 and 2.13, and against DeepSpeed 0.19.8. Native
+strategies never import DeepSpeed."""
 
 import contextlib
 import importlib
@@ -53,11 +53,13 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
     either. A model with 8B parameters ran out of memory with 23 GiB of free blocks.
 
     Reusing the memory is safe for gradients that are kept. The communication stream waits for the
-    compute stream before it writes, and the optimizer step, after which gradients are freed, waits
-    for the communication stream. Other results are freed while the communication stream still uses
-    them, so the next operations on the compute stream could overwrite them. FSDP adds such a result
-    to an earlier gradient, casts it to the parameters' dtype or, with several replicas, keeps it
-    only until the all-reduce."""
+    compute stream before it writes. The optimizer step waits for the communication stream, and the
+    gradients are freed only after the step.
+
+    Other results are temporary. FSDP adds them to an earlier gradient, casts them to the
+    parameters' dtype or, with several replicas, keeps them only until the all-reduce. They are
+    freed while the communication stream still uses them, so the next operations on the compute
+    stream could overwrite them."""
 
     def __init__(self, module: Any, compute_stream: torch.cuda.Stream, num_replicas: int) -> None:
         self.module = module
@@ -100,7 +102,7 @@ def gather_on_use(module: Any) -> None:
 
 class PlannedPartition:
     """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layer indices in
-    `parts`. List the mixin before PipelineModule in the base classes."""
+    `parts`. List the mixin before PipelineModule among the base classes."""
 
     parts: list[int]
 
@@ -151,7 +153,7 @@ def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
 
 
 def zero_groups_to_write(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index, flat fp32 weights) of each group while the group is in memory. The caller can
+    """Yield (index, flat fp32 weights) for each group while the group is in memory. The caller can
     write to the weights and to their Adam state. After the last group, the weights in the compute
     dtype are updated. All ranks must iterate over all groups."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
@@ -188,7 +190,8 @@ def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], e
 
 def share_memory(group: dist.ProcessGroup) -> None:
     """Let processes on one machine read each other's GPU memory, as overlap_matmuls requires.
-    Raises RuntimeError if the GPUs cannot do this. All ranks of `group` must call this function."""
+    Raises RuntimeError if the GPUs cannot access each other's memory. All ranks of `group` must
+    call this function."""
     name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -210,7 +213,7 @@ def overlap_matmuls(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
 def keep_headers_private() -> None:
     """Make torch's compiler store precompiled C++ headers in its cache folder. By default, the
-    headers are in a folder in /tmp, even if another user created that folder."""
+    compiler uses a folder in /tmp, even if another user created that folder."""
     from torch._inductor import codecache  # slow to import
 
     codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")

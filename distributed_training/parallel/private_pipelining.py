@@ -80,9 +80,9 @@ _PRODUCERS = {
 def _sort_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
-    """Return the actions, with the messages sorted by the time at which they are produced. Each
-    message directly precedes the operation that this process is expected to run at the time when
-    the message is produced."""
+    """Return the actions with the messages sorted by the time at which they are expected to be
+    ready. Each message is placed before the first operation that is expected to end after that
+    time."""
     messages = []
     for action in actions:
         if action.computation_type in _PRODUCERS:

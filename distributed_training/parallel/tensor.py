@@ -1,13 +1,13 @@
-"""Shard the matrices of every layer over processes: tensor parallelism (Megatron-LM, 1909.08053).
+"""Implement tensor parallelism as in Megatron-LM (1909.08053). The matrices of every layer are
+sharded over R processes.
 
-The letters in shapes are defined in decoder.py. In addition, R is the number of processes. Because
-torch stores matrices transposed, a `column` matrix is sharded by rows (heads, or hidden units of an
-MLP) and the following `row` matrix by columns. Each process thus computes one term of a sum. With
-sequence parallelism (2205.05198), norms, residuals and dropout are sharded by samples if R divides
-the number of samples, otherwise by tokens. An all-gather precedes each attention layer and each
-MLP, and a reduce-scatter follows it. Without sequence parallelism, all processes compute the same
-norms and residuals, and a single all-reduce follows each attention layer and each MLP. The loss is
-sharded by vocabulary."""
+The other letters in shapes are defined in decoder.py. Because torch stores matrices transposed, a
+`column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
+by columns. Each process thus computes one term of a sum. With sequence parallelism (2205.05198),
+norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
+tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter follows it.
+Without sequence parallelism, all processes compute the same norms and residuals, and a single
+all-reduce follows each attention layer and each MLP. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,7 +136,8 @@ def _pad_rows(table: Any, multiple: int) -> None:
 
 
 def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
-    """Gather all tokens on every process. The backward pass sums the gradients of the processes."""
+    """Gather all tokens on every process. The backward pass sums the gradients over the
+    processes."""
     gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
 

@@ -100,7 +100,7 @@ def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int,
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     """Write the parts whose `writes` is True, with only one part in memory at a time. Return the
     size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if
-    a part has a non-finite value."""
+    a part contains a non-finite value."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
     boundaries = itertools.accumulate(map(_num_bytes, parts), initial=0)
     header: dict[str, Any] = {

@@ -29,7 +29,7 @@ class WeightGradients:
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
-        sequence parallelism splits the input of a block (see Plan). The inputs of the block's
+        sequence parallelism splits a block's input (see Plan). Inside the block, the inputs of the
         Linears are not split."""
         self.tp_parts = tp_parts
         self.pending: PendingMatmuls = []
@@ -102,7 +102,8 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _AttachTap(torch.autograd.Function):
-    """Return y unchanged. The tap receives the same gradient as y."""
+    """Autograd function that attaches a tap to a tensor. It returns the tensor unchanged, and the
+    tap receives the same gradient as the tensor."""
 
     @staticmethod
     def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
@@ -114,8 +115,8 @@ class _AttachTap(torch.autograd.Function):
 
 
 class _CreateTaps(torch.autograd.Function):
-    """Create taps with the given `shapes`. The taps use no memory. In the backward pass,
-    `save_gradients` receives the gradients of the taps."""
+    """Autograd function that creates taps with the given `shapes`. The taps use no memory. In the
+    backward pass, `save_gradients` receives the gradients of the taps."""
 
     @staticmethod
     def forward(ctx, tap_source, shapes, save_gradients):  # type: ignore[no-untyped-def]

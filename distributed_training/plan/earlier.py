@@ -12,7 +12,7 @@ from distributed_training.settings.strategies import load_strategy
 
 
 def convert_plan(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the contents of a plan.json without a "model" entry to the current form.
+    """Convert the contents of an old plan.json, which has no "model" entry, to the current form.
 
     Keys that no longer exist are dropped. Keys that were added later get their defaults. Raises
     UserError if a value in the plan is no longer valid."""

@@ -1,6 +1,6 @@
-"""Define the plan of a run: all decisions about the run, as plain data in <run>/plan.json.
-planner/make_plan.py makes the plan once. A dry run prints the plan, every process reads it, and the
-run's record repeats it. This module does not import torch."""
+"""Define the plan of a run: all decisions about the run, as plain data in <run>/plan.json. The
+module planner/make_plan.py makes the plan once. A dry run prints the plan, and every process reads
+it. The run's record repeats most of the plan. This module does not import torch."""
 
 import json
 from dataclasses import dataclass, field

@@ -39,7 +39,7 @@ class _Process:
 
 
 class _OrderBuilder:
-    """Builder for the ZB-V order of p processes, which adds one step at a time."""
+    """Builder of the ZB-V order for p processes. It adds one step at a time."""
 
     def __init__(self, p: int, durations: dict[str, int], allowed_idle: Sequence[int]) -> None:
         """Start with no steps. `durations` contains the durations of F, I, W and a message, for one
@@ -93,7 +93,7 @@ class _OrderBuilder:
         self.run(rank, step, arrival)
 
     def fill_pipeline(self, m: int) -> None:
-        """Run forward passes until each process has a gradient to continue with."""
+        """Run the forward passes that precede each process's first gradient."""
         p = len(self.processes)
         for rank in range(p):
             self.run(rank, "F", self.arrival(rank, "F"))
@@ -173,9 +173,10 @@ def build_zb_v_steps(
     """Return the steps of each of `p` processes as a string of letters.
 
     This function builds several orders and returns the order that minimizes the longest idle time
-    of any process. After each attempt, processes that idled less than the longest idle time may
-    idle longer in the next attempt. `f`, `i` and `w` are the durations in seconds of one stage's
-    steps, and `message` is the time to send a message. Durations are rounded to nanoseconds."""
+    of any process. Each new attempt lets a process idle for as long as the difference between the
+    longest idle time and its own idle time in the previous attempt. `f`, `i` and `w` are the
+    durations in seconds of one stage's steps, and `message` is the time to send a message.
+    Durations are rounded to nanoseconds."""
     seconds_by_kind = {"F": f, "I": i, "W": w, "message": message}
     durations = {kind: round(1e9 * seconds) for kind, seconds in seconds_by_kind.items()}
     best: list[list[str]] = []
