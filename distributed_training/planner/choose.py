@@ -244,8 +244,8 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
 
     For each chunk after the first, the gradient of the output layer's weights is read and written
     once more. On a GPU, this takes as long as the layer's three matrix multiplications for about
-    150 tokens. With P weights in the output layer, 4 P bytes are read and written at 3 TB/s, and
-    the matrix multiplications need 6 P FLOPs per token at 680 TFLOP/s."""
+    150 tokens. This estimate assumes that, for P weights, `4 * P` bytes are read and written at 3
+    TB/s. The matrix multiplications need `6 * P` FLOPs per token at 680 TFLOP/s."""
     config = candidate.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
     keeps_all_gradients = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"

@@ -95,10 +95,10 @@ def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str,
 def check_settings(
     request: Request, candidate: Candidate, options: Options, notes: list[str]
 ) -> None:
-    """Raise UserError for settings that cannot be combined. Also raise it for a setting that is
-    rejected because it has no effect with the layout or with the engine's other `options`. Add a
-    note for every other setting that has no effect. `request` may still contain "auto" for a key
-    that the candidate's CONFIG resolves."""
+    """Raise UserError if settings cannot be combined, or if a setting that has no effect is
+    rejected. For every other setting that has no effect, add a note. Whether a setting has an
+    effect depends on the layout and on the engine's other `options`. `request` may still contain
+    "auto" for a key that the candidate's CONFIG resolves."""
     _check_model(candidate)
     _check_strategy(candidate)
     _check_base(candidate)

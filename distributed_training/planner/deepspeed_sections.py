@@ -1,9 +1,10 @@
 """Decide which sections of a user's DeepSpeed JSON are passed on and which are rejected.
 
-Sections that DeepSpeed uses without changing results are passed on. Sections that would change
-results, memory or speed without appearing in the record are rejected. Sections that DeepSpeed does
-not know are also rejected. DeepSpeed's own classes check unusual values. These classes run in a
-child process, because importing DeepSpeed takes seconds. This module does not import torch."""
+Sections that do not affect results, such as the settings of DeepSpeed's timers, are passed on.
+Sections that would change results, memory or speed without appearing in the record are rejected.
+Sections that DeepSpeed does not know are also rejected. DeepSpeed's own classes check unusual
+values. These classes run in a child process, because importing DeepSpeed takes seconds. This module
+does not import torch."""
 
 import json
 import subprocess

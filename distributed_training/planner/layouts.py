@@ -160,7 +160,7 @@ def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
 
 
 def _changed_settings(config: RunConfig, settings: Settings) -> Settings:
-    """Return the settings in `settings` that differ from CONFIG."""
+    """Return the entries of `settings` that differ from CONFIG."""
     return {key: value for key, value in settings.items() if getattr(config, key) != value}
 
 
@@ -260,8 +260,8 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
 
     If a rank with two stages has an odd number of blocks, the extra block goes to its earlier stage
     in a V-shaped schedule and to its later stage in other schedules. In the simulator of
-    pipedream_tutorial, steps with the opposite choice take longer. The rank with the output layer
-    is an exception: the costs of its two stages are about equal."""
+    pipedream_tutorial, the opposite choice makes steps longer. On the rank with the output layer,
+    blocks are instead divided so that both stages cost about the same."""
     # Multiplications per token in a block and in the output layer
     block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head_cost = size.padded_vocab_size * size.hidden_size
@@ -293,7 +293,7 @@ def cut_batch(candidate: Candidate) -> Batch:
 
     The rule chooses the smallest number of micro-batches that the schedule accepts and that meets
     two conditions. Activations need no more memory than the activations of `batch_size` sequences
-    under dp. With a pipeline, there are at least 2 x pp micro-batches. If no number meets both
+    under dp. With a pipeline, there are at least `2 * pp` micro-batches. If no number meets both
     conditions, the memory condition takes precedence. Raises UserError if CONFIG requests an
     impossible number."""
     config = candidate.config
@@ -336,7 +336,8 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
     """Return the error for an impossible number or size of micro-batches. The error suggests the
-    nearest possible numbers. Micro-batches of one sequence are always possible."""
+    nearest possible numbers. There is at least one, because micro-batches of one sequence are
+    always possible."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")

@@ -32,8 +32,8 @@ HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation du
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
     """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before November
-    25, 2026 used this order, and the search for `zb-auto` may start from it. If `m` is less than 2
-    p - 1, torch adds micro-batches. The operations of these micro-batches are omitted here."""
+    25, 2026 used this order, and the search for `zb-auto` may start from it. If `m < 2 * p - 1`,
+    torch adds micro-batches, and their operations are omitted here."""
     num_padded = max(2 * p - 1, m)
     orders = []
     for rank in range(p):
@@ -51,13 +51,13 @@ def search_orders(
     m: int,
     message_s: float,
 ) -> FoundOrders:
-    """Return the fastest order found for `m` micro-batches under `zb-auto`. This order is never
-    slower than the order of `zb-v` in the simulation.
+    """Return the fastest order found for `m` micro-batches under `zb-auto`. In the simulation, this
+    order is never slower than the order of `zb-v`.
 
-    `seconds` contains the time in seconds of F, I and W for each stage. `blocks` contains the
+    `seconds` contains the durations of F, I and W in seconds for each stage. `blocks` contains the
     number of blocks in each stage. A micro-batch holds the activations of these blocks from F to W.
-    Rank r of p has the stages r and 2 p - 1 - r. `message_s` is the time in seconds to send a
-    result to another rank.
+    Rank `r` of `p` has the stages `r` and `2 * p - 1 - r`. `message_s` is the time in seconds to
+    send a result to another rank.
 
     The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
     starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster. Simulated

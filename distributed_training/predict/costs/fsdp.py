@@ -34,8 +34,8 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
 
 def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded fp32 gradients before
-    their reduce-scatter. Parameters outside the blocks stay gathered. Among the blocks, only the
-    current and the prefetched ones are gathered."""
+    their reduce-scatter. Parameters outside the blocks stay gathered. Of the blocks, only the
+    current one and the prefetched ones are gathered."""
     if rank.pp > 1:  # see costs/pp.py
         return {}
     if point == "update" and rank.trained_share:

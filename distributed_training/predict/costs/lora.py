@@ -58,9 +58,9 @@ def adapter_backward_bytes(rank: PipelineRank) -> float:
 
 def dequantized_matrix_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes by which a block's largest dequantized matrix exceeds the
-    gradients in the block's MLP, or 0 if the matrix is smaller. The memory of the backward pass
-    peaks in the MLP or, if the matrix is larger, at the end of the pass, when the matrix is in
-    memory."""
+    gradients in the block's MLP, or 0 if the matrix is smaller. If the matrix is larger, memory
+    peaks at the end of the backward pass, when the matrix is in memory. Otherwise, memory peaks in
+    the MLP."""
     largest = max(rows * columns for rows, columns in rank.size.block_matrices)
     return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
 

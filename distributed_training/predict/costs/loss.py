@@ -1,5 +1,5 @@
-"""Estimate the cost of the output layer and the loss. The loss is computed at once or in chunks.
-This module does not import torch."""
+"""Estimate the cost of the output layer and the loss. The loss is computed for all tokens at once
+or in chunks. This module does not import torch."""
 
 import math
 from typing import NamedTuple

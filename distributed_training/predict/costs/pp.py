@@ -1,5 +1,5 @@
-"""Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. This
-module does not import torch. predict/simulate.py computes how long stages wait."""
+"""Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. The
+module predict/simulate.py computes how long stages wait. This module does not import torch."""
 
 from collections import Counter
 
@@ -16,8 +16,8 @@ from distributed_training.predict.rates import FITTED
 
 
 def stage_traffic(rank: PipelineRank) -> Traffic:
-    """Return the traffic for activations and their gradients and, once per step, for the gradient
-    of a tied embedding."""
+    """Return the traffic between stages in one step: activations, their gradients and, if the
+    embedding is tied, the embedding's gradient."""
     sent_bytes = (
         rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes // rank.hidden_shards
     )
