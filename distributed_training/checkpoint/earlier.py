@@ -1,5 +1,5 @@
-"""Check data fingerprints in checkpoints that earlier versions wrote, so that these checkpoints can
-be resumed. This module does not import torch."""
+"""Check data fingerprints in checkpoints that earlier versions wrote, so that runs can resume from
+these checkpoints. This module does not import torch."""
 
 import hashlib
 import json

@@ -62,8 +62,8 @@ class Samples:
         return replace(self._select(order), firsts=firsts, max_documents=max_documents)
 
     def _select(self, parts: Any) -> "Samples":
-        """Return samples with only the given parts, in the given order. `parts` is a slice or an
-        array of part indices."""
+        """Return samples that contain only the given parts, in the given order. `parts` is a slice
+        or an array of part indices."""
         return replace(
             self,
             starts=self.starts[parts],

@@ -467,7 +467,7 @@ class Tokenizer:
     def _read_offsets(
         self, text: str, pairs: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (index of the first character, index after the last character) of each token,
+        """Return (index of the first character, index after the last character) for each token,
         based on the offsets from the `tokenizers` library. Return None if the offsets are wrong.
 
         If a character has no token, the library shifts the offsets of the following tokens in the
