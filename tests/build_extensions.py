@@ -2,10 +2,11 @@
 
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
-This script does nothing if the folder already has extensions for the installed torch and DeepSpeed.
-It removes the lock that a killed build leaves behind, because torch would wait for this lock
-forever. Only one instance may build in a folder at a time. tests/pool.py loads the extensions
-before it forks, because DeepSpeed's loader would start ninja and a compiler in each process."""
+This script does nothing if the folder already contains extensions for the installed torch and
+DeepSpeed. It removes the lock that a killed build leaves behind, because torch would wait for
+this lock forever. Only one instance may build in a folder at a time. The process pool of
+tests/pool.py loads the extensions before it forks. Otherwise, DeepSpeed's loader would start ninja
+and a compiler in each process."""
 
 import fcntl
 import functools
@@ -38,8 +39,8 @@ def main() -> None:
 
 def load_built() -> None:
     """Load the extensions into this process if they were built for the installed torch and
-    DeepSpeed. Also cache the CPU features, because DeepSpeed's CPU Adam would start a process to
-    detect them each time."""
+    DeepSpeed. Also cache the CPU features. Otherwise, DeepSpeed's CPU Adam would start a process
+    each time it detects them."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

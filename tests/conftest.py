@@ -1,5 +1,5 @@
-"""Shared helpers and fixtures. The helpers run the script as a user would, or in warm processes
-that have already imported its modules. The fixtures also hide the Hub."""
+"""Shared helpers and fixtures. The helpers run the script either as a user would or in warm
+processes that have already imported its modules. One fixture hides the Hub from all tests."""
 
 import functools
 import gc
@@ -91,7 +91,7 @@ def run_command(
 
 @functools.cache
 def light_pool() -> Pool:
-    """Return a process pool for tests with rejected input and for dry runs. Its processes have
+    """Return a process pool for dry runs and for tests of rejected input. Its processes have
     imported all planning modules."""
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
@@ -108,9 +108,9 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a process pool for runs that access a stub of the Hub. It does not import
-    transformers, because transformers imports the Hub client, which reads the environment at import
-    time."""
+    """Return a process pool for runs that access a stub of the Hub. Its processes have not imported
+    transformers, because this would also import the Hub client. The client reads the environment
+    only when it is imported."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 

@@ -7,8 +7,8 @@ that a case takes seconds. Each case trains for a few steps operation by operati
 `cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the events of the
 last step, and the program replays them up to the moment when the most memory is allocated. The
 table shows the memory on rank 0 at that moment, without the state from before the step. As in
-training, the host does not wait for the GPU between steps. Memory that the host has freed but that
-another stream still uses has separate rows.
+training, the host does not wait for the GPU between steps. Memory that the host has freed but
+another stream still uses is listed in separate rows.
 """
 
 import collections
@@ -66,8 +66,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def find_peak_allocations(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number of allocations, allocating line) for the step's memory at its peak.
-    Negative bytes stand for older memory that the step had freed by then."""
+    """Return rows of (bytes, number of allocations, allocating line) for the step's memory at its
+    peak. Negative bytes represent older memory that the step had freed by then."""
     live: dict[int, dict[str, Any]] = {}
     total = peak = 0
     peak_index = -1

@@ -57,9 +57,9 @@ def time_rounds(run: Run) -> dict[str, Any]:
 
 
 def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Return one row per case with the KiB per step. For each rate, a row has the seconds per step
-    in the fastest round and the link's share of this time. Both are None if the share is below
-    `MIN_LINK_SHARE`."""
+    """Return one row per case. A row contains the KiB per step and, for each rate, the seconds per
+    step in the fastest round and the link's share of this time. The time and the share are None if
+    the share is below `MIN_LINK_SHARE`."""
     rows: dict[str, dict[str, float | None]] = {}
     for rate, cases in rates.items():
         for name, measured in cases.items():

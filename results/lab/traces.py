@@ -138,10 +138,10 @@ def timeline(rank: RankTrace) -> dict[str, Any]:
 
 
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return one row per run that did not fail. A row has the milliseconds per step of the slowest
-    rank without the profiler, and the operations per step of the rank with the most operations. For
-    the traced steps, it also has the mean shares over the ranks, and the lowest and highest exposed
-    share."""
+    """Return one row per run that did not fail. A row contains the milliseconds per step of the
+    slowest rank without the profiler, and the operations per step of the rank with the most
+    operations. For the traced steps, the row contains the mean shares over the ranks, and the
+    lowest and highest exposed share."""
     rows = {}
     for name, result in runs.items():
         if "failed" in result:

@@ -111,8 +111,9 @@ class Traffic(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Finish each operation before its caller continues. Otherwise, DDP's hooks start their second
-    operation on gloo's thread, where the operation is not counted."""
+    """Complete each operation in the `with` block before its caller continues. Otherwise, DDP's
+    hooks would start their second operation on gloo's thread, where the operation is not
+    counted."""
 
     def synchronous(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

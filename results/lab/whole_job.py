@@ -2,11 +2,11 @@
 
     python results/lab/whole_job.py OUT.json [--model NAME] [--tiny]
 
-The program creates a model folder in the Hugging Face format with random weights in bf16, and chats
-from Python's standard library. Then it trains LoRA on all GPUs, sends Ctrl-C halfway, resumes on
-one GPU, generates, exports and merges. It loads both exports in transformers and PEFT and compares
-the logits. RAM is the largest resident set size of any process in a step, including pages of mapped
-files.
+The program writes chats from Python's standard library, and a model folder in the Hugging Face
+format with random bf16 weights. Then it trains LoRA adapters on all GPUs, stops the run with Ctrl-C
+halfway, resumes it on one GPU, generates text, and exports and merges the adapters. It loads both
+exports in transformers and PEFT and compares the logits. RAM is the largest resident set size of
+any process in a step, including pages of mapped files.
 """
 
 import json
@@ -108,7 +108,8 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
 
 
 def make_chats(file: Path) -> dict[str, Any]:
-    """Write one chat per documented function of Python's standard library. Return their number."""
+    """Write one chat per documented function of Python's standard library. Return the number of
+    chats."""
     pairs = file.with_suffix(".pairs")
     write_records(pairs)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]

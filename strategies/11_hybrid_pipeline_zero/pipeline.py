@@ -1,7 +1,7 @@
 """Run DeepSpeed's pipeline with ZeRO stage 0 or 1.
 
-The pipeline uses the 1F1B schedule. Neighboring stages send each other activations and their
-gradients, [B, T, D] per micro-batch in the dtype of the weights. Once per step, the first and the
+The pipeline uses the 1F1B schedule. Neighboring stages exchange activations and their gradients as
+[B, T, D] tensors per micro-batch, in the dtype of the weights. Once per step, the first and the
 last stage sum the gradients of the tied embedding."""
 
 import contextlib
@@ -91,8 +91,8 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         return arguments, options
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return the summed loss times `scale` or, without targets, the logits [B, T, V]. DeepSpeed
-        calls this method as its loss function."""
+        """Return the summed loss times `self.scale` or, without targets, the logits [B, T, V].
+        DeepSpeed calls this method as its loss function."""
         weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)

@@ -3,7 +3,7 @@
 1905.13727) is torch's implementation.
 
 With topk-int8, each process divides a bucket into one shard per process and sends each shard to the
-process that averages it. A message contains the k values of largest magnitude exactly and the other
+process that averages it. A message stores the k values of largest magnitude exactly, and the other
 values as 8-bit multiples of one scale. The averages are sent back in the same format.
 
 DDP evaluates the hooks' annotations, so the annotations must not be strings."""

@@ -36,7 +36,7 @@ class OPTIONS(Options):
     )
 
     def num_exact(self, num_values: int) -> int:
-        """Return the number of values, out of `num_values`, that topk-int8 sends exactly."""
+        """Return how many of `num_values` values topk-int8 sends exactly."""
         return max(1, round(self.compression_k * num_values))
 
     def check(self, precision: str, hidden_size: int) -> None:

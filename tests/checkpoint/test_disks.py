@@ -24,8 +24,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 def on_two_nodes(folder):
     """Save four checkpoints, with a failure during the third. Then check the disks in several
-    cases, such as a missing or damaged file. For each rank, return {case: the steps of the rank's
-    checkpoints, or the error message}."""
+    cases, such as a missing or damaged file. For each rank, map each case to the steps of the
+    rank's checkpoints, or to the error message."""
     dist.init_process_group("gloo")
     rank, steps_by_case = dist.get_rank(), {}
     topology = Topology(
@@ -87,8 +87,8 @@ def on_two_nodes(folder):
 
 
 def find_on(given, output_dir, own_disks=True):
-    """Return the checkpoint that a single process on the first node finds if resume is `given`, or
-    None."""
+    """Return the checkpoint that a single process on the first node finds if `resume` is set to
+    `given`. Return None if there is no such checkpoint."""
     plan = plan_of(None)
     plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir

@@ -1,7 +1,7 @@
 """Test that runs of earlier versions can be resumed.
 
-earlier_run/plan.json was written by commit 035d89f8 for a run on the text that `write_text` writes.
-FINGERPRINT is the data fingerprint in that run's checkpoint."""
+The file earlier_run/plan.json was written by commit 035d89f8, for a run on the text from
+`write_text`. FINGERPRINT is the data fingerprint in that run's checkpoint."""
 
 from pathlib import Path
 from types import SimpleNamespace

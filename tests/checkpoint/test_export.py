@@ -117,8 +117,8 @@ def test_text_before_training_comes_from_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return the folder of a run with two checkpoints. hf/ has the same weights as the last
-    checkpoint."""
+    """Return the folder of a run with two checkpoints. Its subfolder hf/ contains the same weights
+    as the last checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
     record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)

@@ -56,8 +56,8 @@ def test_ids_of_pieces_equal_the_ids_of_the_whole_text(text, sizes, tokenizer, s
 
 
 def split_by(pattern):
-    """Return the pre-tokenizers that many tokenizer.json files use: split the text by `pattern`,
-    then map it to bytes."""
+    """Return a pre-tokenizer that splits text by `pattern` and then maps it to bytes, as in many
+    tokenizer.json files."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
@@ -78,8 +78,8 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """Return our tokenizer and the transformers tokenizer from the same folder. Merges span spaces
-    and line breaks if the pre-tokenizer allows it."""
+    """Return our tokenizer and the transformers tokenizer from the same folder. Their merges span
+    spaces and line breaks unless the pre-tokenizer splits the text there."""
     before, can_cut = KINDS[request.param]
     built = Builder(models.BPE(unk_token="?"))
     built.pre_tokenizer = before

@@ -249,8 +249,8 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
-    """A note is printed if a template omits calls, tools or documents, or if a column is not read.
-    transformers drops such values silently (Megatron-Bridge#4072)."""
+    """A note is printed if a template omits tool calls, tools or documents, or if a column is not
+    read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
 
     def align(batch):

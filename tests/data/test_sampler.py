@@ -38,8 +38,8 @@ def padded_samples(num_samples, seq_len=6):
 
 
 def test_sample_order_equals_earlier_releases():
-    """The order of samples is the same as in earlier releases. Otherwise, their runs could not be
-    repeated or resumed."""
+    """The order of samples is the same as in earlier releases. Otherwise, runs of those releases
+    could not be repeated or resumed."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],

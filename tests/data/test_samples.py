@@ -87,9 +87,9 @@ QUESTIONS = [
 def test_samples_equal_a_simple_implementation(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """Compare the samples with the samples of a simple implementation, in which IDs outside the
-    loss are not targets and the last samples are used for validation. Documents are split into
-    several pieces and tokenized in several batches."""
+    """Compare the samples with the samples of a simple implementation. IDs outside the loss are not
+    targets, and the last samples are used for validation. The implementation under test splits
+    documents into several pieces and tokenizes them in several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 500)
     corpus = make_corpus(validation=False)

@@ -1,7 +1,7 @@
 """Test 31 chat templates with random conversations.
 
 Rendered text and IDs must equal the output of transformers. Each answer must be in the loss exactly
-once, after the text that precedes it in generation."""
+once, after the text that precedes it during generation."""
 
 import random
 

@@ -303,8 +303,8 @@ def test_texts_without_a_token_are_counted(tmp_path):
 
 @pytest.mark.parametrize(("can_pack", "expected"), [(True, (120, 0)), (False, (40, 40))])
 def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expected, tmp_path):
-    """A record of three blocks gives three samples if records are packed. Otherwise, only its first
-    block is used."""
+    """A record that is three blocks long gives three samples if records can be packed. Otherwise,
+    only its first block is used."""
     text = "the value of a list is a name " * 3
     (tmp_path / "rows").mkdir()
     corpus = jsonl(tmp_path / "rows", [{"text": text}] * 40)

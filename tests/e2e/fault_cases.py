@@ -1,6 +1,7 @@
 """Run the script with an injected fault, for the fault tests.
 
-tests.pool calls these functions on every rank. Each function exits with the script's exit code."""
+The process pool of tests/pool.py calls these functions on every rank. Each function exits with the
+script's exit code."""
 
 import os
 import resource

@@ -1,8 +1,11 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
 The stub answers requests from huggingface_hub and datasets that list a dataset, download a file,
-or upload a model with the token TOKEN. `behavior` selects a fault: the stub "refuses" every file
-with status 404, "cuts off" a file's body halfway, or is "mute" and never answers."""
+or upload a model with the token TOKEN. `behavior` selects a fault:
+
+- "refuses": The stub answers requests for files and datasets with status 404.
+- "cuts off": The stub sends only half of each file.
+- "mute": The stub never answers."""
 
 import base64
 import contextlib

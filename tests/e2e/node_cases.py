@@ -1,5 +1,5 @@
-"""Functions that run on the nodes of the multi-node tests. tests.pool forks one process per node,
-and each process then enters its node."""
+"""Functions that run on the nodes of the multi-node tests. The process pool of tests/pool.py forks
+one process per node, and each process then enters its node."""
 
 import ctypes
 import os
@@ -88,9 +88,11 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 def on_each_node(job: dict[str, Any]) -> None:
     """Run the script on each node as the launcher job["launcher"] would start it.
 
-    The job may have these optional keys: `missing` is the index of a node that does not start,
-    `ends_at` is the step in which the process on the first node receives SIGTERM, and `interface`
-    is the value of GLOO_SOCKET_IFNAME on the second node."""
+    The job may contain these optional keys:
+
+    - `missing`: the index of a node that does not start
+    - `ends_at`: the step in which the process on the first node receives SIGTERM
+    - `interface`: the value of GLOO_SOCKET_IFNAME on the second node"""
     rendezvous.SHARED_FOLDER_TIMEOUT_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):

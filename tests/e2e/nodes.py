@@ -71,7 +71,7 @@ def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
 
         def start_holder(*command: object) -> int:
             """Start a command that prints "ready" and then waits until its input ends. Return its
-            process id."""
+            process ID."""
             process = subprocess.Popen(
                 [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 stdin=subprocess.PIPE, text=True,

@@ -73,7 +73,8 @@ def find_command(document: str, start: str) -> list[str]:
 
 
 def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
-    """Return a PATH whose nvidia-smi lists `gpus` ("name, MiB, capability")."""
+    """Create an nvidia-smi in `folder` that lists `gpus` ("name, MiB, capability"). Return a PATH
+    that begins with `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, gpu in enumerate(gpus):
@@ -111,8 +112,8 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Check that the exit code is 2 and that stderr is a one-line error that contains `words`,
-    without a traceback. If the line ends in "run:", a second line has the suggested command."""
+    """Check that the exit code is 2 and that stderr contains a one-line error with all `words` and
+    no traceback. If the line ends in "run:", a second line contains the suggested command."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == 2, text
     assert "Traceback" not in result.stdout + result.stderr, text
@@ -171,8 +172,8 @@ def wait_for(
 
 
 def remaining_processes(text: str, *, patience_s: float = 60) -> list[str]:
-    """Wait up to `patience_s` for processes with `text` in their command line to end. Return the
-    command lines of the remaining processes."""
+    """Wait up to `patience_s` seconds for processes with `text` in their command line to end.
+    Return the command lines of the remaining processes."""
     end = time.monotonic() + patience_s
     while True:
         others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())

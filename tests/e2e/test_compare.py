@@ -23,8 +23,8 @@ def finished(out):
 
 
 def test_an_interrupted_comparison_continues(tmp_path):
-    """Stop `compare` during the last of three runs, and then run the same command again. "hybrid"
-    fails, because it needs two processes."""
+    """Stop `compare` during the last of three runs, and then run the same command again. The
+    strategy "hybrid" fails, because it needs two processes."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = "--strategies", "dp,hybrid,fsdp"
     with running([*command(out, *words), "max_steps=200", "num_samples=1200"], log) as process:

@@ -14,8 +14,8 @@ from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
-    """Return the folder of a tiny model whose chat template renders an answer differently if later
-    turns follow."""
+    """Write a tiny model to `folder`, with a chat template that renders an answer differently if
+    later turns follow. Return the folder."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
     Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)

@@ -61,8 +61,9 @@ def recipes() -> str:
 
 
 def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
-    """Return a batch size and a recomputation mode that fit. Prefer the least recomputation with
-    which at least four samples fit. Otherwise, choose the largest batch."""
+    """Return the largest batch size that fits, with its recomputation mode. The mode is the first
+    in MODES with which at least four samples fit. If no mode fits four samples, use the mode that
+    allows the largest batch."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
     cluster = parse_cluster("1", json.dumps(gpu))
     fitting = []
@@ -78,8 +79,8 @@ def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
-    """Return a table of the state's size in GiB for gpt2-xl in bf16. Sizes are for the GPU with the
-    most state."""
+    """Return a table of the training state's size in GiB for gpt2-xl in bf16, with one column per
+    number of GPUs. Each size is for the GPU with the largest state."""
     cells = {
         strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
     }

@@ -69,9 +69,9 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """Return a table of communication operations, with the strategies that use each operation to
-    send at least 1 KiB per step. The number after a strategy is the KiB that its busiest process
-    sends with the operation, in the strategy's first case."""
+    """Return a table of communication operations and the strategies that use each operation to send
+    at least 1 KiB per step. The number after a strategy is the KiB per step that its busiest
+    process sends with the operation, in the strategy's first case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
@@ -96,9 +96,9 @@ def published_operations(file: str) -> str:
 
 
 def published_samples(name: str) -> str:
-    """Return a list of the records in results/records/<name>/*.json. Each entry has the perplexity
-    at the first and the best evaluation and the duration in minutes. It also quotes the text that
-    the model generated before and after training, each on one line."""
+    """Return a Markdown list of the records in results/records/<name>/*.json. Each entry contains
+    the first and the best perplexity and the duration in minutes. It also quotes the text that the
+    model generated before and after training, each on one line."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
@@ -118,8 +118,9 @@ def published_samples(name: str) -> str:
 
 
 def published_links(*files: str, over: str = "") -> str:
-    """Return a table of the fitted latencies in microseconds and bandwidths in GB/s that `links`
-    measured over the group `over` in each file. If `over` is empty, use each file's first group."""
+    """Return a table of fitted latencies in microseconds and bandwidths in GB/s, with one column
+    per record of `links`. The values are for the group `over` or, if `over` is empty, for each
+    record's first group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
         name: record["groups"][over or next(iter(record["groups"]))]

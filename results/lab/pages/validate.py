@@ -51,9 +51,9 @@ class Row:
 
         Memory that previous runs left in the process counts toward the peak. Old records do not say
         how much of this memory was in use, so they are excluded unless this memory is less than a
-        quarter of the fullest rank's peak. Runs with an order from a search are excluded, because
-        old records do not contain the order. Old runs that computed the loss in chunks are
-        excluded, because a chunk took more memory then."""
+        quarter of the fullest rank's peak. Runs whose order of operations came from a search are
+        excluded, because old records do not contain the order. Old runs that computed the loss in
+        chunks are excluded, because a chunk took more memory then."""
         is_old = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
@@ -135,7 +135,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
-    """A run without GPUs: the RAM of the fullest process and the seconds per step."""
+    """Run on CPUs, with the RAM of the process that uses the most, and the seconds per step."""
 
     name: str
     measured_bytes: int
@@ -180,8 +180,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
 
 
 def on_cpus() -> str:
-    """Return a table of the CPU runs, with one row per strategy. A cell has the measurements and
-    the relative errors of their predictions."""
+    """Return a table of the CPU runs, with one row per strategy. Each cell contains the
+    measurements and the relative errors of their predictions."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
         strategy, _, count = row.name.partition(" x ")
@@ -200,8 +200,8 @@ def share_within(errors: Sequence[float], limit: float) -> float:
 
 
 def group_by_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return sets of runs that did the same work with different layouts, keyed by the set's
-    name."""
+    """Group the runs that did the same work. Return the groups that contain more than one layout,
+    by name."""
     sets = defaultdict(list)
     for row in rows:
         config = row.record.config
@@ -234,8 +234,8 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 @functools.cache
 def _published_errors() -> list[tuple[str, float]]:
-    """Return, for each run in blind.json with a measured time, its source and GPU, and the relative
-    error of the predicted time."""
+    """Return (source and GPUs, relative error of the predicted time) for each run in blind.json
+    that has a measured time."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for row in json.loads(blind.TABLE.read_text(encoding="utf-8")):
@@ -247,7 +247,8 @@ def _published_errors() -> list[tuple[str, float]]:
 
 
 def published() -> str:
-    """Return a table of the errors of the predicted times of published runs, by source and GPUs."""
+    """Return a table of the errors in the predicted times of published runs, with one row for each
+    source and set of GPUs."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for source, error in _published_errors():
         by_source[source].append(error)
@@ -311,8 +312,8 @@ def calibrated_errors() -> list[float]:
 
 
 def choices() -> str:
-    """State in how many sets the planner's first choice is the fastest run, and list the other
-    sets."""
+    """Return text that states how often the planner's first choice was the fastest run, with a
+    table of the sets in which it was not."""
     other_sets = []
     slowdowns = []
     sets = group_by_work(gpu_rows())

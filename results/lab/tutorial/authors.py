@@ -1,12 +1,12 @@
-"""Compare our orders with orders from the zero bubble authors' code, on random sizes and times.
+"""Compare our orders with orders from the zero bubble authors' code, for random sizes and times.
 
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
-Orders must be equal, operation by operation. For ZB-H1 and ZB-H2, only the longest span of a rank
-must equal the longest span in the authors' automatic schedule with the same memory limit. A rank's
-span lasts from the start of its first operation to the end of its last. No other program here needs
-the clone.
+In general, the orders must be equal, operation by operation. For ZB-H1 and ZB-H2, only the longest
+span of a rank must equal the longest span in the authors' automatic schedule with the same memory
+limit. A rank's span lasts from the start of its first operation to the end of its last. No other
+program here needs the clone.
 """
 
 import argparse
@@ -30,9 +30,9 @@ Times = tuple[int, int, int, int]  # durations of F, I, W and a message
 
 
 def load(clone: Path) -> Callable[[str], Any]:
-    """Return a function that imports one of the authors' modules. The authors' packages import all
-    of Megatron, so empty packages replace them. An empty module replaces pulp, which only the
-    authors' integer program uses."""
+    """Return a function that imports one of the authors' modules. Empty packages replace the
+    authors' packages, which would import all of Megatron. An empty module replaces pulp, which only
+    the authors' integer program uses."""
     parts = PACKAGE.split(".")
     for k in range(len(parts)):
         package = ModuleType(".".join(parts[: k + 1]))

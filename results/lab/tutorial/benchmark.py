@@ -4,8 +4,9 @@
     torchrun --nproc_per_node=4 results/lab/tutorial/benchmark.py zero-bubble --record out.json
 
 `flushes` measures GPipe, 1F1B and PipeDream. `zero-bubble` measures schedules that split the
-backward pass. `search` measures orders from a search in a case in which sending takes as long as a
-forward pass. Options after the name are passed to pipedream_runtime.py and override these settings.
+backward pass. `search` measures orders found by a search, in a case in which sending takes as long
+as a forward pass. Options after the name are passed to pipedream_runtime.py and override the
+benchmark's settings.
 """
 
 import sys

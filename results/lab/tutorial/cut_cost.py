@@ -105,8 +105,8 @@ METHODS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = 
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Any]:
-    """Map each name in METHODS to {"ms": [F, I, W], "ratio": (I + W) / B}. For the whole pass, "ms"
-    is [F, B, 0]."""
+    """Measure all methods in METHODS. Map each name to {"ms": [F, I, W], "ratio": (I + W) / B}. For
+    the whole pass, "ms" is [F, B, 0]."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)
@@ -134,7 +134,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write the record and print it."""
+    """Measure all methods, write the record and print the results."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "give one path in an existing folder",

@@ -186,8 +186,8 @@ def find_awaited_messages(timeline: Timeline) -> list[Message]:
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Save the picture. If its legend has messages, draw an arrow for each message that a rank
-    waits for. The metadata contains a digest of the drawn data."""
+    """Save the picture, with a digest of the drawn data in the file's metadata. If the legend
+    includes messages, draw an arrow for each message that a rank waits for."""
     title, panels, unit, notes, rows, legend = picture
     left = 2.5 if rows else 0.95
     figure = lay_out(title, panels, notes=notes, legend=legend, left=left)
@@ -266,8 +266,8 @@ PICTURES = {
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
-    """Map each (microbatches held on the fullest rank, makespan) to the titles of the schedules at
-    this point."""
+    """Map each pair (microbatches held on the fullest rank, makespan) to the titles of the
+    schedules with these values."""
     names_at: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)
@@ -339,8 +339,8 @@ def _hash_data(drawn: object) -> str:
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
     """Plot the simulation's error against the measured utilization for every predicted run.
-    `records` has (label, record) pairs. Runs that provided the durations have filled markers. Cases
-    without a prediction are omitted."""
+    `records` contains (label, record) pairs. Filled markers show the runs that provided the
+    simulation's durations. Cases without a prediction are omitted."""
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
@@ -401,7 +401,7 @@ def _machine(record: Record) -> str:
 
 
 def predicted_cases(record: Record) -> list[Record]:
-    """Return the cases that the calibration predicts."""
+    """Return the record's cases that have a prediction."""
     return [case for case in record["cases"] if case["predicted"] is not None]
 
 
@@ -472,11 +472,10 @@ def gib_digest(record: Record) -> str:
 
 
 def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
-    """Plot the gradient error without weight stashing against learning rate, depth and stage. A row
-    has num_stages, learning_rate, mode (a schedule's name), median_relative_error and per_stage (a
-    list of such errors). Errors are None if training diverged. Errors of exactly 0 are drawn on a
-    separate line below the logarithmic axis.
-    """
+    """Plot the gradient error without weight stashing against learning rate, depth and stage. Each
+    row contains num_stages, learning_rate, mode (a schedule's name), median_relative_error and
+    per_stage (the error on each stage). An error is None if training diverged. Errors of exactly 0
+    are drawn on a separate line below the logarithmic axis."""
     without_stashing = [row for row in rows if row["mode"] == "pipedream-no-stash"]
     with_stashing = [row for row in rows if row["mode"] == "pipedream"]
     numbers = [row for row in without_stashing if row["median_relative_error"] is not None]

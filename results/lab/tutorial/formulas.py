@@ -141,8 +141,8 @@ def memory_check(name: str, text: str) -> Check:
 
 
 def idle_check(name: str, text: str) -> Check:
-    """Return a check that each rank's idle time equals the table's formula, in the range of p and m
-    that the table states."""
+    """Return a check that each rank's idle time equals the table's formula for the values of p and
+    m that the table covers."""
     formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
 
     def holds(c: Case) -> bool:

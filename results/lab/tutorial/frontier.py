@@ -25,8 +25,8 @@ def costs_of(communication: int) -> Costs:
 
 
 def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
-    """Return one row per communication time and memory limit. A row has the makespan, a lower
-    bound, and for each rank the kinds of its operations in order (`words`)."""
+    """Return one row per communication time and memory limit. Each row contains the makespan, a
+    lower bound, and the operation kinds of each rank in order (`words`)."""
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):

@@ -175,7 +175,8 @@ def _place_events(
 
 
 def interpolate(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
-    """Return the timeline after the given share of a move from `before` to `after`."""
+    """Return a timeline between two timelines. A `share` of 0 gives the times of `before`, and a
+    `share` of 1 gives the times of `after`."""
     old, spans = before.times, {}
     for op, (start, end) in after.times.items():
         old_start, old_end = old[op]
@@ -213,8 +214,8 @@ def _morph_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Tim
 
 
 def raise_labels(ax: Axes) -> None:
-    """Draw each number directly on top of its cell, so that a cell that moves over another cell
-    also covers the other cell's number."""
+    """Draw each number directly above its own cell. A cell that moves over another cell then also
+    covers the other cell's number."""
     cells: dict[tuple[float, float], list[float]] = {}
     for height, cell in enumerate(ax.patches):
         if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):

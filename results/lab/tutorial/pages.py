@@ -104,13 +104,13 @@ updates by which microbatch i is behind."""
 
 
 def activation_table() -> str:
-    """Return a table with one line for each formula in ACTIVATIONS."""
+    """Return a table of the formulas in ACTIVATIONS."""
     texts = {name: (text,) for name, text in ACTIVATIONS.items()}
     return _formula_table(("most microbatches held on rank r",), texts)
 
 
 def version_table() -> str:
-    """Return a table with one line for each pair of formulas in VERSIONS."""
+    """Return a table of the pairs of formulas in VERSIONS."""
     return _formula_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
 
 
@@ -136,7 +136,7 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
 
 
 def _formula_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
-    """Return a table that shows each schedule's cells. Schedules with equal cells share a line."""
+    """Return a table that shows each schedule's cells. Schedules with equal cells share a row."""
     lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
     for cells in dict.fromkeys(texts.values()):
         names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
@@ -186,7 +186,8 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """Map each file name to (digest of the drawn data, function that draws the picture)."""
+    """Map each file name to a pair: the digest of the drawn data, and the function that draws the
+    picture."""
     from results.lab.tutorial import figures as figure_module
     from results.lab.tutorial import gifs
 

@@ -60,8 +60,7 @@ def gradient_errors(
 
 
 def finite(number: float) -> float | None:
-    """Return a finite number unchanged, and None otherwise, because JSON has no non-finite
-    numbers."""
+    """Return `number`, or None if it is not finite, because JSON does not support such numbers."""
     return number if math.isfinite(number) else None
 
 

@@ -1,4 +1,5 @@
-"""Format the tables for the smaller records: stashing, split backward passes, zero bubble.
+"""Format the tables for the smaller records: weight stashing, split backward passes, and
+zero-bubble schedules.
 
 This module does not import torch."""
 
@@ -45,8 +46,8 @@ def study_intro(study: Record) -> str:
 
 
 def final_loss_table(study: Record) -> str:
-    """Return a table of final losses, with one line for each learning rate at each depth of at
-    least 4, and one column per schedule."""
+    """Return a table of final losses, with one row per depth and learning rate, and one column per
+    schedule. Depths below 4 are omitted."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]
@@ -73,8 +74,8 @@ def _loss(row: Mapping[str, Any] | None) -> str:
 
 
 def depth_table(study: Record, num_stages: int) -> str:
-    """Return a table of the final losses at one depth, with one line per learning rate of at least
-    0.25 and one column per schedule."""
+    """Return a table of the final losses at one depth, with one row per learning rate and one
+    column per schedule. Learning rates below 0.25 are omitted."""
     names = ("1f1b", "pipedream", "pipedream-no-stash")
     rows = {
         (row["learning_rate"], row["name"]): row
@@ -94,8 +95,8 @@ TABLE_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:
-    """Return a table with one line for each entry in TABLE_SCHEDULES, for runs with the same number
-    of microbatches as the calibration."""
+    """Return a table with one row per schedule in TABLE_SCHEDULES. Only runs with as many
+    microbatches as the calibration are included."""
     cases = {
         case["schedule"]: case
         for case in record["cases"]
@@ -135,7 +136,7 @@ METHODS = {
 
 
 def cut_table(record: Record) -> str:
-    """Return a table with one line for each way to split a backward pass. B is the time of the
+    """Return a table with one row per method of splitting a backward pass. B is the time of the
     whole pass."""
     lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
     for name, text in METHODS.items():

@@ -37,8 +37,8 @@ def _device(record: Record) -> str:
 
 
 def summary(records: Mapping[str, Record]) -> str:
-    """Return a table with one line per record: the simulator's largest errors, and whether they
-    meet the goal."""
+    """Return a table with one row per record. It states the simulator's largest errors and whether
+    they meet the goal."""
     lines = [
         "| record | times from | runs predicted | makespan error | points of error | goal |",
         "|---|---|---:|---:|---:|---|",
@@ -91,8 +91,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """State how many records meet the goal, and whether weights, weight versions and clocks
-    agree."""
+    """Return text that states how many records meet the goal, and whether weights, weight versions
+    and clocks agree."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]
@@ -136,8 +136,8 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 def sections(records: Mapping[str, Record]) -> list[str]:
     """Return the sections for the GPU records with the most stages, grouped by kind of work. If
-    several records have the same runs, only the record with the worst prediction gets a table. Each
-    of the others gets a line."""
+    several records have the same runs, only the record with the worst prediction gets a table. The
+    other records get one sentence each."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
     max_stages = max((record["num_stages"] for record in on_gpu.values()), default=0)
     groups: dict[str, dict[str, Record]] = {}
@@ -181,8 +181,8 @@ def _worst(named_record: tuple[str, Record]) -> float:
 
 
 def _run_table(record: Record) -> str:
-    """Return a table with one line per schedule, one column per number of microbatches, and the
-    peak memory of stage 0."""
+    """Return a table with one row per schedule and one column per number of microbatches. The last
+    column is the peak memory of stage 0."""
     cases = record["cases"]
     runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
     sizes = sorted({m for _, m in runs})

@@ -25,7 +25,7 @@ ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """GPT-2 whose output projection is tied to the token embedding."""
+    """GPT-2 model whose output projection is tied to the token embedding."""
 
     name: str
     layers: int
@@ -223,8 +223,8 @@ def _activations(
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
-    """Return the peak size in bytes of a rank's activations while it runs its order. The rank's two
-    stages keep different amounts."""
+    """Return the peak size in bytes of a rank's activations under ZB-V. The rank's order determines
+    this peak, because its two stages keep different amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     boundary_bytes = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
