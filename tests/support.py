@@ -207,8 +207,8 @@ def started(run_dir: Path) -> RunRecord:
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
-    """Return a strategy's DeepSpeed JSON after applying `changes`. A dotted key sets a nested
-    value."""
+    """Return a strategy's DeepSpeed configuration after applying `changes`. A dotted key sets a
+    nested value."""
     return changed(named_strategy(name).document, changes, ".")
 
 

@@ -153,8 +153,9 @@ def train_apart(
     outer_lr: float,
     outer_momentum: float,
 ) -> dict[str, Any]:
-    """Train with DiLoCo (arXiv 2311.08105, algorithm 1). With outer_lr 1 and outer_momentum 0, this
-    is local SGD (arXiv 1805.09767). `model` holds the weights of the last synchronization."""
+    """Train `model` with DiLoCo (arXiv 2311.08105, algorithm 1), and return losses and evaluations.
+    With outer_lr 1 and outer_momentum 0, the algorithm is local SGD (arXiv 1805.09767). Between
+    synchronizations, `model` holds the weights of the last synchronization."""
     results: dict[str, Any] = {"losses": [], "evaluations": {}}
     replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
     optimizers = [new_adamw(replica, settings) for replica in replicas]

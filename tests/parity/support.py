@@ -96,7 +96,7 @@ def small_infinity(**zero: int) -> dict[str, str]:
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, function: str = "train"
 ) -> dict[str, Any]:
-    """Return the result of a one-process run with the whole batch in one micro-batch, unless
+    """Return the result of a single-process run with the whole batch in one micro-batch, unless
     `values` splits the batch. The result is cached."""
     return _reference(json.dumps({"strategy": "dp", **micro_batches(1), **values}), steps, function)
 
@@ -120,8 +120,8 @@ def assert_same_bits(
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **options: Any) -> None:
-    """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs.
-    Check that steps with a learning rate of 0 do not change the weights."""
+    """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs. Also
+    check that steps with a learning rate of 0 do not change the weights."""
     for found in run_cases(cases, count, function="resume", **options).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():

@@ -22,7 +22,7 @@ from tests.parity.support import (
     small_infinity,
 )
 
-# CONFIG values for the one-process reference runs. A case names its reference before the slash.
+# CONFIG values for the single-process reference runs. A case names its reference before the slash.
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
 TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # grouped-query attention with norms
@@ -212,8 +212,8 @@ def test_a_resumed_layout_is_bitwise_equal(count):
 
 
 def test_a_bf16_pipeline_follows_one_process():
-    """A pipeline in bf16 gives the same losses and gradient norms as one process. Both runs round
-    weights once per step and add the micro-batches' gradients in fp32."""
+    """A pipeline in bf16 gives the same losses and gradient norms as a single process. Both runs
+    round weights once per step and add the micro-batches' gradients in fp32."""
     one = reference({**DEEP, "precision": "bf16", **micro_batches(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **mesh(pp=2), **micro_batches(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}

@@ -151,7 +151,7 @@ ROWS, COLUMNS, STEPS = 12, 10, 30
 
 
 def exchanged(gradients, **options):
-    """Return the gradient of each step after the exchange, with shape [STEPS, ROWS, COLUMNS].
+    """Return each step's gradient after the exchange, as a tensor of shape [STEPS, ROWS, COLUMNS].
     `gradients` has shape [processes, STEPS, ROWS, COLUMNS]."""
     job = {"gradients": gradients, "options": options}
     return heavy_pool().call("tests.parity.cases:exchange", job, num_processes=len(gradients))
@@ -184,11 +184,13 @@ def test_topk_int8_equals_its_formula():
 
 
 def topk_int8(gradients, share):
-    """Return the mean over processes as the exchange computes it: [processes, steps, values] ->
-    [steps, values]. Each process sends its p-th shard to process p, which returns the mean. In both
-    directions, the k values with the largest magnitudes are exact. The other values are rounded to
-    multiples of 1/127 of the largest remaining magnitude. The rounding errors are added to the
-    values of the next step."""
+    """Return the mean over processes as the exchange computes it. `gradients` has shape [processes,
+    steps, values], and the result has shape [steps, values].
+
+    Each process sends its p-th shard to process p, which returns the mean. In both directions, the
+    k values with the largest magnitudes are exact. The other values are rounded to multiples of
+    1/127 of the largest remaining magnitude. The rounding errors are added to the values of the
+    next step."""
     num_processes, num_steps, num_values = gradients.shape
     part = num_values // num_processes
     k = round(share * part)

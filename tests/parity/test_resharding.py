@@ -21,8 +21,8 @@ RECORDS = {**EIGHT_LAYERS, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
-    """For each pair of layouts, check that a run that is saved under the first layout and resumed
-    under the second matches an uninterrupted one-process run."""
+    """For each pair of layouts, save a run under the first layout and resume it under the second.
+    Check that the results match an uninterrupted single-process run."""
     for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair
@@ -39,7 +39,8 @@ def test_a_run_resumed_under_another_layout_equals_one_process(pairs, work, tmp_
 
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
 def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
-    """One of the model's three parameter groups is kept on disk. The others are too small."""
+    """One of the model's three parameter groups is kept on disk. The other two groups are too small
+    to be kept there."""
     files = tmp_path / "files"
     infinity = {
         **small_infinity(sub_group_size=2**18),

@@ -1,4 +1,5 @@
-"""Test that every strategy runs with the shipped CONFIG and has the same losses as one process."""
+"""Test that every strategy runs with the shipped CONFIG and gives the same losses as a
+single-process run."""
 
 import pytest
 

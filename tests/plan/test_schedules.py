@@ -41,8 +41,8 @@ def test_messages_take_time_only_between_processes():
 
 @pytest.mark.parametrize("name", FIXED)
 def test_orders_are_complete_and_match_the_closed_forms(name):
-    """Every order is complete, and its idle share and held activations equal the closed forms.
-    Stages are equal, and each half of a backward pass takes as long as a forward pass."""
+    """Every order is complete, and its idle share and held activations equal the closed forms. All
+    stages take the same time, and each half of a backward pass takes as long as a forward pass."""
     schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
     kinds = "FIW" if schedule.splits_backward else "FB"
     lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
@@ -67,7 +67,8 @@ def test_orders_are_complete_and_match_the_closed_forms(name):
 
 
 def test_zb_v_matches_its_authors_order_for_all_durations():
-    """Compare with the orders that sail-sg's zbv.py builds. The tutorial stores their hashes."""
+    """Compare the zb-v orders with the hashes of the orders that sail-sg's zbv.py builds. The
+    tutorial stores these hashes."""
     file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
         if p == 1:  # no pipeline

@@ -73,8 +73,8 @@ def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, 
 
 
 def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys):
-    """The planner searches for the best batch size and activation checkpointing, unless they are
-    given on the command line."""
+    """The planner searches for the best batch size and the best activation checkpointing mode,
+    unless they are given on the command line."""
     arguments = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
     assert plan(monkeypatch, *arguments) == 0
     assert "tokens per step" in (out := capsys.readouterr().out)

@@ -1,4 +1,5 @@
-"""Test a strategy's DeepSpeed JSON: values filled in from CONFIG, and conflicts with CONFIG."""
+"""Test a strategy's DeepSpeed configuration: values filled in from CONFIG, and conflicts with
+CONFIG."""
 
 import json
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
-# CONFIG values and the batch for the tests below, and for each filled-in path of the JSON, the
-# CONFIG key and the value that the JSON must have
+# CONFIG values and the batch for the tests below. DECIDED maps each filled-in path of the DeepSpeed
+# configuration to its CONFIG key and its required value.
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
 DECIDED = {
@@ -28,7 +29,7 @@ DECIDED = {
 
 
 def fill(tmp_path, document, strategy="zero2", **config):
-    """Return the DeepSpeed JSON `document` with values filled in from CONFIG."""
+    """Return the DeepSpeed configuration `document` with values filled in from CONFIG."""
     path = tmp_path / "given.json"
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
@@ -186,8 +187,8 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
 
 
 def test_unusual_values_are_checked_by_deepspeed(tmp_path):
-    """A child process imports DeepSpeed to check unusual values. JSONs with only usual values are
-    checked without DeepSpeed, because the import takes seconds."""
+    """A child process imports DeepSpeed to check unusual values. Configurations without unusual
+    values are checked without DeepSpeed, because the import takes seconds."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
     assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
     assert check_sections({"zero_optimization": {"stage": 0}, "fp16": {"loss_scale": 0}}, "") == []

@@ -1,4 +1,5 @@
-"""Test that a key without effect is rejected on the command line and gives a note in CONFIG."""
+"""Test keys that have no effect. On the command line, they are rejected. In CONFIG, they only cause
+a note."""
 
 import pytest
 

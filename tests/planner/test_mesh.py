@@ -1,4 +1,5 @@
-"""Test meshes: inferred axes, errors, and that every suggestion in an error is accepted."""
+"""Test inferred mesh axes and the errors for invalid meshes. Every suggestion in an error must be
+accepted."""
 
 import contextlib
 import dataclasses

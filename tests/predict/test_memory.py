@@ -49,8 +49,8 @@ def test_a_compiled_dp_step_matches_a_hand_calculation(tmp_path):
 
 
 def test_rank_0_of_a_v_schedule_has_the_first_and_last_stage(tmp_path):
-    """In a V-shaped schedule, rank 0 has the first and the last stage. These contain blocks 0 and
-    11, the embeddings, the final norm and the tied output layer."""
+    """In a V-shaped schedule, rank 0 has the first and the last stage. These stages contain blocks
+    0 and 11, the embeddings, the final norm and the tied output layer."""
     config = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     memory = peak(tmp_path, 2, **config).by_rank[0]
     assert memory["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
@@ -77,9 +77,9 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
 def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parallel, whole):
-    """Without tp, a block keeps 16 values per token. tp does not shard `whole` of these values. The
-    batch grows with the number of processes, so each quarter of the model processes four times as
-    many tokens."""
+    """Without tp, a block keeps 16 values per token. With tp, `whole` of these values are not
+    sharded. The batch grows with the number of processes, so each quarter of the model processes
+    four times as many tokens."""
     config = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
     split = peak(tmp_path, 4, strategy="tp", **config).fullest["activations"]
     alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
@@ -87,8 +87,8 @@ def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parall
 
 
 def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
-    """Under 1F1B, ranks keep p, p - 1, ... micro-batches. Under GPipe, every rank keeps all
-    micro-batches."""
+    """Under 1F1B, rank r of p ranks keeps the activations of `p - r` micro-batches. Under GPipe,
+    every rank keeps the activations of all micro-batches."""
     config = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
     few, many = (
         [place["activations"] for place in peak(tmp_path, 4, **config, **schedule).by_rank]
@@ -173,7 +173,7 @@ def state(strategy, precision="bf16", **axes):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_model_state_matches_the_zero_paper(stage, gigabytes):
-    """Compare with figure 1 in the ZeRO paper: 7.5B parameters on 64 GPUs."""
+    """Compare the model state of 7.5B parameters on 64 GPUs with figure 1 in the ZeRO paper."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
     total = sum(state(strategy, dp_shard=64)) * 7.5
@@ -229,6 +229,6 @@ def test_low_precision_optimizers_need_fewer_bytes(optimizer, bytes_per_paramete
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, expected):
-    """Compare with the formula in strategies/10_3d_parallel/README.md, which is 12 N_r / S + 6 N_r
-    bytes for bf16 during a step."""
+    """Compare the state with the formula in strategies/10_3d_parallel/README.md. For bf16 during a
+    step, the formula is `12 N_r / S + 6 N_r` bytes."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*expected, 0, 0))

@@ -1,4 +1,4 @@
-"""Test the search for an order of operations for given durations."""
+"""Test the search for the best order of operations whose durations are given."""
 
 import itertools
 import random
@@ -90,9 +90,9 @@ def test_search_shortens_gpt2_medium_steps_by_a_twentieth():
 
 
 def test_equal_operations_idle_as_the_formula_says():
-    """If all operations take equally long, the order found has the idle share from the formula. No
-    order for a V-shaped schedule is shorter, because the last process must wait for p - 1 forward
-    passes."""
+    """If all operations take the same time, the best order has the idle share that the formula
+    gives. No order for a V-shaped schedule is shorter, because the last process must wait for
+    `p - 1` forward passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
         found = order_length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
@@ -160,8 +160,8 @@ NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
 
 
 def run_blocking(found, ranks):
-    """Simulate processes in which each message blocks sender and receiver until both have reached
-    it. Return the number of completed messages."""
+    """Simulate processes in which each message blocks the sender and the receiver until both have
+    reached the message. Return the number of completed messages."""
     left = {
         rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
         for rank, actions in found.items()
@@ -199,8 +199,8 @@ def run_blocking(found, ranks):
     ],
 )
 def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, more):
-    """Sender and receiver must have the messages in the same order, and the receiver must be ready
-    when a message is produced."""
+    """The sender and the receiver must process messages in the same order. The receiver must be
+    ready when a message is produced."""
     config = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
     ranks, spans = plan.layout.ranks, predict_spans(plan)

@@ -1,4 +1,4 @@
-"""Test each launcher's environment variables, as they are set for the second of two processes on a
+"""Test the environment variables that each launcher sets for the second of two processes on a
 machine."""
 
 import os

@@ -124,8 +124,7 @@ def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
 def test_typed_values_override_those_of_the_saved_run(typed, saved_plan):
-    """Values that the user sets in CONFIG or on the command line replace those of the saved
-    run."""
+    """Values that the user sets in CONFIG or on the command line replace the saved run's values."""
     own = {"strategy": "local_sgd"}
     arguments = [f"resume={saved_plan.run_dir}", "strategy=local_sgd"]
     more = [f"{name}={value}" for name, value in typed.items()]

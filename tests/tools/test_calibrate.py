@@ -44,8 +44,8 @@ def test_two_processes_calibrate_together():
 
 
 def test_calibrated_rates_predict_the_measured_step_time(monkeypatch, tmp_path):
-    """Rates calibrated from a measured step must predict the duration of this step. Matrix
-    multiplications take only part of the duration."""
+    """Rates calibrated from a measured step must predict the duration of this step, including the
+    time outside matrix multiplications."""
     seconds = iter((0.1, 0.03, 0.005))
     monkeypatch.setattr(calibrate, "time_in_step", lambda call: next(seconds))
     training = calibrate.time_training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)

@@ -1,4 +1,5 @@
-"""Compare the results of the `eval` command with the transformers loss on the same text."""
+"""Compare the results of the `eval` command with the loss that transformers computes for the same
+text."""
 
 import json
 import math
