@@ -64,7 +64,7 @@ class Display:
             self.say(wrap.fill(value))
 
     def command(self, title: str, command: str) -> None:
-        """Print a title and, below it, the command on lines that can be pasted into a shell."""
+        """Print a title and, below it, the command in a form that can be pasted into a shell."""
         self.say(f"{title}\n{pasteable(command)}")
 
     def suggest(self, commands: Mapping[str, str]) -> None:
@@ -83,9 +83,9 @@ class Display:
             )
 
     def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
-        """Show the last of the given `rows` of metrics.jsonl and the average speed over these rows.
-        The average excludes the run's first step (number `first_step`), which is slower than the
-        others."""
+        """Show the values in the last of `rows` and the average speed over all `rows`, which come
+        from metrics.jsonl. The average excludes the run's first step (number `first_step`), which
+        is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]

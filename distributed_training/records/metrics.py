@@ -26,7 +26,8 @@ TRACKERS_FILE = ".trackers.json"  # file in a run's folder: tracker -> the run's
 
 
 class StepTimer:
-    """Timer for training steps. It uses a clock on CPUs and non-blocking CUDA events on GPUs."""
+    """Timer for training steps. It uses `time.perf_counter` on CPUs and non-blocking CUDA events
+    on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -93,7 +94,8 @@ def summarize_performance(
 
 
 class PeakMemory:
-    """Peak memory of training steps, excluding evaluation and export."""
+    """Peak memory of a rank. GPU memory is measured only during training steps, and RAM over the
+    life of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,9 +119,9 @@ class PeakMemory:
 
 
 def disk_bytes() -> dict[str, int]:
-    """Return the number of bytes that this process has read from and written to storage. The
-    numbers include direct I/O (libaio) and exclude page cache hits. Return {} if the system does
-    not count these bytes."""
+    """Return the number of bytes that this process has read from storage and the number that it has
+    written. Both numbers include direct I/O (libaio) and exclude page cache hits. Return {} if the
+    system does not count these bytes."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):

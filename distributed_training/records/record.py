@@ -1,5 +1,4 @@
-"""Define the JSON record of a run or measurement, and write it. This module does not import
-torch."""
+"""Define and write the JSON record of a run or measurement. This module does not import torch."""
 
 import contextlib
 import functools
@@ -268,9 +267,9 @@ def mark_stopped(
     the first reported cause.
 
     The failure occurred `ago_s` seconds ago. If several failures are reported, the record contains
-    the earliest cause. Set `consequence` if another failure led to this one. For example, a
-    connection is lost because the process at the other end failed. A consequence is recorded only
-    until a cause is reported."""
+    the earliest cause. Set `consequence` if another failure led to this one. For example, a lost
+    connection is a consequence if the process at the other end failed. A consequence is recorded
+    only until a cause is reported."""
     fault = {
         "at": time.time() - ago_s, "consequence": consequence,
         "said": {"status": status, "error": error, "finished_at": timestamp()},
@@ -305,7 +304,7 @@ def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
     """Write a run's record. Unless the run succeeded, include the earliest reported cause of the
-    run's end. If another fault is reported in the meantime, write the record again. If a new file
+    run's end. If another fault is reported during the write, write the record again. If a new file
     cannot be written and `known_faults` are given, overwrite the old file in place. Without
     `known_faults`, raise OSError instead."""
     file = run_dir / RECORD_FILE

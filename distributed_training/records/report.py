@@ -268,8 +268,8 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
-    """Show the runs that `arguments` name, by default all runs in `output_dir`. Write the plots or
-    the HTML page. Return the exit code."""
+    """Show the runs that `arguments` name or, by default, all runs in `output_dir`. Write the plots
+    or the HTML page. Return the exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:

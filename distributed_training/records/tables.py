@@ -211,7 +211,7 @@ class Comparison:
         return notes
 
     def tables(self) -> list[Table]:
-        """Return the tables that have data."""
+        """Return the tables that contain data."""
         memory_about = "Predicted peak memory of the process that uses the most memory."
         sent_about = "Predicted bytes that the busiest process sends, from the formulas for ring "
         sent_about += "collectives in strategies/LAWS.md."
@@ -239,7 +239,7 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def status(r: Record) -> str:
-    """Return the status of a run and, unless it is "ok", the number of steps that it completed."""
+    """Return the status of a run, such as "ok", or "killed 12/100" after 12 of 100 steps."""
     if r.status == "ok":
         return "ok"
     killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)

@@ -70,7 +70,7 @@ def use_private_caches() -> None:
 
 
 def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
-    """Create the folder `name`, with mode 0700, in the first of `roots` in which this is possible.
+    """Create the folder `name`, with mode 0700, in the first of `roots` in which it can be created.
     The default roots are this user's cache folder and, unless DISTRIBUTED_TRAINING_CACHE names a
     cache folder, the temporary folder. Return (folder, reason why it must not be used). The reason
     is "" if the folder may be used."""

@@ -1,4 +1,4 @@
-"""Define the exceptions that users see and the exit codes of the process."""
+"""Define the process's exit codes and the exceptions that users see."""
 
 import difflib
 import errno
@@ -105,9 +105,9 @@ def print_error(text: str) -> None:
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """Call `act` and return the exit code. If `act` raises an error that the user can fix, such as
-    a UserError or a full disk, print the error without a traceback. After Ctrl-C, the message
-    depends on `trains`, which is True if `act` trains a model."""
+    """Call `act` and return the exit code. Errors that the user can fix, such as a UserError or a
+    disk-full error, are printed without a traceback. After Ctrl-C, the message depends on
+    `trains`, which is True if `act` trains a model."""
     try:
         code = act()
         sys.stdout.flush()

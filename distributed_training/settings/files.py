@@ -1,5 +1,5 @@
-"""Read paths and JSON that users provide, and raise errors that users can act on. This module does
-not import torch."""
+"""Resolve paths and parse JSON that users provide. Errors tell users what to fix. This module
+does not import torch."""
 
 import contextlib
 import errno
@@ -98,7 +98,7 @@ def obstacle_to_writing(folder: Path, *files: str) -> str:
 
 def require_writable(folder: Path, fix: str, *files: str) -> None:
     """Raise UserError if `folder` or its `files` cannot be written. Commands call this function
-    before long work whose results would otherwise be lost."""
+    before long-running work so that no results are lost."""
     if obstacle := obstacle_to_writing(folder, *files):
         raise UserError(obstacle, fix=fix)
 

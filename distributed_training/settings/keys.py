@@ -1,6 +1,6 @@
 """Define the class for CONFIG keys, and the argument parser for all commands. Validation, parsing,
-error messages and help are derived from the keys. Values are validated with pydantic, and the
-accepted values are listed in its JSON schema. This module does not import torch."""
+error messages and help are derived from the keys. Pydantic validates values and generates the JSON
+schemas that list the accepted values. This module does not import torch."""
 
 import argparse
 import contextlib

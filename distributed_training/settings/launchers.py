@@ -103,8 +103,8 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def find_uncounted_rank(environment: Mapping[str, str]) -> str:
-    """Return the name of the variable that contains this process's rank if there may be other
-    processes. Otherwise, return "". Call this function only if `find_launcher` returns None."""
+    """If there may be other processes, return the name of the variable that contains this process's
+    rank. Otherwise, return "". Call this function only if `find_launcher` returns None."""
     # sbatch sets SLURM_PROCID without starting processes.
     ranks = dict.fromkeys(
         launcher.rank for launcher in LAUNCHERS if launcher.rank != "SLURM_PROCID"

@@ -182,8 +182,8 @@ class Strategy:
 
     @property
     def zero(self) -> _Zero:
-        """Return the ZeRO section of the DeepSpeed configuration. Return a section with stage 0 if
-        there is none."""
+        """Return the ZeRO section of the DeepSpeed configuration. If the configuration has no such
+        section, return a section with stage 0."""
         return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
@@ -266,7 +266,7 @@ def strategy_options(name: str) -> type[Options]:
 
 
 def sends_all_to_all(name: str) -> bool:
-    """Return whether a strategy's engine exchanges messages between all processes at once."""
+    """Return whether a strategy's engine uses all-to-all communication."""
     return name != AUTO and _find_engine(_find_strategy(name))[0].sends_all_to_all
 
 

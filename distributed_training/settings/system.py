@@ -1,5 +1,5 @@
-"""Before a command begins, check that the operating system and the environment variables of
-libraries allow the command to finish. This module imports only modules that load quickly."""
+"""Before a command begins, check the operating system and the environment variables that libraries
+read. This module imports only modules that load quickly."""
 
 import os
 import platform

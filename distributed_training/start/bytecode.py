@@ -19,10 +19,10 @@ def keep_bytecode() -> None:
     modules at every start.
 
     Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer
-    than importing. Bytecode stays next to the sources if torch has bytecode there or Python can
-    write it there. Otherwise, the bytecode is written to this user's cache folder. If this folder
-    does not contain torch's bytecode yet and there are enough cores, local rank 0 compiles most of
-    torch in background processes."""
+    than importing. Bytecode stays next to the sources if torch's bytecode is already there or if
+    Python can write there. Otherwise, the bytecode is written to this user's cache folder. If this
+    folder does not contain torch's bytecode yet and there are enough cores, local rank 0 compiles
+    most of torch in background processes."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
