@@ -39,7 +39,7 @@ def test_predictions_match_runs_published_by_others(tmp_path):
 
 def test_predictions_match_published_cpu_runs():
     """Compare the predicted RAM of every strategy on 1, 2 and 4 processes with measurements. Also
-    compare the predicted time if the time was measured."""
+    compare the predicted step time if a measurement exists."""
     rows = validate.cpu_rows()
     assert len(rows) > 20
     assert max(abs(row.memory_error) for row in rows) < 0.10

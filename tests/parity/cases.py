@@ -86,8 +86,8 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but without Inductor's generated code, because compiling C++ takes
-    seconds per kernel. Compiled functions are still traced, decomposed and partitioned as for
-    Inductor."""
+    seconds per kernel. Compiled functions are still traced, decomposed and partitioned as they
+    would be for Inductor."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     return train(arguments)
 
