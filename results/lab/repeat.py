@@ -34,8 +34,8 @@ SCRIPT = "real_model_example.py"
 
 
 def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the path and content of each given file that has `made_with`. Without given files,
-    search all of results/."""
+    """Yield the path and content of each given file that contains `made_with`. If no files are
+    given, search all of results/."""
     for path in paths or sorted((ROOT / "results").rglob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(document, dict) and "made_with" in document:

@@ -176,7 +176,8 @@ def count_step(run: Run) -> dict[str, Any]:
 
 
 def count_cases(out: Path) -> None:
-    """Count all cases of the plan for this number of processes in one process group."""
+    """Count the bytes that all of the plan's cases for this number of processes send. Rank 0 writes
+    the results to `out`. All cases run in one process group."""
     SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
     results = {}
     with open_group() as group:
@@ -202,7 +203,7 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
-    """Return one line for each rank of each case whose counts differ from the formulas."""
+    """Return one line for each case and rank in which the counts differ from the formulas."""
     lines = []
     for name, case in cases.items():
         for rank in case["ranks"]:

@@ -64,8 +64,8 @@ def clone(folder: Path) -> Path:
 
 
 def find_command(document: str, start: str) -> list[str]:
-    """Find the only command in a document that begins with `start`, and return the command's words.
-    The command may be in a code block or in a sentence."""
+    """Find a document's only command that begins with `start`, and return the command's words. The
+    command may be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
     found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
     assert len(found) == 1, f"{document}: {sorted(found)}"

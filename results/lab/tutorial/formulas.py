@@ -91,7 +91,7 @@ def idle(name: str, c: Case) -> Fraction:
 
 
 def earlier_ends(timeline: Timeline) -> list[Fraction]:
-    """Return, for each rank, the time from the end of its last operation to the end of the run."""
+    """Return the time from the end of each rank's last operation to the end of the run."""
     return [timeline.makespan - ends[-1] * timeline.tick for ends in timeline.ends]
 
 
