@@ -107,8 +107,8 @@ def test_memory_and_traffic_of_zb_v_differ_from_1f1b() -> None:
 
 def test_memory_cost_of_zb_h1_depends_on_the_logits() -> None:
     """ZB-H1 needs 61% more memory than 1F1B with fp32 logits, and 31% more with bf16 logits, as
-    COMPARISON.md states. If I briefly holds both a logit and its gradient, ZB-H1 needs 38% more
-    memory with bf16 logits."""
+    COMPARISON.md states. If the operation I briefly holds both a logit and its gradient, ZB-H1
+    needs 38% more memory with bf16 logits."""
 
     def memory(**changes: object) -> Fraction:
         layout = Layout(title="", pipeline=4, **changes)

@@ -3,10 +3,10 @@
     python results/lab/budget.py "8xH200 24h"
     python results/lab/budget.py --target_loss 2.5 --cluster 8xH200
 
-A model with N parameters that is trained once over D tokens has a loss of E + A / N^alpha + B /
-D^beta nats per token (Hoffmann et al., 2203.15556, approach 3). Training costs 6 N D FLOPs. The two
-fits in scaling.json are for one corpus, vocabulary and recipe. For other data, the fits show how
-the loss changes with N and D, but not its value."""
+A model with N parameters that is trained once over D tokens has a loss of
+`E + A / N^alpha + B / D^beta` nats per token (Hoffmann et al., 2203.15556, approach 3). Training
+costs `6 N D` FLOPs. Both fits in scaling.json are for the same corpus, vocabulary and recipe.
+For other data, the fits show how the loss changes with N and D, but not its value."""
 
 import argparse
 import contextlib
@@ -58,7 +58,7 @@ class Fit:
         return self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Return the numbers of parameters and tokens that give the lowest loss for 6 N D = `flops`
+        """Return the numbers of parameters and tokens that give the lowest loss for `6 N D = flops`
         (Hoffmann et al., equation 4)."""
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         parameters = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))

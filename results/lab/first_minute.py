@@ -40,7 +40,7 @@ MARKS = {
 
 def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
     """Run a command. Return (seconds since the start, line) for each line that the command prints.
-    The last entry marks the end and has an empty line."""
+    The last entry contains the time at which the command ended, with an empty line."""
     began = time.monotonic()
     lines = []
     process = subprocess.Popen(

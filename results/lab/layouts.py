@@ -78,7 +78,7 @@ class LeftOver(NamedTuple):
 
 
 class Spans:
-    """Record the start and end of calls. Times are on the GPU's clock if there is a GPU."""
+    """Recorder of the start and end of calls. Times are on the GPU's clock if there is a GPU."""
 
     def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
         """Start recording every phase of the pipeline and every operation of its stages."""

@@ -46,7 +46,7 @@ DEADLINE_S = 90.0
 
 
 class LigerLoss:
-    """liger_kernel's fused linear cross entropy, as a replacement for `Decoder.loss`."""
+    """Replacement for `Decoder.loss` that uses liger_kernel's fused linear cross entropy."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
@@ -60,7 +60,8 @@ class LigerLoss:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return this rank's milliseconds per step, losses and memory in GiB."""
+    """Train for a few steps. Return this rank's milliseconds per step, its losses, and its memory
+    use in GiB."""
     on_gpu = run.topology.device_type == "cuda"
     part = next(iter(run.engine.stages.values()))  # type: ignore[attr-defined]
     loss = part.loss

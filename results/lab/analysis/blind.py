@@ -2,10 +2,10 @@
 
     python -m results.lab.analysis.blind [TABLE.json]
 
-Each table row has the source, the cluster (as for `--cluster`), the model, CONFIG and the
+Each table row contains the source, the cluster (as for `--cluster`), the model, CONFIG and the
 measurements: `tokens_per_s_per_gpu`, `step_s` or `peak_gib`. The model is either a name or the
-entries of a Hugging Face config.json that differ from GPT-2's. Do not fit a constant to one source
-alone.
+entries of a Hugging Face config.json that differ from GPT-2's. If you fit a constant to these runs,
+use more than one source.
 """
 
 import json

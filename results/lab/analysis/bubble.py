@@ -12,8 +12,8 @@ def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the idle share of each rank in the forward and backward phase, relative to the slowest
     rank's phase.
 
-    Each entry of `ranks` has `phase_s` and `computing_s` from the median step, and `kernels_s` from
-    the profiled step. `kernels_s` is None if no step was profiled."""
+    Each entry of `ranks` contains `phase_s` and `computing_s` from the median step, and `kernels_s`
+    from the profiled step. `kernels_s` is None if no step was profiled."""
     phase = max(rank["phase_s"] for rank in ranks)
 
     def idle(busy: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def explain(
     - `messages`: additional idle time between operations, from messages and waiting.
     - `gaps`: idle time within operations.
 
-    `orders` has one order per rank, and `stage_ranks` has the rank of each stage."""
+    `orders` contains one order per rank, and `stage_ranks` contains the rank of each stage."""
     schedule = pipeline["schedule"]
     between_operations = idle["between_operations"]
     formula = pipeline["ideal_bubble"] or 0.0
@@ -64,7 +64,7 @@ def explain(
 
 
 def _slowest_operations(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return, for each operation of each stage, the highest median time of any rank."""
+    """Return the highest median time of any rank for each operation of each stage."""
     largest: dict[str, float] = {}
     for name, seconds in (item for rank in ranks for item in rank["operations_s"].items()):
         largest[name] = max(seconds, largest.get(name, 0.0))

@@ -1,12 +1,12 @@
-"""Compare this suite, as a user runs it, with transformers' Trainer on 1B to 8B models.
+"""Compare this suite with transformers' Trainer on models with 1B to 8B parameters.
 
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
-Each measurement runs in separate processes. Our suite runs `real_model_example.py` with the row's
-CONFIG, and the run's record contains the prediction that was made before the first step. The
-Trainer's model has the same configuration, with random weights created on the GPU. The Trainer uses
-bf16, Liger kernels, fused AdamW and PEFT adapters. Rows without "trainer" measure only our suite.
---tiny is a smoke test for CPUs.
+Each measurement runs in separate processes. Our suite runs as users run it: `real_model_example.py`
+with the row's CONFIG. The run's record contains the prediction that was made before the first step.
+The Trainer's model has the same configuration, with random weights created on the GPU. The Trainer
+uses bf16, Liger kernels, fused AdamW and PEFT adapters. Rows without "trainer" measure only our
+suite. --tiny is a smoke test for CPUs.
 """
 
 import json

@@ -1,12 +1,13 @@
-"""Compare the speed of our GPT-2 with nanoGPT's, both compiled, in one process on one GPU.
+"""Compare the training speed of two compiled models on one GPU: our GPT-2 and nanoGPT's GPT-2.
 
     python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
-nanoGPT is not part of this repository, so pass the model.py from a checkout. Both models train on
-the same tokens in bf16, with fused AdamW and gradient clipping at 1.0. For each model and batch
-size, the program times both alternately for several rounds and compares their median tokens per
-second. Our step is replayed as one CUDA graph if the default, `cuda_graphs=auto`, selects graphs.
-nanoGPT's step has the same structure as the step in its train.py.
+This repository does not contain nanoGPT, so pass the model.py from a checkout of nanoGPT. Both
+models train in the same process and on the same tokens, in bf16, with fused AdamW and gradient
+clipping at 1.0. For each model size and batch size, the program times the two models alternately
+for several rounds and compares their median tokens per second. Our step is replayed as one CUDA
+graph if the default, `cuda_graphs=auto`, selects graphs. The step for nanoGPT's model has the same
+structure as the step in nanoGPT's train.py.
 """
 
 import functools

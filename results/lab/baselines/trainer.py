@@ -38,7 +38,8 @@ LIMIT_S = 900
 
 
 class Clock:
-    """Measure the time and peak GPU memory of the steps after the warm-up."""
+    """Timer of the steps after the warm-up. The result also contains the peak GPU memory of the
+    process."""
 
     def __init__(self) -> None:
         self.num_steps = 0
