@@ -1,14 +1,15 @@
-"""Measure how fewer bits for Adam moments and LoRA's base weights affect loss, memory and time.
+"""Measure how low-bit Adam moments and low-bit base weights for LoRA affect loss, memory and time.
 
     python results/lab/low_bits.py PART --out FOLDER [--tiny]
     torchrun --nproc_per_node=2 results/lab/low_bits.py PART --out FOLDER
 
 PART is one of:
 
-- optimizers: gpt2 trained for 300 steps on real text with each `optimizer`. AdamW runs with three
+- `optimizers`: train gpt2 for 300 steps on real text with each `optimizer`. AdamW runs with three
   seeds, and the differences between these runs show the noise.
-- base: LoRA on Qwen3-8B and Qwen3-4B at 1 x 1024, with random weights in 16 bits and in 4 bits.
-- full: all weights of Llama-3.2-1B, trained with each `optimizer`.
+- `base`: train LoRA on Qwen3-8B and Qwen3-4B with one sequence of 1,024 tokens, and with random
+  base weights in 16 bits and in 4 bits.
+- `full`: train all weights of Llama-3.2-1B with each `optimizer`.
 
 --tiny is a smoke test for CPUs. The program prints a table that includes the predictions, and
 writes all results to FOLDER/low_bits_PART.json.

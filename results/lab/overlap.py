@@ -102,8 +102,7 @@ class RankTrace:
         return subtract(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Return the number of seconds per step: in total, for each activity, and without any
-        activity."""
+        """Return the seconds per step: in total, in each activity, and without any activity."""
         parts = {
             "step": length([self.window]),
             "computing": length(self.computing),
@@ -175,8 +174,8 @@ def read_run(folder: Path) -> list[RankTrace]:
 
 
 def describe(ranks: Sequence[RankTrace]) -> str:
-    """Return two tables: milliseconds per step and shares of the step for each rank, and
-    milliseconds per step for each operation."""
+    """Return two tables. The first shows the milliseconds per step and the shares of the step for
+    each rank, and the second shows the milliseconds per step for each operation."""
     rows = []
     for rank in ranks:
         step, *parts = rank.seconds().values()

@@ -51,8 +51,8 @@ SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
 
 
 def measure_speed(run: Run) -> dict[str, Any]:
-    """Measure the tokens per second, not counting padding, after the CUDA graph is captured. Also
-    return the losses of all steps."""
+    """Train for a few steps. Return the tokens per second (without padding) after the CUDA graph is
+    captured, the losses of all steps, and other measurements."""
     batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -46,8 +46,8 @@ MODES = ("none", "selective", "full")
 
 def recipes() -> str:
     """Return a table of settings with which each Qwen3 model should fit on GPUs of each memory
-    size, according to `plan`. The settings are `batch_size` and `activation_checkpointing`. Omit
-    rows in which nothing fits."""
+    size, according to `plan`. The settings are `batch_size` and `activation_checkpointing`. The
+    table omits rows in which nothing fits."""
     rows = []
     for trains, settings in TRAINED.items():
         for label in QWEN3:
