@@ -164,6 +164,12 @@ class StepBatch:
     num_tokens: int  # input tokens of the global batch, including prompts
 
 
+def num_held_out(num_samples: int) -> int:
+    """Return how many of the samples are kept for validation if the dataset has no validation
+    split."""
+    return max(1, round(VALIDATION_SHARE * num_samples))
+
+
 def cut_samples(
     folder: Path, tokenizer: Tokenizer, config: RunConfig, *, can_pack: bool = True
 ) -> Data:
@@ -183,7 +189,7 @@ def cut_samples(
     if other_splits:
         validation = other_splits[0]
     else:
-        num_train = len(train) - max(1, round(VALIDATION_SHARE * len(train)))
+        num_train = len(train) - num_held_out(len(train))
         validation = train.take(num_train, len(train))
         train = train.take(0, num_train)
     why = f"the run would have {len(train):,} training and {len(validation):,} validation samples "

@@ -107,7 +107,9 @@ def _choose_for_cpu(
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
-    notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
+    notes.append(
+        f"no GPU found: training {model} on the CPU, which learns words but not coherent text"
+    )
     excluded_keys = PRESET_KEEPS.union(config.set_by)
     settings: Settings = {}
     if config.preset is None and Path(config.dataset).exists():

@@ -24,6 +24,9 @@ from distributed_training.start import run_dir
 from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 
+FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
+ON_EVERY_NODE = f"Run the command on every node. Replace {FIRST_HOST} with the first node's name."
+
 
 def print_plan(
     config: Request,
@@ -73,7 +76,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
         # By default torchrun waits ten minutes for the other nodes.
         timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         rendezvous = [f"--nnodes={num_nodes}", "--rdzv_backend=c10d"]
-        rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
+        rendezvous.append(f"--rdzv_endpoint={FIRST_HOST}:29500")
         rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
         launcher = ["torchrun", *rendezvous, timeout, f"--nproc_per_node={processes_here}", script]
     elif processes_here > 1 and not any(
@@ -104,6 +107,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {printable(typed_command)}",
+        *([f"  {ON_EVERY_NODE}"] if FIRST_HOST in typed_command else []),
         f"mesh (from {source}): {format_axes(plan.mesh)}",
     ]
     if plan.mesh["pp"] > 1:

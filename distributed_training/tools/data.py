@@ -13,7 +13,7 @@ from tabulate import tabulate
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
-from distributed_training.data.samples import all_samples, must_pack
+from distributed_training.data.samples import all_samples, must_pack, num_held_out
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -47,7 +47,8 @@ def run(
     config, spec = choose_model(config, detect_machine(), 1, strategy, notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
-    tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
+    tokenizer_name, folder = choose_tokenizer(config, config, spec, config.weights, notes)
+    tokenizer = Tokenizer(folder)
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(corpus, tokenizer, config, token_cache_dir(), rows=spec.size.vocab_size)
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
@@ -56,7 +57,8 @@ def run(
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
-    counts["tokenizer"] = tokenizer.facts.kind
+    counts["tokenizer"] = f"{tokenizer_name} ({tokenizer.facts.kind})"
+    counts["held_out"] = 0 if "validation" in corpus else num_held_out(counts["samples"])
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
     if arguments.json:
@@ -70,7 +72,11 @@ def run(
         ]
         print(json.dumps({"samples": documents, "counts": counts}, indent=1))
         return 0
-    marks = _COLORS if sys.stdout.isatty() else _QUOTES
+    colored = sys.stdout.isatty()
+    if shown_samples:
+        marked = "green tokens" if colored else "tokens between « and »"
+        print(f"The loss covers the {marked}. A sample's first token is only an input.")
+    marks = _COLORS if colored else _QUOTES
     for number, (ids, mask) in enumerate(shown_samples, 1):
         print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
         print(_mark_targets(tokenizer, ids.tolist(), mask.tolist(), marks))
@@ -103,13 +109,15 @@ def _mark_targets(
 def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
     tokens = report.lengths_in_words(counts)
+    held_out = f", {counts['held_out']:,} of them for validation" if counts["held_out"] else ""
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return [
         ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
         ("left out", ", ".join(left_out) or "none"),
         (
             "samples",
-            f"{counts['samples']:,}, {counts['cut']:,} truncated to {config.max_length} tokens",
+            f"{counts['samples']:,}{held_out}, {counts['cut']:,} truncated to {config.max_length} "
+            "tokens",
         ),
         ("tokens per record", tokens),
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),

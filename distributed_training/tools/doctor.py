@@ -92,7 +92,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES." if has_driver else ""
         yield warn(
             "GPUs",
-            "No GPU found. By default, runs train gpt2-tiny on the CPU as a smoke test.",
+            "No GPU found. By default, runs train the small model gpt2-tiny on the CPU.",
             fix,
         )
         return

@@ -90,19 +90,22 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 
 def num_steps(plan: Draft) -> int | None:
     """Return the number of optimizer steps that CONFIG requests. Return None if the number depends
-    on a dataset that is large or not on this machine."""
+    on a dataset that is large or not on this machine. If choose_model set max_steps, the value is
+    only a limit."""
     config = plan.config
-    if config.max_steps != -1:
-        return config.max_steps
+    limit = None if config.max_steps == -1 else config.max_steps
+    if limit is not None and plan.requested.is_set("max_steps"):
+        return limit
     if config.num_samples == -1:
         if not Path(config.dataset).exists():
             return None
         with contextlib.suppress(UserError, OSError):
             data = peek_data(plan, find_sources(plan, []))
-            return fit_to_data(plan, data, []).num_steps if data else None
+            return fit_to_data(plan, data, []).num_steps if data else limit
         return None
     samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
-    return config.epochs * math.ceil(samples / plan.batch.global_batch_size)
+    steps = config.epochs * math.ceil(samples / plan.batch.global_batch_size)
+    return steps if limit is None else min(limit, steps)
 
 
 def build_batch_script(

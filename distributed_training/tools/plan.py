@@ -30,7 +30,7 @@ from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import (
     expand_home,
     plural,
@@ -41,7 +41,7 @@ from distributed_training.settings.files import (
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.dry_run import launch_command
+from distributed_training.start.dry_run import ON_EVERY_NODE, launch_command
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import build_batch_script, build_options
@@ -108,7 +108,8 @@ def run(
     requested = build(None)
     strategy = named_strategy(requested)
     machine = cluster.machine
-    config, _ = choose_model(requested, machine, cluster.num_processes, strategy, [])
+    notes = list[str]()
+    config, _ = choose_model(requested, machine, cluster.num_processes, strategy, notes)
     only = parse_overrides(arguments.overrides).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
@@ -148,6 +149,9 @@ def run(
     first = picks[0][1]
     lines = [legend(listed, cluster, gbit, every=arguments.all), explain_first(first, fitting)]
     lines += [describe_requested_work(label, choice, arguments.price) for label, choice in picks]
+    lines += [f"note: {printable(note)}" for note in notes]
+    if cluster.num_processes > cluster.processes_per_node:
+        lines.append(ON_EVERY_NODE)
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
         print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
     print()

@@ -2,10 +2,12 @@
 and one layout that omits part of a gradient."""
 
 import json
+import math
 
 import pytest
 
 from distributed_training.tools.parity import exit_code
+from distributed_training.tools.parity.ranks import judge
 from tests.conftest import SMALL, run_command
 from tests.e2e.support import clone
 from tests.support import small_records
@@ -34,6 +36,15 @@ class Forgetful(NativeEngine):
 def test_exit_code(verdicts, code):
     """The exit code is 0 only if at least one layout agrees and none differs or fails."""
     assert exit_code(["reference", "rounding", *verdicts.split(", ")]) == code
+
+
+def test_a_nan_differs():
+    rounding = {"loss": {"step 1": 0.0}, "gradient norm": {"step 1": 0.0}, "weights": {}}
+    layout = {**rounding, "weights": {"weight/a": math.nan, "weight/b": 0.0}}
+    assert judge(layout | {"weights": {"weight/b": 0.0}}, rounding) == ("ok", "")
+    verdict, reason = judge(layout, rounding)
+    assert verdict == "differs"
+    assert reason.startswith("Weight/a differs by inf")
 
 
 def test_every_layout_is_compared_with_one_process(tmp_path):

@@ -212,7 +212,11 @@ def judge(layout_differences: Differences, rounding_differences: Differences) ->
     reference runs."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
-        differences = layout_differences[quantity]
+        # A comparison with NaN is False, so NaN would never exceed a limit.
+        differences = {
+            name: math.inf if math.isnan(difference) else difference
+            for name, difference in layout_differences[quantity].items()
+        }
         rounding: Mapping[str, float] = rounding_differences[quantity]
         if quantity != "weights":  # for all steps, use the rounding of the worst step
             rounding = dict.fromkeys(differences, max(rounding_differences[quantity].values()))
