@@ -51,7 +51,7 @@ CONFIG: dict[str, Any] = {
     "calibrate_on": None,  # durations come from the first schedule's run with this m; None: first
     "check_weights": True,  # also train in one process and compare the final weights bit for bit
     "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
-    "go_on": False,  # if a schedule fails, start again without it
+    "go_on": False,  # if a schedule other than the first fails, start again without it
     "trace": None,  # file for a Perfetto trace of the last run, with predicted and measured times
     "record": None,  # JSON file for all measured and predicted numbers
     "weights": None,  # file for the final weights of every run, by torch.save
