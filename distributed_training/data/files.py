@@ -254,9 +254,9 @@ def _max_address_space() -> int:
 
 
 def _next_batch(batches: Iterator[Any], max_address_space: int) -> Any:
-    """Return the next batch of rows, or None at the end of the table. Raises pyarrow's MemoryError
-    if the batch needs more than the available memory. Without this limit, the kernel might kill the
-    process."""
+    """Return the next batch of rows, or None at the end of the table. While the batch is read, the
+    process's address space is limited to `max_address_space` bytes. If the limit is too small,
+    pyarrow raises MemoryError. Without a limit, the kernel might kill the process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (max_address_space, hard))
     try:

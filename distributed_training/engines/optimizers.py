@@ -127,9 +127,9 @@ def _update(
 ) -> None:
     """Apply AdamW (arXiv 1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
-    The random bits are a hash of the weight, its gradient and the step. All replicas and all
-    layouts therefore round in the same way, and the state of the random number generators has no
-    effect."""
+    The optimizer state is rounded stochastically to bf16. The random bits for the rounding are a
+    hash of the weight, its gradient and the step. All replicas and all layouts therefore round in
+    the same way, and the state of the random number generators has no effect."""
     beta1, beta2 = ADAM["betas"]
     new_exp_avg = exp_avg.float().lerp(gradient, 1 - beta1)
     new_exp_avg_sq = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)

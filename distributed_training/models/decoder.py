@@ -533,8 +533,8 @@ def hashed_normal(
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Return the trained parameters as groups for AdamW. Weight decay applies to matrices, but not
-    to biases and norms, which are one-dimensional."""
+    """Return the parameters that require gradients as groups for AdamW. Weight decay applies to
+    matrices, but not to biases and norms, which are one-dimensional."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},

@@ -290,7 +290,7 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
 
 def _decide_switch(config: RunConfig, key: str, is_supported: bool, obstacle: str) -> Any:
     """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
-    empty. Raises UserError if CONFIG enables the key although `obstacle` is not empty."""
+    empty. Raises UserError if CONFIG enables the key and `obstacle` is not empty."""
     value = getattr(config, key)
     if value == AUTO:
         return is_supported and not obstacle

@@ -214,7 +214,7 @@ def build_layout(candidate: Candidate) -> Layout:
 
 
 def _check_divisible(candidate: Candidate) -> None:
-    """Raise UserError if the mesh cannot divide the model."""
+    """Raise UserError if the model cannot be divided over the mesh."""
     size = candidate.model.size
     label = candidate.model.label
     pp = candidate.mesh["pp"]

@@ -86,8 +86,8 @@ class RunConfig(Options):
     epochs: Count = training_key(2, aliases=("num_epochs", "num_train_epochs"))
     """Passes over the training samples."""
     max_steps: Count | Literal[-1] = training_key(-1)
-    """Stop after this many optimizer steps and end the learning-rate schedule there. The data is
-    repeated if necessary. -1: train for whole epochs."""
+    """Number of optimizer steps, which replaces `epochs`. The data is repeated if necessary, and
+    the learning-rate schedule ends with the last step. -1: train for `epochs`."""
     learning_rate: Rate | Auto = training_key(AUTO, aliases=("lr",))
     """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
     weights, 3e-3 for gpt2-tiny."""

@@ -342,8 +342,8 @@ def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
 
 def fork(target: Target) -> psutil.Process:
     """Run `target` in a forked process. This process must have no other threads. The forked process
-    has its own session and the signal handlers of a new process. Ctrl-C in a terminal therefore
-    reaches the forked process once, through this process."""
+    has its own session and Python's default signal handlers. Ctrl-C in a terminal therefore reaches
+    the forked process only once, through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOP_SIGNALS, signal.SIGTSTP)

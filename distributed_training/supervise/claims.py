@@ -104,8 +104,8 @@ def hold(run_dir: Path) -> None:
 
 
 def renew(run_dir: Path) -> None:
-    """Show other machines that the run is alive. Raises RunError if another process has claimed the
-    run or if the run directory was removed."""
+    """Signal to other machines that the run is alive. Raises RunError if another process has
+    claimed the run or if the run directory was removed."""
     current = _read(run_dir)
     if run_dir in _claims and not os.path.lexists(run_dir / OWNER_FILE):
         raise build_removed_error(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)

@@ -107,8 +107,8 @@ def test_models_without_a_document_mask_do_not_pack(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, monkeypatch):
     """Models with sliding windows or logit caps give correct results if attention receives only the
-    ends of the documents. The document kernel, which other models use for such input, supports
-    neither windows nor caps."""
+    positions at which documents end, instead of a mask. The document kernel, which other models use
+    for such input, supports neither windows nor caps."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))

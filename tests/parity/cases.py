@@ -275,8 +275,8 @@ def _recording_functional(seen: dict[str, list[str]], kinds: dict[str, str]) -> 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return, for each rank, {"residual": [state, ...], "attention": [...], "adapter": [...]}. Each
-    entry is a hash of the random generator's state before one dropout in a training step. Equal
-    states draw equal masks."""
+    entry is a hash of the random number generator's state before one dropout in a training step.
+    Equal states produce equal dropout masks."""
     seen: dict[str, list[str]] = {}
     attention.F = decoder.F = _recording_functional(seen, DROPOUT_KINDS)
     lora.F = _recording_functional(seen, {"dropout": "adapter"})

@@ -196,9 +196,9 @@ class RankRunner:
 
         Every process creates all groups in the same order, and immediately exchanges each group's
         first message. NCCL sets up communicators on first use, and this order prevents deadlocks
-        during setup. A receive that is posted ahead occupies multiprocessors on its GPU until its
-        message arrives. NCCL uses at most nccl_max_ctas multiprocessors for one receive. None means
-        no limit.
+        during setup. A receive that is posted in advance occupies multiprocessors on its GPU until
+        the message arrives. NCCL uses at most `nccl_max_ctas` multiprocessors for a receive, or any
+        number if `nccl_max_ctas` is None.
         """
         directions = set()
         for schedule in schedules:

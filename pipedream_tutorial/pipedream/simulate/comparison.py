@@ -100,7 +100,8 @@ class Row:
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """Weight use by stage, in the model's order. The stages of a second copy follow."""
+        """The weight versions of each stage, in the order of the stages. The stages of a second
+        copy of the model follow."""
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)

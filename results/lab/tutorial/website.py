@@ -5,7 +5,7 @@ The build needs no network.
 
 Links between pages stay relative, so the site also opens from a folder. With --repository, links to
 files outside the tutorial lead to GitHub, a badge opens the notebook in Colab, and the notebook
-fetches the tutorial there.
+downloads the tutorial from GitHub.
 """
 
 import argparse
