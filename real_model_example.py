@@ -30,7 +30,7 @@ CONFIG = {
     "lr_schedule": "cosine",  # constant, linear, cosine; the last two decrease toward 0
     "warmup_steps": 10,  # steps over which the learning rate rises
     "activation_checkpointing": "none",  # full, selective: save memory by recomputing activations
-    "deepspeed_config": None,  # path to a DeepSpeed JSON file; None: the strategy's own
+    "deepspeed_config": None,  # path to a DeepSpeed configuration file; None: the strategy's own
     "generate": "The value of",  # prompt for samples before and after training; None: no samples
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
     "checkpoint_every": None,  # steps; None: at the end of each epoch, signal: on Ctrl-C, 0: never

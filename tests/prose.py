@@ -42,6 +42,7 @@ PHRASES = {
     r"\bdealt out\b": "partitioned",
     r"\bon the wire\b": "communication volume",
     r"\brehearsals?\b": "smoke test",
+    r"\bDeepSpeed JSONs?\b": "DeepSpeed configuration",
     r"(?<![-\w])quick(er|est)\b": "fast, faster, fastest",
     r"(?<!each\s)(?<!all\s)(?<!some\s)(?<!most\s)(?<!multiple\s)\bof which\b": "new sentence",
     r"\blikewise\b": "name the thing",

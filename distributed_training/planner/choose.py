@@ -219,8 +219,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
 
 
 def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the DeepSpeed JSON `document` with each "auto" ZeRO size replaced by the value that
-    the Hugging Face Trainer uses."""
+    """Return the DeepSpeed configuration `document` with each "auto" ZeRO size replaced by the
+    value that the Hugging Face Trainer uses."""
     zero = document.get("zero_optimization", {})
     sizes = {name: size(hidden_size) for name, size in AUTO_SIZES.items() if zero.get(name) == AUTO}
     return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)

@@ -1,4 +1,4 @@
-"""Fill in a strategy's DeepSpeed JSON from CONFIG, and reject it if it contradicts CONFIG.
+"""Fill in a strategy's DeepSpeed configuration from CONFIG, and reject it if it contradicts CONFIG.
 
 This module does not import torch."""
 
@@ -11,7 +11,7 @@ from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
-# AdamW settings that every strategy uses. A DeepSpeed JSON may repeat these values.
+# AdamW settings that every strategy uses. A DeepSpeed configuration may repeat these values.
 OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "betas": ([0.9, 0.999],),
     "eps": (1e-8,),
@@ -27,7 +27,7 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR"
 
 
 def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
-    """Return the strategy's DeepSpeed JSON with CONFIG's values in place of "auto". Raises
+    """Return the strategy's DeepSpeed configuration with CONFIG's values in place of "auto". Raises
     UserError if this JSON contradicts CONFIG or contains a section that this suite does not
     accept."""
     config = plan.config

@@ -1,4 +1,4 @@
-"""Decide which sections of a user's DeepSpeed JSON are passed on and which are rejected.
+"""Decide which sections of a user's DeepSpeed configuration are passed on and which are rejected.
 
 Sections that do not affect results, such as the settings of DeepSpeed's timers, are passed on.
 Sections that would change results, memory or speed without appearing in the record are rejected.
@@ -218,9 +218,9 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_with_deepspeed(document: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if DeepSpeed's own classes reject `document`, a DeepSpeed JSON without "auto"
-    values. The check takes seconds. The document is accepted if DeepSpeed is not installed or if
-    the check takes longer than CHECK_TIMEOUT_S seconds."""
+    """Raise UserError if DeepSpeed's own classes reject `document`, a DeepSpeed configuration
+    without "auto" values. The check takes seconds. The document is accepted if DeepSpeed is not
+    installed or if the check takes longer than CHECK_TIMEOUT_S seconds."""
     command = [sys.executable, "-c", _CHECK_SCRIPT]
     text = json.dumps(document)
     try:

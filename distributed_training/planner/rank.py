@@ -51,8 +51,8 @@ def rank_layouts(
     `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
     incompatible. Strategies whose algorithm changes the training results are included only if
     `requested` names them. On CPUs, strategies with CPU offload are included only if `requested`
-    names them or CONFIG names a DeepSpeed JSON. `only` is the single strategy to rank, or "auto"
-    for all."""
+    names them or CONFIG names a DeepSpeed configuration. `only` is the single strategy to rank, or
+    "auto" for all."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):

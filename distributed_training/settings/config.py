@@ -119,7 +119,7 @@ class RunConfig(Options):
     strategy: Text = layout_key(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout_key(None)
-    """Path to a DeepSpeed JSON to use instead of the strategy's own."""
+    """Path to a DeepSpeed configuration to use instead of the strategy's own."""
     dp_replicate: Axis = layout_key(None)
     """Number of copies of the model state. For every mesh axis, None uses the strategy's value
     and -1 uses all remaining GPUs."""

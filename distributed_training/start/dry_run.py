@@ -115,5 +115,5 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks per stage {blocks}")
     if plan.deepspeed_json is not None:
         text = json.dumps(plan.deepspeed_json, indent=2)
-        lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]
+        lines += [f"DeepSpeed configuration (from {source})", textwrap.indent(text, "  ")]
     return "\n".join(lines)

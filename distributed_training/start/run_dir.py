@@ -57,8 +57,8 @@ def reserve_run_dir(
 
 
 def refuse_other_json(plan: Plan) -> None:
-    """Raise UserError if `accelerate launch` specifies a DeepSpeed JSON file other than the one
-    that the plan uses."""
+    """Raise UserError if `accelerate launch` specifies a DeepSpeed configuration file other than
+    the one that the plan uses."""
     other_json = os.environ.get(ACCELERATE_JSON)
     plan_json = plan.strategy.source
     if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):

@@ -141,8 +141,8 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return all CONFIG values for a case. If the case changes the DeepSpeed JSON, write the
-    changed JSON to `folder`."""
+    """Return all CONFIG values for a case. If the case changes the DeepSpeed configuration, write
+    the changed JSON to `folder`."""
     values = {**PLAN["common"], **case}
     changes = values.pop("zero_optimization", None)
     if changes is not None:

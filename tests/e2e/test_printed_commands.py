@@ -160,7 +160,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     line = text.partition("launch command\n")[2].splitlines()[0]
     assert line.startswith(" python real_model_example.py ")
     assert line.count("--num_gpus 2") == 1, "as typed"
-    document = json.loads(text.partition("DeepSpeed JSON (from ")[2].partition("\n")[2])
+    document = json.loads(text.partition("DeepSpeed configuration (from ")[2].partition("\n")[2])
     assert document["zero_optimization"]["stage"] == 3
     assert document["train_micro_batch_size_per_gpu"] == 2
     assert document["gradient_accumulation_steps"] == 3

@@ -40,7 +40,8 @@ def _no_extensions_of_this_machine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """Return a folder with a text file, DeepSpeed JSON files and a file that is not valid JSON."""
+    """Return a folder with a text file, DeepSpeed configuration files and a file that is not valid
+    JSON."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text.txt").write_text(TEXT)
     (folder / "file").write_text("{")

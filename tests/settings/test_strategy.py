@@ -78,8 +78,8 @@ def load_own(**config):
 
 
 def test_a_clone_may_add_strategies(folders):
-    """A new strategy's DeepSpeed JSON may be in config.json, in another file in its folder, or in
-    configs/."""
+    """A new strategy's DeepSpeed configuration may be in config.json, in another file in its
+    folder, or in configs/."""
     inside = {"zero_optimization": {"stage": 1}}
     root = folders(**{
         "10_inside": {"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
