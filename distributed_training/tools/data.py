@@ -57,7 +57,8 @@ def run(
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
-    counts["tokenizer"] = f"{tokenizer_name} ({tokenizer.facts.kind})"
+    counts["tokenizer"] = tokenizer.facts.kind
+    counts["tokenizer_name"] = tokenizer_name
     counts["held_out"] = 0 if "validation" in corpus else num_held_out(counts["samples"])
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
@@ -122,6 +123,6 @@ def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
         ("tokens per record", tokens),
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
         ("padding", f"{100 * (1 - counts['real_share']):.1f}% of the positions"),
-        ("tokenizer", counts["tokenizer"]),
+        ("tokenizer", f"{counts['tokenizer_name']} ({counts['tokenizer']})"),
         ("special tokens", special),
     ]

@@ -1,6 +1,7 @@
 """Test that the `data` command shows a run's training data."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -69,6 +70,19 @@ def test_templates_without_trainable_tokens_are_reported(template, code, words, 
     options = ["--model", copy, "--dataset", tmp_path / "a.jsonl"]
     result = heavy_pool().script(["data", *options])
     assert (result.returncode, words in result.stdout + result.stderr) == (code, True), result
+
+
+def test_samples_are_counted_like_in_a_run(tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("one more word " * 800)
+    options = ["--model", "gpt2-tiny", "--dataset", text, "--max_length", 64]
+    printed = heavy_pool().script(["data", *options]).stdout
+    total, held_out = re.search(
+        r"samples +(\d+), (\d+) of them for validation, 0 trunc", printed
+    ).groups()
+    run = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
+    num_train = int(total) - int(held_out)
+    assert f"the dataset has only {num_train} training samples" in run
 
 
 def test_control_characters_in_texts_are_escaped():

@@ -56,6 +56,7 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
     assert len(commands) == sum(not row.startswith(" ") for row in rows)
     assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
     assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
+    assert "Run the command on every node. Replace FIRST_HOST" in out
     assert "The network is assumed to have 400 Gbit/s per GPU" in " ".join(out.split())
 
 
@@ -114,6 +115,19 @@ def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
     assert "--max_steps 122071" in out
     assert plan(monkeypatch, *arguments, "--tokens", "many") == 2
     assert "Write 300M, 1B or 2e9" in capsys.readouterr().err
+
+
+def test_steps_for_a_small_text_on_a_cpu_match_the_run(tmp_path, monkeypatch, capsys):
+    """On a CPU, a small text is trained with a preset whose max_steps is only a limit."""
+    text = tmp_path / "mine.txt"
+    text.write_text("one more word " * 800)
+    options = "--dataset", str(text), "--output_dir", str(tmp_path), "--num_gpus", "2"
+    assert plan(monkeypatch, *options) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert "--preset words" in planned  # the note that lists the preset's values
+    printed = light_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
+    num_steps = int(re.search(r"\n  steps: (\d+)\n", printed)[1])
+    assert f" tokens in {num_steps} steps " in planned
 
 
 def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
