@@ -64,8 +64,8 @@ class RunConfig(Options):
     name on the Hub. auto: the model's own tokenizer."""
     weights: Text = data_key(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
-    published weights. If they are not available, the run is rejected if you named the model;
-    otherwise, it starts from random weights."""
+    published weights. If they are not available, the run starts from random weights, or is rejected
+    if you named the model."""
     num_samples: CountOrAll | Auto = data_key(AUTO)
     """Number of samples to train on, from the start of the data. A sample is a block of running
     text or a record. -1: all. auto: at most 1000."""
@@ -82,12 +82,13 @@ class RunConfig(Options):
     batch_size: Count | Auto = training_key(4, aliases=("per_device_train_batch_size",), work=False)
     """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
     grad_accum_steps: Count = training_key(1, aliases=("gradient_accumulation_steps",), work=False)
-    """Accumulation steps per optimizer step. Each processes batch_size sequences per GPU."""
+    """Accumulation steps per optimizer step. Each accumulation step uses batch_size sequences per
+    GPU."""
     epochs: Count = training_key(2, aliases=("num_epochs", "num_train_epochs"))
     """Passes over the training samples."""
     max_steps: Count | Literal[-1] = training_key(-1)
-    """Number of optimizer steps, which replaces `epochs`. The data is repeated if necessary, and
-    the learning-rate schedule ends with the last step. -1: train for `epochs`."""
+    """Number of optimizer steps. Overrides `epochs`. The data is repeated if necessary, and the
+    learning-rate schedule ends with the last step. -1: train for `epochs`."""
     learning_rate: Rate | Auto = training_key(AUTO, aliases=("lr",))
     """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
     weights, 3e-3 for gpt2-tiny."""
@@ -98,9 +99,9 @@ class RunConfig(Options):
     warmup_steps: CountOrZero = training_key(10, aliases=("warmup", "num_warmup_steps"))
     """Optimizer steps over which the learning rate rises linearly from 0."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = training_key("adamw")
-    """Optimizer. adamw keeps its state in fp32 (16 bytes per trained parameter, including weights
-    and gradients), adamw-bf16 in bf16 with stochastic rounding (12 bytes), adamw-8bit in 8 bits (10
-    bytes; needs `pip install torchao`)."""
+    """Optimizer. adamw: state in fp32 (16 bytes per trained parameter, including weights and
+    gradients). adamw-bf16: state in bf16 with stochastic rounding (12 bytes). adamw-8bit: state in
+    8 bits (10 bytes; needs `pip install torchao`)."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = training_key(1.0,
@@ -221,9 +222,9 @@ class RunConfig(Options):
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
-    """End the run after this many seconds without progress. 0: never. None: a single process has no
-    limit. With several processes, the limit is 600 s. During a step, it is 20 times the usual step
-    time, but at least 60 s, or 600 s with compile or profile."""
+    """End the run after this many seconds without progress. 0: never. None: no limit for a single
+    process. With several processes, the limit is 600 s. After the first steps, the limit of a step
+    is 20 times the usual step time, but at least 60 s (600 s with compile or profile)."""
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on

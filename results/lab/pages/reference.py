@@ -21,6 +21,7 @@ def config_reference() -> str:
     names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
     lines.append("### The work\n")
     lines.append(
-        f"Runs can be compared or resumed if these keys and the global batch size match: {names}.\n"
+        "Runs can be compared or resumed only if these keys and the global batch size match: "
+        f"{names}.\n"
     )
     return "\n".join(lines)
