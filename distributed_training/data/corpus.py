@@ -42,6 +42,7 @@ from distributed_training.settings.files import one_of, shown
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
+BUILT_IN = (AUTO, EMBEDDED, PROSE, WIKITEXT)  # values of `dataset` that are not paths or Hub names
 # A paragraph that begins with a capital letter and ends with a period or colon, without code or
 # grammar
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
@@ -214,7 +215,7 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
 def check_dataset_path(dataset: str, key: str) -> None:
     """Raise UserError if `dataset` is a path at which there is no file or folder. `key` is the
     setting that names the dataset."""
-    if dataset not in (AUTO, EMBEDDED, PROSE, WIKITEXT) and not is_hub_name(dataset):
+    if dataset not in BUILT_IN and not is_hub_name(dataset):
         check_dataset_exists(Path(dataset), f"{key}={dataset!r}")
 
 

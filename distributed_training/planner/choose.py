@@ -111,6 +111,8 @@ def _choose_for_cpu(
         f"no GPU found: training {model} on the CPU, which learns words but not coherent text"
     )
     excluded_keys = PRESET_KEEPS.union(config.set_by)
+    if config.is_set("epochs"):
+        excluded_keys |= {"max_steps"}
     settings: Settings = {}
     if config.preset is None and Path(config.dataset).exists():
         settings = {

@@ -199,6 +199,9 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
         note = f"max_steps={config.max_steps} makes {passes} passes over the data and overrides "
         notes.append(f"{note}epochs={config.epochs}")
+    if is_limit and 0 < config.max_steps < num_steps:
+        epoch = math.ceil(config.max_steps / steps_per_epoch)
+        notes.append(f"max_steps={config.max_steps} ends the run in epoch {epoch}")
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps) if is_limit else config.max_steps
     if config.profile >= num_steps:

@@ -1,18 +1,22 @@
 """Build commands and SLURM jobs that run a planned layout. This module does not import torch."""
 
 import argparse
-import contextlib
 import math
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.data.corpus import EMBEDDED, PROSE, WIKITEXT
+from distributed_training.data.corpus import BUILT_IN, EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.data import find_sources, fit_to_data, peek_data
+from distributed_training.planner.data import (
+    MAX_DRY_RUN_BYTES,
+    find_sources,
+    fit_to_data,
+    peek_data,
+)
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request
@@ -88,22 +92,29 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
     return absolute_paths
 
 
-def num_steps(plan: Draft) -> int | None:
-    """Return the number of optimizer steps that CONFIG requests. Return None if the number depends
-    on a dataset that is large or not on this machine. If choose_model set max_steps, the value is
-    only a limit."""
+def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
+    """Return the number of optimizer steps that CONFIG requests. If the dataset is a file or folder
+    on this machine, tokenize the dataset unless it is large, and add notes about it to `notes`.
+    Return None if the number depends on a dataset that was not tokenized. If choose_model set
+    max_steps, the value is only a limit."""
     config = plan.config
+    notes = [] if notes is None else notes
     limit = None if config.max_steps == -1 else config.max_steps
     if limit is not None and plan.requested.is_set("max_steps"):
         return limit
+    reason = "is not on this machine"
+    if Path(config.dataset).exists():
+        reason = f"is larger than {MAX_DRY_RUN_BYTES / 1e6:g} MB"
+        try:
+            if data := peek_data(plan, find_sources(plan, [])):
+                return fit_to_data(plan, data, notes).num_steps
+        except (UserError, OSError):
+            reason = "cannot be tokenized on this machine"
     if config.num_samples == -1:
-        if not Path(config.dataset).exists():
-            return None
-        with contextlib.suppress(UserError, OSError):
-            data = peek_data(plan, find_sources(plan, []))
-            return fit_to_data(plan, data, []).num_steps if data else limit
-        return None
+        return limit
     samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
+    if config.dataset not in BUILT_IN:
+        notes.append(f"the number of steps is for {samples:,} samples. {config.dataset} {reason}")
     steps = config.epochs * math.ceil(samples / plan.batch.global_batch_size)
     return steps if limit is None else min(limit, steps)
 

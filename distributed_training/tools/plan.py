@@ -148,8 +148,9 @@ def run(
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
     first = picks[0][1]
     lines = [legend(listed, cluster, gbit, every=arguments.all), explain_first(first, fitting)]
-    lines += [describe_requested_work(label, choice, arguments.price) for label, choice in picks]
-    lines += [f"note: {printable(note)}" for note in notes]
+    price = arguments.price
+    lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
+    lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
     if cluster.num_processes > cluster.processes_per_node:
         lines.append(ON_EVERY_NODE)
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):

@@ -105,11 +105,13 @@ def legend(
     return "\n".join(lines)
 
 
-def describe_requested_work(label: str, choice: Prediction, price: float | None) -> str:
+def describe_requested_work(
+    label: str, choice: Prediction, price: float | None, notes: list[str]
+) -> str:
     """Return a sentence that states the number of tokens, the time and the cost of the work that
     CONFIG requests. Return "" if the amount of work or the speed is unknown. `price` is the cost of
-    a GPU-hour."""
-    steps = num_steps(choice.plan)
+    a GPU-hour. Add notes about the dataset to `notes`."""
+    steps = num_steps(choice.plan, notes)
     if choice.step is None or steps is None:
         return ""
     plan = choice.plan
