@@ -225,20 +225,20 @@ def header_rows(r: Record) -> dict[str, str]:
     model = f"{config['model']}, {_count(r.num_parameters)} parameters, {config['weights']} weights"
     if config.get("lora_rank"):
         model += f"; {_count(r.num_learning or 0)} adapter parameters are trained"
-    device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
+    device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
     used_axes = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
     axes = f", {' x '.join(used_axes)}" if len(used_axes) > 1 else ""
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
     padding_note = "" if real_share == 1 else f" ({100 * (1 - real_share):.1f}% padding)"
-    samples = f"{data['num_train_samples']} samples of {length} tokens{padding_note}"
-    validation = data["num_validation_samples"]
+    num_train, validation = data["num_train_samples"], data["num_validation_samples"]
+    samples = f"{num_train:,} training and {validation:,} validation samples of {length:,} tokens"
+    samples += padding_note
     if records := data.get("num_train_records"):
-        blocks = data["num_train_samples"]
-        samples = f"{records} records in {plural(blocks, 'block')} of {length} tokens "
-        padding = f"{100 * (1 - real_share):.0f}% padding"
-        samples += f"({records / blocks:.1f} records per block, {padding})"
         validation = data["num_validation_records"]
+        padding = f"{100 * (1 - real_share):.0f}% padding"
+        samples = f"{records:,} training and {validation:,} validation records, packed into blocks "
+        samples += f"of {length:,} tokens ({records / num_train:.1f} records per block, {padding})"
     advice = ""
     if real_share < MUCH_PADDING:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
@@ -263,11 +263,10 @@ def header_rows(r: Record) -> dict[str, str]:
         ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
-        "data": f"{short_name(config['dataset'])}: {samples}, {validation} for validation"
-                f"{advice}",
-        "steps": f"{r.num_steps}, {data['steps_per_epoch']} per epoch; learning rate "
-                 f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
-                 f"{config['warmup_steps']})",
+        "data": f"{short_name(config['dataset'])}: {samples}{advice}",
+        "steps": f"{r.num_steps:,}, {data['steps_per_epoch']:,} per epoch; learning rate "
+                 f"{config['learning_rate']:g} ({config['lr_schedule']}, "
+                 f"{plural(config['warmup_steps'], 'warm-up step')})",
         "run": short_path(r.run_dir),
     }  # fmt: skip
 
@@ -369,7 +368,7 @@ def summary_rows(r: Record) -> dict[str, str]:
                 first, last = (text_of(evaluation[name]) for evaluation in ends)
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_if_overfitted(r)) and best["step"]:
-        text = f"perplexity was {format_perplexity(best['perplexity'])} after "
+        text = f"the perplexity was lower, {format_perplexity(best['perplexity'])}, after "
         text += f"{plural(best['step'], 'step')}. "
         advice = "To keep that model, add --keep_best True."
         advice = f"{BEST}/ contains that model." if r.best else advice

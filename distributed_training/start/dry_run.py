@@ -25,7 +25,7 @@ from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
-ON_EVERY_NODE = f"Run the command on every node. Replace {FIRST_HOST} with the first node's name."
+FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
 
 
 def print_plan(
@@ -107,7 +107,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {printable(typed_command)}",
-        *([f"  {ON_EVERY_NODE}"] if FIRST_HOST in typed_command else []),
+        *([f"  for every node. {FIRST_HOST_NOTE}"] if FIRST_HOST in typed_command else []),
         f"mesh (from {source}): {format_axes(plan.mesh)}",
     ]
     if plan.mesh["pp"] > 1:

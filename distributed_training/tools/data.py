@@ -13,12 +13,15 @@ from tabulate import tabulate
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
+from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import all_samples, must_pack, num_held_out
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
+from distributed_training.records.display import fold
 from distributed_training.settings.config import Request, RunConfig, with_values
 from distributed_training.settings.errors import printable
+from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import named_strategy
@@ -59,7 +62,9 @@ def run(
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name
-    counts["held_out"] = 0 if "validation" in corpus else num_held_out(counts["samples"])
+    counts["held_out"] = 0
+    if "validation" not in corpus:
+        counts["held_out"] = min(counts["samples"], num_held_out(counts["samples"]))
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
     if arguments.json:
@@ -83,7 +88,7 @@ def run(
         print(_mark_targets(tokenizer, ids.tolist(), mask.tolist(), marks))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
     for note in [*notes, *report.describe(counts, config.max_length)]:
-        print(f"note: {printable(note)}")
+        print(fold(f"note: {printable(note)}", indent=6))
     return 0
 
 
@@ -108,19 +113,25 @@ def _mark_targets(
 
 
 def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
-    tokens = report.lengths_in_words(counts)
-    held_out = f", {counts['held_out']:,} of them for validation" if counts["held_out"] else ""
+    num_train, num_held_out = counts["samples"] - counts["held_out"], counts["held_out"]
+    samples = f"{num_train:,} training samples"
+    if num_held_out:
+        samples += f" and {plural(num_held_out, 'validation sample')}"
+    samples += f" of {config.max_length:,} tokens"
+    if counts["form"] == RUNNING:
+        documents = plural(counts["records"], "document")
+        rows = [("text", f"{documents} with {counts['num_tokens']:,} tokens"), ("samples", samples)]
+    else:
+        left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
+        rows = [
+            ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
+            ("left out", ", ".join(left_out) or "none"),
+            ("samples", f"{samples}, {counts['cut']:,} truncated"),
+            ("tokens per record", report.lengths_in_words(counts)),
+        ]
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return [
-        ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
-        ("left out", ", ".join(left_out) or "none"),
-        (
-            "samples",
-            f"{counts['samples']:,}{held_out}, {counts['cut']:,} truncated to {config.max_length} "
-            "tokens",
-        ),
-        ("tokens per record", tokens),
+        *rows,
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
         ("padding", f"{100 * (1 - counts['real_share']):.1f}% of the positions"),
         ("tokenizer", f"{counts['tokenizer_name']} ({counts['tokenizer']})"),

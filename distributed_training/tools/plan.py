@@ -41,7 +41,7 @@ from distributed_training.settings.files import (
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.dry_run import ON_EVERY_NODE, launch_command
+from distributed_training.start.dry_run import FIRST_HOST_NOTE, launch_command
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import build_batch_script, build_options
@@ -151,14 +151,14 @@ def run(
     price = arguments.price
     lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
-    if cluster.num_processes > cluster.processes_per_node:
-        lines.append(ON_EVERY_NODE)
     for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
         print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
     print()
-    for _, choice in picks:
+    if cluster.num_processes > cluster.processes_per_node:
+        print(f"Copy one of these commands to every node. {FIRST_HOST_NOTE}")
+    for label, choice in picks:
         options = build_options(choice.plan, arguments, configure)
-        print(f"  {launch_command(choice.plan, relative_path(script), options)}")
+        print(f"  # {label}\n  {launch_command(choice.plan, relative_path(script), options)}")
     if job_file is not None:
         options = build_options(first.plan, arguments, configure, elsewhere=True)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []

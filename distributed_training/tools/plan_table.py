@@ -80,6 +80,8 @@ def legend(
     )
     if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
         lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")
+    if any(choice.plan.mesh["pp"] > 1 for choice in choices):
+        lines.append("1f1b, gpipe, interleaved, zb-...: pipeline schedules")
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: the layout fits only with this activation_checkpointing")
     components = " (total, state, activations, copies and buffers)" if every else ""
@@ -88,7 +90,11 @@ def legend(
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.memory_fit == "unlikely" for choice in choices):
         lines.append("unlikely: predicted to need more memory than the GPU has")
-    lines.append("error: typical error of the predicted time for similar runs")
+    lines.append(
+        "error: range of the measured times of similar runs, relative to their predictions"
+    )
+    if any(choice.mfu is not None for choice in choices):
+        lines.append("MFU: share of the GPUs' peak FLOP/s that the model's matrix products use")
     if any(not choice.validated for choice in choices):
         lines.append("not validated: we have no measurements for this node count, GPU or model")
     rates = cluster.rates

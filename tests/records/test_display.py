@@ -14,12 +14,12 @@ def test_header_describes_the_run():
     precision = "bf16 compute; parameters bf16, fp32 master copy; gradients bf16"
     assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens per step")
-    assert "1000 samples of 512 tokens (12.5% padding), 200 for validation" in rows["data"]
+    assert "1,000 training and 200 validation samples of 512 tokens (12.5% padding)" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
     assert sparse.endswith(
-        "for validation. To reduce padding, use --pack auto or a smaller --max_length"
+        "(95.1% padding). To reduce padding, use --pack auto or a smaller --max_length"
     )
-    assert rows["steps"] == "64, 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
+    assert rows["steps"] == "64, 32 per epoch; learning rate 5e-05 (cosine, 10 warm-up steps)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
 
@@ -46,9 +46,10 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     losses = {0: 7.0, 20: 3.0, 40: 3.2}
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
     text = summary_rows(made_record(evaluations=rows))["overfitted"]
-    assert text == "perplexity was 27.00 after 20 steps. To keep that model, add --keep_best True."
+    lower = "the perplexity was lower, 27.00, after 20 steps."
+    assert text == f"{lower} To keep that model, add --keep_best True."
     overfitted_row = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert overfitted_row == "perplexity was 27.00 after 20 steps. best/ contains that model."
+    assert overfitted_row == f"{lower} best/ contains that model."
     assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
