@@ -120,7 +120,7 @@ def fingerprint(corpus: Corpus) -> str:
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
     """Find the sources of `dataset`. If `validation` names another dataset, the validation text
-    comes from that dataset. Running text is not read until the sources are used.
+    comes from that dataset. Running text in files is not read until the sources are used.
 
     `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
     empty or of an unsupported kind."""
@@ -180,7 +180,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
     """Find the sources of a dataset. `key` is the setting that names the dataset. Raises UserError
-    if the dataset has nothing to train on."""
+    if the dataset is not available, cannot be read or has nothing to train on."""
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
@@ -213,8 +213,8 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
 
 
 def check_dataset_path(dataset: str, key: str) -> None:
-    """Raise UserError if `dataset` is a path at which there is no file or folder. `key` is the
-    setting that names the dataset."""
+    """If `dataset` is a path, raise UserError unless the path leads to a regular file or a folder.
+    `key` is the setting that names the dataset."""
     if dataset not in BUILT_IN and not is_hub_name(dataset):
         check_dataset_exists(Path(dataset), f"{key}={dataset!r}")
 

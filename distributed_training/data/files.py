@@ -1,4 +1,5 @@
-"""Read text and record files piece by piece to save memory. This module does not import torch."""
+"""Read text files in blocks, and record files record by record, to save memory. Only .json files
+are read as a whole. This module does not import torch."""
 
 import codecs
 import csv
@@ -22,19 +23,19 @@ TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK = 2**20  # bytes or characters read at a time
-# A compressed file may unpack to _UNPACKED_BYTES or to _UNPACKED_RATIO times its size, whichever is
+# A file may unpack to at most _UNPACKED_BYTES or _UNPACKED_RATIO times its size, whichever is
 # larger.
 _UNPACKED_BYTES = 2**27
 _UNPACKED_RATIO = 200
 _MAX_LINE_LENGTH = 2**30  # maximum number of characters in a line
-# Memory that a JSON list needs for two copies of its text and for the values, in bytes per byte of
+# Memory that a .json file needs for two copies of its text and for the values, in bytes per byte of
 # the file
-_LIST_BYTES = 6
+_JSON_BYTES = 6
 _BATCH_ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that determines the kind of a file, such as .jsonl for a.jsonl.gz."""
+    """Return the suffix that determines the format of a file, such as .jsonl for a.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
@@ -156,7 +157,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) for each record in a JSON file. The file may contain a list of
     records, a single record, or JSON Lines."""
     head = next(read_text(path), "").lstrip()
-    needed_bytes = _LIST_BYTES * path.stat().st_size
+    needed_bytes = _JSON_BYTES * path.stat().st_size
     if needed_bytes > (available_bytes := available_ram_bytes()):
         what = f"reading {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
         available = f"{available_bytes / 1e9:.1f} GB"

@@ -70,7 +70,7 @@ def find_splits(path: Path, what: str) -> Splits:
 
 def _has_samples(file: Path, folder: Path) -> bool:
     """Return whether a file contains samples: its suffix is known, it is not hidden, and it is not
-    in DESCRIPTION_FILES."""
+    in METADATA_FILES."""
     relative = file.relative_to(folder)
     hidden = any(part.startswith((".", "__")) for part in relative.parts[:-1])
     hidden = hidden or relative.name.startswith(".") or relative.name in METADATA_FILES

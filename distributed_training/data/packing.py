@@ -2,8 +2,7 @@
 not import torch.
 
 Records are packed from the longest to the shortest, each into the fullest block with enough free
-space. The number of blocks is at most 11/9 times the smallest possible number, plus 6/9 (Dosa
-2007)."""
+space. The number of blocks is at most 11/9 times the smallest possible number, plus a constant."""
 
 import bisect
 
@@ -17,10 +16,10 @@ def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
     Return (order, firsts). Block b holds the records `order[firsts[b] : firsts[b + 1]]`. The result
     depends only on the arguments. Records of equal length keep their order.
 
-    Records of equal length are placed together. A block with space for two of them receives both,
-    because it is still the fullest block with enough space after it has received the first. The
-    number of iterations therefore grows with the number of distinct lengths rather than with the
-    number of records."""
+    Records of equal length are placed together. A block with space for two of them receives both.
+    After it has received the first, it is still the fullest block with enough space for the second.
+    The number of iterations therefore grows with the number of distinct lengths rather than with
+    the number of records."""
     by_length = np.argsort(-lengths, kind="stable")
     negative_lengths, counts = np.unique(-lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`

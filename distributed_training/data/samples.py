@@ -335,7 +335,7 @@ def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Chooses the samples of each step as a pure function of the seed and the step.
+    """Sampler that chooses the samples of each step as a pure function of the seed and the step.
 
     Layouts with the same global batch size choose the same samples. Every rank computes the order
     of all samples and takes its share."""

@@ -21,10 +21,11 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     backend_settings = json.loads(backend.to_str()) if hasattr(backend, "to_str") else {}
-    added_ids = {token["id"] for token in backend_settings.get("added_tokens", [])}
-    if '"ByteLevel"' in json.dumps(backend_settings.get("decoder")):  # One character per byte
+    added_token_ids = {token["id"] for token in backend_settings.get("added_tokens", [])}
+    # In a byte-level vocabulary, each character of a token stands for one byte.
+    if '"ByteLevel"' in json.dumps(backend_settings.get("decoder")):
         for token, i in vocabulary.items():
-            sizes[i] = len(token.encode()) if i in added_ids else len(token)
+            sizes[i] = len(token.encode()) if i in added_token_ids else len(token)
     else:
         first_ids = list(tokenizer.encode("a", add_special_tokens=False))
         first_size = _decoded_size(tokenizer, first_ids)

@@ -1,4 +1,4 @@
-"""Load tokenizers with transformers. A tokenizer is loaded only when text is tokenized.
+"""Load tokenizers with transformers. A tokenizer is loaded only when it is first needed.
 
 Tokenizers in GPT-2's two-file format, such as the tokenizer that this suite ships, need only the
 `tokenizers` library, which imports much faster than transformers."""
@@ -29,12 +29,13 @@ from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
-# Maximum factor by which a tokenizer may lengthen a string, and maximum number of tokens that it
-# may add to every string. Published tokenizers at most triple the length of a space.
+# Maximum factor by which a tokenizer may lengthen a string. Published tokenizers at most triple the
+# length of a space.
 MAX_GROWTH = 64
+MAX_ADDED_TO_STRING = 64  # maximum number of tokens that a tokenizer may add to every string
 MAX_BYTES = 100_000_000  # maximum size of a tokenizer file; the largest published files are 35 MB
 # Maximum number of tokens added to a vocabulary. transformers needs 75 us per added token.
-MAX_ADDED = 100_000
+MAX_ADDED_TOKENS = 100_000
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -173,8 +174,8 @@ class Tokenizer:
         for name in self._files:
             if (self.folder / name).stat().st_size > MAX_BYTES:
                 raise self._unreadable_error(f"{name} is larger than {MAX_BYTES // 10**6} MB")
-            if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED:
-                raise self._unreadable_error(f"{name} adds more than {MAX_ADDED:,} tokens")
+            if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED_TOKENS:
+                raise self._unreadable_error(f"{name} adds more than {MAX_ADDED_TOKENS:,} tokens")
         if self.is_gpt2:
             return self._load_gpt2()
         fix = "use the folder that the model's tokenizer was saved in"
@@ -384,9 +385,9 @@ class Tokenizer:
                 f"it adds the id {full_ids.max()} to every string, but no token has this id"
             )
         num_added = len(full_ids) - len(bare_ids)
-        if num_added > MAX_GROWTH:
+        if num_added > MAX_ADDED_TO_STRING:
             what = f"tokenizer {self.folder} adds {num_added:,} tokens to every string"
-            raise UserError(what, f"at most {MAX_GROWTH} are accepted")
+            raise UserError(what, f"at most {MAX_ADDED_TO_STRING} are accepted")
         for start in range(num_added + 1):
             if np.array_equal(full_ids[start : start + len(bare_ids)], bare_ids):
                 return full_ids[:start], full_ids[start + len(bare_ids) :]

@@ -5,9 +5,9 @@ A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and ST
 last three describe the Hugging Face format of the family's weights (see gpt2/). The package may be
 in any folder, and its `__init__.py` must import torch only inside functions.
 
-The value of `model` in CONFIG is the name of a size or of a Hub repository, or the path of a
-Hugging Face folder or of a family's folder. A family's first size is the default. To select another
-size, append `:size` to the family's path."""
+The value of `model` in CONFIG may be the name of a size or of a Hub repository. It may also be the
+path of a Hugging Face folder or of a family's folder. A family's first size is the default. To
+select another size, append `:size` to the family's path."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ModelSize:
     block_tensors: int = 12  # number of parameter tensors in a block
     # Module names of `block_matrices`, in the same order; `lora_targets` selects from them
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
-    splits: bool = True  # whether tp and pp can split the model
+    splits: bool = True  # whether tp can shard the model and pp can partition it
     traced: TracedCosts | None = None  # traced costs; if given, they replace the formulas
     packs: bool = True  # whether attention can separate packed records
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
@@ -186,8 +186,8 @@ class ModelSize:
         return per_rank, shared
 
     def num_trained_parameters(self, rank: int, targets: str | None) -> int:
-        """Return the number of trained parameters: those of LoRA adapters with rank `rank`, or all
-        parameters if `rank` is 0."""
+        """Return the number of trained parameters. If `rank` is 0, all parameters are trained.
+        Otherwise, only LoRA adapters of this rank are trained."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
@@ -263,7 +263,7 @@ class ModelSpec:
             columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
             # For each row of the Hugging Face tensors, the index of the row in our tensor
             indices = self.code.to_hf(our_name, torch.arange(shape[0], device="cpu"), self.size)
-            pieces_read = []  # (row indices within the box, values of these rows)
+            pieces_read = []  # (row indices within the selected part, their values)
             for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
                 rows = rows.flatten()
                 (matching,) = torch.where((rows >= first) & (rows < stop))
@@ -550,8 +550,8 @@ def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]
 
 
 def _check_size_limits(size: ModelSize, folder: Path) -> None:
-    """Raise UserError for sizes far beyond those of real models, because planning for such sizes
-    could take hours."""
+    """Raise UserError if a size is far larger than in any real model, because planning for such a
+    size could take hours."""
     for name, limit in _MAX_VALUES.items():
         if (count := getattr(size, name)) > limit:
             what = f"{folder}: {name}={count} is too large"

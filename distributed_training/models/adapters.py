@@ -48,7 +48,7 @@ def read_adapters(folder: Path) -> AdapterConfig:
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    # Raise UserError if the path cannot be used
+    # This call raises UserError if the path cannot be used.
     expand_home("base_model_name_or_path", config.base_model_name_or_path)
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:

@@ -33,7 +33,7 @@ class Documents(NamedTuple):
     one that is set."""
 
     positions: torch.Tensor  # position of each token in its document, int64 [B, T]
-    ends: torch.Tensor | None = None  # 0, then all ends in the B T tokens, int32
+    ends: torch.Tensor | None = None  # 0, then each document's end in the B T tokens, int32
     mask: torch.Tensor | None = None  # [B, 1, T, T]: 0 if a query attends to a key, else -inf
 
 

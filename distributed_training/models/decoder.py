@@ -25,12 +25,12 @@ from distributed_training.models.attention import Documents, attend, describe_do
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """How tensor parallelism treats a module:
 
-- "column": its outputs are split;
-- "row": its inputs are split, so its outputs must be summed;
+- "column": its outputs are sharded;
+- "row": its inputs are sharded, so its outputs must be summed;
 - "whole": each rank has a full copy and applies it to a shard of the tokens;
 - "heads": each rank has a full copy and applies it to a shard of the heads;
 - "positions": each rank has the full table and looks up a shard of the positions;
-- "vocabulary": its rows are split by token."""
+- "vocabulary": its rows are sharded by token id."""
 Positions = int | torch.Tensor
 """Position of the first token, if positions are consecutive, or the positions of all tokens,
 [B, T]."""
@@ -427,9 +427,9 @@ class Fingerprint:
         return zlib.crc32(b"".join(values.tobytes() for values in samples.values()))
 
 
-# Box of a tensor, given as slices of its first dimensions; () means the whole tensor
+# Part of a tensor, given as slices of its first dimensions; () means the whole tensor
 Slices = tuple[slice, ...]
-# Function of (name, box) that returns a box of the named parameter's initial values
+# Function of (name, slices) that returns this part of the named parameter's initial values
 WeightSource = Callable[[str, Slices], torch.Tensor]
 # Function that returns this rank's shard of a parameter, without copying it, and the indices at
 # which the shard begins

@@ -26,6 +26,7 @@ _COLUMN_PAIRS = (
     (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"),
 )  # fmt: skip
+# Role in the dataset -> role that the chat template receives; "" keeps the name of the role
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys((ASSISTANT, "gpt", "model", "bot", "chatgpt"), ASSISTANT),

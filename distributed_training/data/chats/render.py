@@ -149,11 +149,12 @@ def build_responder(
     special_tokens: Sequence[str],
     cpu_s: float = CPU_S,
 ) -> Callable[[Conversation, bool], Any]:
-    """Return the function that answers requests in the child process. For a conversation, that
-    function returns a list of samples. For a question without an answer, that function returns a
-    list that contains only the rendered text. If the template fails, the reason is returned as a
-    string. If rendering a text takes more than `cpu_s` seconds of CPU time, the process is
-    killed."""
+    """Return the function that answers requests in the child process.
+
+    The function accepts a conversation and a Boolean. If the Boolean is False, it returns a list of
+    samples. If the Boolean is True, it returns a list that contains only the text up to the start
+    of the answer to the last message. If the template fails, it returns the reason as a string. If
+    one rendering takes more than `cpu_s` seconds of CPU time, the process is killed."""
     import warnings
 
     warnings.simplefilter("ignore")

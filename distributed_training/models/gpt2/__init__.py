@@ -48,8 +48,8 @@ SIZES = {
     "gpt2-medium": gpt2_size(vocab_size=50257, num_layers=24, num_heads=16, hidden_size=1024),
     "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
     "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
-    # This size is not published. It has gpt2-xl's matrices, but its heads can be split over 2, 4,
-    # 5, 10 or 20 ranks. gpt2-xl's 25 heads can be split only over 5 or 25.
+    # This size is not published. It has gpt2-xl's matrices, but its heads can be sharded over 2,
+    # 4, 5, 10 or 20 ranks. gpt2-xl's 25 heads can be sharded only over 5 or 25 ranks.
     "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
 }
 MODEL_TYPES = ("gpt2",)
@@ -117,8 +117,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, initialized as in the published code. For
-    each device type, the weights depend only on `seed`."""
+    """Build the model in fp32 on torch's default device, with random weights. For each device type,
+    the weights depend only on `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.gpt2.model import GPT2
 

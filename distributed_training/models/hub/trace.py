@@ -19,8 +19,8 @@ from torch._inductor.decomposition import select_decomp_table
 from distributed_training.models import TracedCosts
 from distributed_training.models.hub import UnsupportedError, model
 
-# Length of the longer of the two traced samples. Comparing both samples shows the costs that grow
-# with the square of the length.
+# Maximum length of the longer of the two traced samples. Comparing the two samples shows which
+# costs grow with the square of the length.
 MAX_LENGTH = 256
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}

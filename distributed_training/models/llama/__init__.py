@@ -44,8 +44,8 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """The `rope_parameters` of a transformers config, which set the rotation speed of each pair of
-    numbers in a head."""
+    """The `rope_parameters` of a transformers config, which set the frequencies of the rotary
+    position embedding."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     # No sequence here exceeds max_position_embeddings, so "dynamic" equals "default".
@@ -183,8 +183,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with random weights determined by
-    `seed`."""
+    """Build the model in fp32 on torch's default device, with random weights. For each device type,
+    the weights depend only on `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.llama.model import Llama
 
