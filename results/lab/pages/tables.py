@@ -15,6 +15,23 @@ from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.columns import COLUMNS, DEFAULT, MARKDOWN, table
 
 RECORDS_DIR = ROOT / "results" / "records"
+HEADINGS = {
+    "KiB a step": "KiB per step",  # prose: key of published records
+    "first_line": "first line",
+    "first_step": "first step",
+    "gradient_norm": "gradient norm",
+    "last_step": "last step",
+    "ms": "ms per step",
+    "peak_gib": "GiB",
+    "predicted step_time_s": "predicted step time, s",
+    "predicted_gib": "predicted GiB",
+    "predicted_ms": "predicted ms per step",
+    "real_share": "share of real tokens",
+    "real_tokens_per_s": "real tokens/s",
+    "records_per_block": "records per block",
+    "step_time_s": "step time, s",
+    "tokens_per_s": "tokens/s",
+}  # keys of published JSON files whose column headings differ from the key
 
 
 def markdown_table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
@@ -62,10 +79,8 @@ def published_json(*files: str, key: str, columns: str) -> str:
         for row, value in entries[key].items():
             values = value if isinstance(value, dict) else dict.fromkeys(column_names[:1], value)
             _check_names(f"{file}, {row}", "column", column_names, values)
-            rows.append([row, *(_figure(values[word]) for word in column_names)])
-    return markdown_table(
-        rows, ["", *(word.replace(" a step", " per step") for word in column_names)]
-    )
+            rows.append([row, *(_figure(values[name]) for name in column_names)])
+    return markdown_table(rows, ["", *(HEADINGS.get(name, name) for name in column_names)])
 
 
 def published_operations(file: str) -> str:
@@ -128,8 +143,8 @@ def published_links(*files: str, over: str = "") -> str:
     }
     rows = [
         [kind.replace("_", "-")] + [
-            f"{1e6 * group['operations'][kind]['latency_s']:,.0f} us, "
-            f"{group['operations'][kind]['bytes_per_s'] / 1e9:.2f}"
+            f"{1e6 * group['operations'][kind]['latency_s']:,.0f} µs, "
+            f"{group['operations'][kind]['bytes_per_s'] / 1e9:.0f} GB/s"
             for group in groups.values()
         ]
         for kind in next(iter(groups.values()))["operations"]
@@ -142,7 +157,7 @@ def _figure(value: float | None) -> str:
         return ""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.1e}"
 
 
 def _check_names(where: str, what: str, names: Iterable[str], known: Collection[str]) -> None:

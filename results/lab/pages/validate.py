@@ -326,9 +326,11 @@ def choices() -> str:
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
     text = (
         f"In {len(sets) - len(other_sets)} of {len(sets)} sets of runs with "
-        "the same model, batch and precision, the planner's first choice was the fastest. "
-        f"Its median slowdown, relative to the fastest, is {statistics.median(slowdowns):.1%}. "
-        f"The rank correlation, averaged over sets of at least four runs, is {ranked:.2f}."
+        "the same model, batch and precision, the planner's first choice was the fastest run. "
+        "The median slowdown of the first choice, relative to the fastest run, is "
+        f"{statistics.median(slowdowns):.1%}. "
+        "The rank correlation of predicted and measured times, averaged over sets of at least four "
+        f"runs, is {ranked:.2f}."
     )
     table = _table(other_sets, ["other sets", "first choice", "fastest", "slower by"])
     return f"{text}\n\n{table}"
