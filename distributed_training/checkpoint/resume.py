@@ -127,8 +127,8 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
     """Return the names of the files that `rank` needs to load a checkpoint. Raises ElsewhereError
     if a needed file is on another node.
 
-    Usually, a rank needs all files. If the nodes have no shared disk and the layout is unchanged, a
-    rank on a node that lacks some files needs only the files written on that node."""
+    Usually, a rank needs all files. If its node lacks some of them, the nodes have no shared disk
+    and the layout is unchanged, the rank needs only the files written on its node."""
 
     def find_missing() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -327,8 +327,8 @@ def run_identity(plan: Plan) -> dict[str, Any]:
 
 
 def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return a set with "max_steps" and "epochs", each only if the user typed a new value for it.
-    The set is empty if the run would not train beyond the checkpoint."""
+    """Return the keys among "max_steps" and "epochs" that the user set to a new value. Return an
+    empty set if the run would not train beyond the checkpoint."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
@@ -356,8 +356,8 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     ]
     unchanged_keys = _find_unchanged_keys(meta, plan) if changed_keys else set()
     changed_keys = [name for name in changed_keys if name not in unchanged_keys]
-    # If the user typed some of these keys, report only the typed keys. The other differences follow
-    # from them.
+    # If the user set some of these keys, report only those keys, because the other differences
+    # follow from them.
     requested = plan.requested
     typed_keys = [name for name in changed_keys if requested.is_set(name)]
     if "global_batch_size" in changed_keys and requested.is_set("batch_size", "grad_accum_steps"):

@@ -57,9 +57,9 @@ MEMORY_MARGIN = 1.3  # free memory that a copy requires, relative to the size of
 
 
 class Saver:
-    """Saves checkpoints in the background during training. If the host has enough free memory, the
-    state is first copied to host memory, and a thread writes the copy. Only one save runs at a
-    time."""
+    """Background writer of checkpoints. If the host has enough free memory, the state is first
+    copied to host memory, and a thread writes the copy while training continues. Only one save runs
+    at a time."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
@@ -138,8 +138,8 @@ class Saver:
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """Return all weights as they were after `step`, keyed by the model's parameter names. The
-        weights are taken from the copy in host memory. Return {} if that copy is from another step
-        or lacks some of the weights."""
+        weights are taken from the copy in host memory. Return {} if there is no copy of this step,
+        or if the run has several ranks, because this rank's copy may then lack weights."""
         if self.step != step or self.topology.world_size > 1:
             return {}
         parts = [part for part in self._copies if part.name.startswith("weight/")]

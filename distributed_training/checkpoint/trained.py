@@ -31,8 +31,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         return self.files.read_whole(f"{WEIGHT}{name}")
 
     def check(self, plan: Plan) -> None:
-        """Raise UserError if the names or shapes of the weights do not match the model in `plan`,
-        for example because the run's plan file has changed since training."""
+        """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
+        For example, the run's plan file may have changed since training."""
         blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
         matches = len(blocks) == plan.model.size.num_layers
         # peft.adapters_from_state compares the shapes of adapters.
@@ -76,8 +76,8 @@ class TrainedModel:
         and keeps its compute dtype.
 
         If `dtype` is None, weights and computation use fp32. If fp32 weights would take more than a
-        quarter of the available RAM, each weight instead keeps the dtype in which it is stored, but
-        computation still uses fp32."""
+        quarter of the available RAM, each weight keeps its stored dtype instead. Computation still
+        uses fp32."""
         model = self.spec.build_meta_model()
         weights, fingerprint = self._watch_base(model)
         rounding_dtype = self.adapters.rounding_dtype() if self.adapters else None

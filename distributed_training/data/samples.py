@@ -343,7 +343,7 @@ class Sampler:
     num_samples: int
     global_batch_size: int  # sequences per optimizer step, over all replicas
     micro_batch_size: int  # sequences in one forward pass of one replica
-    num_microbatches: int  # per replica and optimizer step
+    num_microbatches: int  # per replica per optimizer step
     num_replicas: int
     replica: int  # index of this rank's replica, equal within a tensor or pipeline group
     seed: int

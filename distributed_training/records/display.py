@@ -19,7 +19,7 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural, relative_path
 from distributed_training.settings.machine import GIB
 
-MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
+MIN_REAL_SHARE = 0.5  # if the share of real tokens is lower, the header suggests other settings
 WIDTH = 80  # maximum length of the lines that a run prints
 
 
@@ -83,9 +83,9 @@ class Display:
             )
 
     def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
-        """Show the values in the last of `rows` and the average speed over all `rows`, which come
-        from metrics.jsonl. The average excludes the run's first step (number `first_step`), which
-        is slower than the others."""
+        """Show the values in the last of `rows` and the average speed over all `rows`, which have
+        the same keys as the rows of metrics.jsonl. The average excludes the run's first step
+        (number `first_step`), which is slower than the others."""
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]
@@ -173,7 +173,7 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a predicted time as a rounded string, such as "about 5 minutes"."""
+    """Round a predicted time and return it as text, such as "about 5 minutes"."""
     if seconds is None:
         return "time unknown"
     if 0 <= seconds < 1:
@@ -240,7 +240,7 @@ def header_rows(r: Record) -> dict[str, str]:
         samples = f"{records:,} training and {validation:,} validation records, packed into blocks "
         samples += f"of {length:,} tokens ({records / num_train:.1f} records per block, {padding})"
     advice = ""
-    if real_share < MUCH_PADDING:
+    if real_share < MIN_REAL_SHARE:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
         advice = f". To reduce padding, use {fix}"
     pipeline = ""

@@ -1,5 +1,5 @@
 """Measure the speed and memory of a run, and send the measurements to the tracker that `log_to`
-names. The name of each value ends with its unit."""
+names. The names of times, sizes and speeds contain the unit, such as `step_time_s`."""
 
 import importlib
 import itertools

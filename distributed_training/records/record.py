@@ -83,8 +83,8 @@ class History(BaseModel):
     epochs: list[_Row] = []  # mean training loss and validation loss per epoch
     # Steps that were skipped because of non-finite gradients or a rollback
     skipped_steps: list[_Step] = []
-    # Keys: step, stall_s (how long the save blocked training), write_s (until the checkpoint was on
-    # disk), bytes.
+    # Keys: step, copied (whether a copy in host memory was written), stall_s (how long the save
+    # blocked training), write_s (time until the checkpoint was on disk), bytes.
     saves: list[_Row] = []
     loads: list[_Row] = []  # step and load_s for each resume
     best: _Row | None = None  # with keep_best: the evaluation of the weights in best/
@@ -107,8 +107,8 @@ class History(BaseModel):
         self.epochs.append(row)
 
     def find_stall(self, count: int) -> str:
-        """Return the lowest validation loss and its step as text if the last `count` evaluations
-        did not lower this loss. Otherwise, or if `count` is 0, return ""."""
+        """If none of the last `count` evaluations lowered the validation loss, return the lowest
+        loss and its step as text. Otherwise, or if `count` is 0, return ""."""
         losses = [row["loss"] for row in self.evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
         if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
@@ -158,12 +158,17 @@ class Record(History):
     # Machine of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
     machine: Annotated[dict[str, Any], _require_keys("gpu_name")]
     num_parameters: int  # parameters of the whole model
-    num_learning: int | None = None  # trained parameters, including adapters; None if not recorded
+    # Trained parameters: all parameters or, with lora_rank, only the adapters. None if not recorded
+    num_learning: int | None = None
     dtypes: dict[str, str] | None = None  # tensor -> dtype; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # component -> bytes per process
-    # Predicted before the run: peak_bytes and memory_bytes (by component) of the fullest process;
-    # step_time_s and tokens_per_s, which are None for an unknown GPU; bound_by; sent_bytes per
-    # step, by axis
+    # Predicted before the run. The main keys are:
+    # - peak_bytes, memory_bytes: size of the tensors in the process that uses the most memory, in
+    #   total and by component
+    # - host_bytes: RAM per process
+    # - step_time_s, likely_s, tokens_per_s, bound_by: time of a step, its typical range, speed and
+    #   main bottleneck. All four are None for an unknown GPU.
+    # - sent_bytes: bytes sent per step, by axis
     prediction: dict[str, Any] | None = None
     batch: Batch
     data: dict[str, Any]  # form, numbers of samples, share of real tokens, steps per epoch
@@ -176,7 +181,9 @@ class Record(History):
     # measured are None.
     memory: _Numbers = {}
     loss_seconds: list[float] = []  # training time up to each entry of loss_curve; set by `compare`
-    disk: dict[str, int] | None = None  # read_bytes and write_bytes of all ranks in num_steps steps
+    # Keys: read_bytes and write_bytes, summed over all ranks, and num_steps, the number of measured
+    # steps
+    disk: dict[str, int] | None = None
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, averaged over ranks
 
     @property

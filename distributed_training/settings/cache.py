@@ -16,9 +16,9 @@ PRIVATE = 0o700
 
 
 def cache_folder() -> Path:
-    """Return this user's cache folder: the value of DISTRIBUTED_TRAINING_CACHE, or
-    ~/.cache/distributed-training. If the latter is not writable, return a folder in $TMPDIR or
-    /tmp."""
+    """Return this user's cache folder: the value of DISTRIBUTED_TRAINING_CACHE or, if it is not
+    set, ~/.cache/distributed-training. If this user cannot write to ~/.cache/distributed-training,
+    return a folder in $TMPDIR or /tmp."""
     named_folder = os.environ.get(CACHE)
     if named_folder:
         return Path(named_folder)
@@ -37,7 +37,7 @@ def use_private_caches() -> None:
     from distributed_training.settings.errors import UserError, print_error
     from distributed_training.settings.launchers import is_first
 
-    # Without a home folder, libraries would create a folder named ~ in the current folder
+    # Without a home folder, libraries would create a folder named ~ in the current folder.
     if not os.path.isabs(os.path.expanduser("~")):
         home, why = create_private_folder("home", _temporary_folder())
         if why:

@@ -73,14 +73,14 @@ class RunConfig(Options):
         aliases=("seq_len", "max_seq_length", "block_size"))
     """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
     pack: bool | Auto = data_key(AUTO)
-    """True: fill blocks of max_length tokens with running text, or with whole records that cannot
-    attend to each other. False: each sample is one line or record, padded to max_length. auto:
-    True if the strategy's engine can keep packed records apart."""
+    """True: fill blocks of max_length tokens with running text, or with records that cannot attend
+    to each other. False: each sample is one line or record, padded to max_length. auto: True for
+    running text, and for records if the engine and the model can keep them apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data_key(42)
     """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
     batch_size: Count | Auto = training_key(4, aliases=("per_device_train_batch_size",), work=False)
-    """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
+    """Sequences per GPU per accumulation step. auto: the smallest number that keeps a GPU busy."""
     grad_accum_steps: Count = training_key(1, aliases=("gradient_accumulation_steps",), work=False)
     """Accumulation steps per optimizer step. Each accumulation step uses batch_size sequences per
     GPU."""
@@ -128,7 +128,7 @@ class RunConfig(Options):
     """Number of GPUs over which each copy of the model state is sharded. Each of these GPUs
     trains on its own share of the batch."""
     tp: Axis = layout_key(None)
-    """Number of GPUs that split every layer (tensor parallelism)."""
+    """Number of GPUs over which every layer is sharded (tensor parallelism)."""
     pp: Axis = layout_key(None)
     """Number of GPUs over which the layers are partitioned (pipeline parallelism)."""
     sequence_parallel: bool = layout_key(True)
@@ -136,7 +136,7 @@ class RunConfig(Options):
     micro_batch_size: Count | Auto = layout_key(AUTO)
     """Sequences per forward pass. auto: chosen for the layout."""
     num_microbatches: Count | Auto = layout_key(AUTO)
-    """Micro-batches per replica and optimizer step. auto: chosen for the layout."""
+    """Micro-batches per replica per optimizer step. auto: chosen for the layout."""
     pipeline_schedule: PipelineSchedule | Auto = layout_key(AUTO)
     """With pp: the order of forward and backward passes. auto: 1f1b."""
     pipeline_cut: Text | None = layout_key(None)
@@ -212,12 +212,12 @@ class RunConfig(Options):
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""
     export: bool = checkpoint_key(True)
-    """Write hf/ in Hugging Face format at the end."""
+    """After training, write the weights to hf/ in Hugging Face format."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
     push: Text | None = checkpoint_key(None, aliases=("hub_model_id",))
-    """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
+    """After training, upload hf/ to this repository (user/name) on the Hugging Face Hub."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the batch, at most once per run."""
@@ -226,7 +226,7 @@ class RunConfig(Options):
     process. With several processes, the limit is 600 s. After the first steps, the limit of a step
     is 20 times the usual step time, but at least 60 s (600 s with compile or profile)."""
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
-    """Seconds to wait for all processes to start."""
+    """Seconds to wait for all ranks to join."""
     # fmt: on
 
     def to_key_values(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from distributed_training.settings.launchers import is_first
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
-# Phrases in the errors of Python, torch and the dynamic linker if the system denies memory
+# Phrases in errors from Python, torch and the dynamic linker when the system denies memory
 _OUT_OF_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment")
-# Phrases in the errors if the system denies a new process or thread
+# Phrases in their errors when the system denies a new process or thread
 _OUT_OF_THREADS = ("can't start new thread", "Resource temporarily unavailable")
 
 

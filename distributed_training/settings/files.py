@@ -26,9 +26,8 @@ _CHUNK_BYTES = 16 * 2**20
 _FULL_CRC_BYTES = 10**9
 _NUM_CRC_BLOCKS = 1024
 _CRC_BLOCK_BYTES = 4096
-_MAX_JSON_BYTES = (
-    64_000_000  # size limit for JSON files; a file of this size takes one to two seconds to parse
-)
+# Size limit for JSON files. A file of this size takes one to two seconds to parse.
+_MAX_JSON_BYTES = 64_000_000
 # Beginning of a message from Python's JSON parser -> this suite's message for the same mistake
 _JSON_ERROR_TEXTS = {
     "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
@@ -258,7 +257,7 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
         return model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-    # Validators that compute with a value may raise these errors
+    # Validators that compute with a value may raise these errors.
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{source}: a value has the wrong type", str(error), fix) from None
     name = ".".join(map(str, first["loc"])) or "it"

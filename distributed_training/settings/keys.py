@@ -58,7 +58,7 @@ class Options(BaseModel):
     def sent_bytes(
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
-        """Return the size of one exchange in bytes, by kind of collective operation. The exchange
+        """Return the size of one exchange in bytes, keyed by collective operation. The exchange
         contains `num_values` values. `matrices` contains the (rows, columns) of each gradient that
         is a matrix."""
         return {"all_reduce": 4 * num_values}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """Environment variables of one launcher. If the launcher does not set the local rank and local
-    world size, `rendezvous.locate` derives them from the hosts of all ranks."""
+    world size, `rendezvous.assign_local_rank` derives them from the reports of all ranks."""
 
     name: str
     rank: str
@@ -66,8 +66,8 @@ LAUNCHERS = (
 # Rank variables of launchers whose number of processes is not set or not read: PRRTE's prun, Cray's
 # PALS and ALPS, horovodrun, MVAPICH 1
 _UNCOUNTED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK")
-# Variables that contain the number of nodes on which this command is started: Kubeflow's TrainJob,
-# SkyPilot, AWS Batch, and SageMaker, whose variable lists the hosts
+# Variables that contain the number of nodes on which this command is started. They are set by
+# Kubeflow's TrainJob, SkyPilot, AWS Batch and SageMaker. SageMaker's variable lists the hosts.
 _NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "AWS_BATCH_JOB_NUM_NODES", "SM_HOSTS")
 
 # Variable in which accelerate passes a setting -> accelerate's name for the setting

@@ -38,7 +38,7 @@ _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-ADAPTER_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s adapter per GPU
+ADAPTER_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
 Positive = Annotated[float, Field(gt=0)]
 GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 

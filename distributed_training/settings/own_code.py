@@ -50,8 +50,8 @@ def require_allowed_code(folder: Path, what: str) -> None:
 
 
 def require_allowed_family(model: str) -> None:
-    """Raise UserError if `model`, a value of the merged CONFIG, is the path to code that was named
-    only by a preset or a list of runs. Without this check, child processes would run the code,
+    """Raise UserError if `model`, from the merged CONFIG, is the path to code that was named only
+    by a preset or a list of runs. Without this check, child processes would run the code,
     because they receive the model on their command line."""
     folder = _family_folder(model)
     if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
@@ -61,7 +61,7 @@ def require_allowed_family(model: str) -> None:
 def _family_folder(model: object) -> Path | None:
     # A bare word, such as auto, does not name a folder, even if a folder of that name exists.
     if isinstance(model, str) and os.sep in model:
-        # Text that is not a usable path names no folder
+        # Text that is not a usable path names no folder.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             return Path(model.partition(":")[0]).expanduser().resolve()
     return None

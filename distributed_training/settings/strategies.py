@@ -53,8 +53,7 @@ class Traits:
     packs_records: bool = False  # whether it passes the boundaries of packed records to the model
     compacts_moments: bool = False  # whether it can store Adam moments in fewer bits
     averages_with_torch: bool = False  # whether PyTorch's DDP and FSDP settings apply
-    # True if it accepts a model whose parameters are already on the device
-    builds_on_device: bool = False
+    builds_on_device: bool = False  # whether the model's parameters may already be on the device
     sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
     hooks_between_blocks: bool = False  # whether each parameter of a block runs Python hooks
     takes_json: bool = False  # whether a DeepSpeed configuration replaces the mesh
@@ -159,12 +158,12 @@ def _read_zero(text: str) -> _Zero:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Definition of how the training state is distributed over processes."""
+    """Definition of how the training state is distributed over ranks."""
 
     name: str  # short name: the value of CONFIG["strategy"]
     source: Path  # the JSON file that defines the strategy
     document: Mapping[str, Any]  # DeepSpeed config with unresolved "auto" values; {} with a mesh
-    mesh: Mapping[str, int]  # axis sizes; -1 means all remaining processes
+    mesh: Mapping[str, int]  # axis sizes; -1 means all remaining ranks
     # Axes that the strategy sets; a suggested layout changes only these
     named_axes: tuple[str, ...]
     engine: str  # a built-in engine or a .py file in the strategy's folder
@@ -277,8 +276,8 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 
 def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
-    sizes. Raises UserError for an unknown name, for an axis that cannot be set, and for a DeepSpeed
-    configuration that is invalid or does not have the form that the strategy requires."""
+    sizes. Raises UserError for an unknown name or an axis that cannot be set. Also raises UserError
+    if a DeepSpeed configuration is invalid or does not fit the strategy."""
     folder = _find_strategy(config.strategy)
     setting = f"strategy={folder.name!r}"
     source = folder._path

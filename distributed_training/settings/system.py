@@ -31,9 +31,12 @@ _VARIABLES = {
 
 
 def require_system() -> None:
-    """Raise UserError if this command cannot work on this system. Possible reasons are an operating
-    system other than Linux, a removed current folder, a missing /proc, too little address space,
-    and an environment variable with a value that a library does not accept."""
+    """Raise UserError if this command cannot work on this system. The possible reasons are:
+    - The operating system is not Linux.
+    - The current folder has been removed.
+    - A file in /proc cannot be read.
+    - The limit on address space is too low.
+    - A library does not accept the value of an environment variable."""
     if sys.platform != "linux":
         fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
         raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
