@@ -70,7 +70,7 @@ def check_packages(plan: Draft) -> None:
 
 def check_open_files(plan: Draft) -> None:
     """Raise UserError if the limit on open files per process is too low for the run."""
-    # On CPUs, two processes ran with a limit of 40, and four processes with a limit of 64.
+    # Measured on CPUs: two processes ran with a limit of 40, and four processes with a limit of 64.
     needed = 48 + 8 * plan.processes_here
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < needed:  # -1 means no limit
@@ -80,7 +80,7 @@ def check_open_files(plan: Draft) -> None:
 
 
 def check_gpus(plan: Draft) -> None:
-    """Raise UserError if this machine has GPUs but not enough for one GPU per process."""
+    """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
     num_gpus = plan.machine.num_gpus
     processes_here = plan.processes_here
     if num_gpus and processes_here > num_gpus:
@@ -92,8 +92,8 @@ def check_gpus(plan: Draft) -> None:
 def check_swapping(plan: Draft) -> None:
     """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
     # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
-    # early, which led to wrong gradients. Shards smaller than the threshold of 1 MiB, such as all
-    # shards of gpt2-tiny, are never swapped.
+    # early, so gradients are wrong. DeepSpeed never swaps shards smaller than its threshold of 1
+    # MiB, such as all shards of gpt2-tiny.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     swaps = plan.strategy.offload["param"] == "nvme"

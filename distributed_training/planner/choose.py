@@ -44,7 +44,8 @@ CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
-# Values for "auto" as functions of the hidden size d, as in the Hugging Face Trainer
+# Values that replace "auto", as functions of the hidden size d. The Hugging Face Trainer uses the
+# same functions.
 AUTO_SIZES = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
@@ -108,7 +109,8 @@ def _choose_for_cpu(
     if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
     notes.append(
-        f"no GPU found: training {model} on the CPU, which learns words but not coherent text"
+        f"no GPU was found, so {model} is trained on the CPU. A model of this size learns words, "
+        "but not coherent text"
     )
     excluded_keys = PRESET_KEEPS.union(config.set_by)
     if config.is_set("epochs"):
@@ -244,7 +246,8 @@ def _choose_precision(precision: str, machine: Machine) -> str:
 
 
 def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:
-    """Return the number of tokens whose logits are in memory at the same time. 0 means all tokens.
+    """Return the number of tokens per chunk of the loss, or 0 to compute the loss of all tokens at
+    once.
 
     For each chunk after the first, the gradient of the output layer's weights is read and written
     once more. On a GPU, this takes as long as the layer's three matrix multiplications for about
@@ -307,8 +310,8 @@ def _uses_dropout(config: RunConfig) -> bool:
 
 
 def _compile_obstacle(candidate: Candidate) -> str:
-    """Return the reason why compiled blocks would fail or give wrong results. Return "" if there is
-    none."""
+    """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
+    such reason."""
     config = candidate.config
     strategy = candidate.strategy
     strategy_setting = f"strategy={config.strategy!r}"
@@ -347,8 +350,8 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
 
 
 def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
-    """Return the reason why a step cannot be captured as one CUDA graph, for example because the
-    step waits for the host. Return "" if there is none."""
+    """Return the reason why a step cannot be captured as one CUDA graph, or "" if there is no such
+    reason. For example, a step that waits for the host cannot be captured."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
     may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"
@@ -364,9 +367,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def _find_timed_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
-    """Find orders of operations that suit a pipeline's predicted durations. The durations are
-    predicted with the cluster's rates or, if these rates are unknown, with the rates of an H200.
-    The plan stores the orders, because ranks with different orders would deadlock."""
+    """Compute orders of operations for a pipeline's predicted durations. If the cluster's rates are
+    unknown, the durations are predicted with the rates of an H200. The plan stores the orders,
+    because ranks with different orders would deadlock."""
     step = StepCosts(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage

@@ -20,14 +20,14 @@ from distributed_training.settings.keys import Options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Condition without which some keys have no effect."""
+    """Condition that a layout must meet for some keys to have an effect."""
 
     keys: tuple[str, ...]
     is_met: Callable[[Candidate], bool]
     why: str
     fix: str  # setting that meets the condition
     conflict: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
-    off_values: tuple[Any, ...] = (None, AUTO)  # values that do not request the effect
+    off_values: tuple[Any, ...] = (None, AUTO)  # values that turn the keys off or leave them open
     # Values, besides the default, that the keys have in a plan that does not meet the condition
     resolved_values: tuple[Any, ...] = ()
     is_strict: bool = False  # True if the keys are also rejected in CONFIG or a preset
@@ -200,7 +200,7 @@ def _check_loss_chunks(candidate: Candidate) -> None:
 
 
 def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
-    """Return the keys that have no effect and that may differ between comparable runs. `compare`
-    may omit these keys."""
+    """Return the keys that have no effect and on which comparable runs may differ. The command
+    `compare` may leave out these keys."""
     idle = idle_settings(request, candidate)
     return {key for key, _ in idle if not KEYS[key].work}

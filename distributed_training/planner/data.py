@@ -1,4 +1,5 @@
-"""Find the tokenizer, weights and dataset for a run, and fit the plan to the dataset.
+"""Find the tokenizer, weights and dataset for a run, and resolve the settings that depend on the
+dataset.
 
 This module does not import torch."""
 
@@ -30,7 +31,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, sample_file
 
 MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
-MAX_SPARE_ROWS = 128  # maximum number of embedding rows beyond the tokenizer's tokens
+MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +167,8 @@ def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) ->
 
 
 def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
-    """Decide the numbers of samples and steps, and shorten a warm-up that is too long for the run.
-    Raises UserError if the run has too few steps for `profile`."""
+    """Return the numbers of samples and steps, and shorten the warm-up if it is too long for the
+    run. Raises UserError if the run has too few steps for `profile`."""
     config = draft.config
     train = data.train
     num_samples = len(train.starts)
@@ -252,9 +253,9 @@ def _choose_weights(
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights`, and the weights' folder (None for random weights).
 
-    Weights are random only in three cases: the key is "random", the model is not published, or its
-    weights cannot be used and the user did not name the model. Raises UserError if required weights
-    are not available."""
+    Weights are random only in three cases: the key is "random", the model is not published, or the
+    published weights cannot be used and the user did not name the model. Raises UserError if
+    required weights are not available."""
     weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id

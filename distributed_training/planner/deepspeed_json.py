@@ -78,8 +78,8 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         why = "CONFIG sets it with pipeline_cut and activation_checkpointing"
         raise UserError(f"{source}: {unwanted[0]} is not accepted in the JSON", why, "remove it")
     if scheduler:
-        # Reject a scheduler even if all its values are "auto", because DeepSpeed's warm-up is
-        # logarithmic and ours is linear.
+        # Reject a scheduler even if all its values are "auto", because DeepSpeed's default warm-up
+        # is logarithmic, but the warm-up of this suite is linear.
         scheduler_type = scheduler.get("type") if isinstance(scheduler, dict) else None
         lr_schedule = SCHEDULES.get(str(scheduler_type), "linear, cosine or constant")
         why = "CONFIG sets the schedule of every strategy with lr_schedule and warmup_steps"
@@ -98,7 +98,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
                 f"{what}: this run may not skip the same steps as runs with other strategies"
             )
     zero = document.get("zero_optimization", {})
-    if zero.get("stage") == 3:  # the option is slower if blocks are compiled
+    if zero.get("stage") == 3:  # memory_efficient_linear is slower if blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):
         section = zero.get(part)

@@ -95,7 +95,8 @@ _BUFFER_SIZE_KEYS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_pref
 _MAX_BUFFER_SIZE = 2**32
 _TEXT_KEYS = {"device", "nvme_path"}
 _CHECKED_SECTIONS = {"zero_optimization", "bf16", "fp16", *PASSED_SECTIONS}
-# Any other value would make computation, memory use or communication differ from the plan.
+# Keys for which only one value is accepted. Any other value would make computation, memory use or
+# communication differ from the plan.
 DEFAULTS: dict[str, Any] = {
     "cpu_offload": False,
     "cpu_offload_param": False,
@@ -123,7 +124,7 @@ _CHECK_SCRIPT = """
 import json, os, sys
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 answer = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what importing prints
+os.dup2(2, 1)  # send the output of imports to stderr
 from deepspeed.runtime.config import DeepSpeedConfig
 try:
     DeepSpeedConfig(json.load(sys.stdin))
@@ -135,9 +136,9 @@ CHECK_TIMEOUT_S = 120
 
 
 def check_sections(document: dict[str, Any], source: str) -> list[str]:
-    """Remove the sections without effect from `document`. Return the dotted names of the values
-    that only DeepSpeed can check. Raises UserError for a section or value that this suite does not
-    accept."""
+    """Remove sections that have no effect from `document`, in place. Return the dotted paths of
+    values that only DeepSpeed can check. Raises UserError for a section or value that this suite
+    does not accept."""
     for name, section in list(document.items()):
         is_object = isinstance(section, dict)
         is_off = is_object and (section.get("enabled") is False or not any(section.values()))

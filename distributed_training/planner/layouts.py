@@ -6,8 +6,8 @@ module does not import torch.
 The product must equal world_size exactly. Every layout that an error message suggests has passed
 all checks in this module. Each pipeline stage has consecutive blocks. The first stage also has the
 embeddings. The last stage also has the final norm and the output layer. If the embedding is tied,
-this output layer uses a copy of it. Under every strategy, a step processes
-batch_size x grad_accum_steps x world_size sequences, which are divided into micro-batches:
+the output layer uses a copy of the embedding. Under every strategy, a step processes batch_size x
+grad_accum_steps x world_size sequences, which are divided into micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
@@ -28,7 +28,7 @@ from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value that overrides the user's value
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
-# With these values, a layout can be rejected only because of its axes.
+# If CONFIG has these values, only the sizes of the mesh axes can make a layout invalid.
 RELAXED_SETTINGS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
@@ -43,7 +43,7 @@ OPEN_SETTINGS: Settings = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """CONFIG with a strategy and a mesh that have not yet been checked."""
+    """CONFIG, a strategy, a model and a mesh, which may still be incompatible."""
 
     config: Request
     strategy: Strategy
@@ -179,8 +179,8 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 
 def build_layout(candidate: Candidate) -> Layout:
-    """Partition the model into pipeline stages. Raises UserError if the mesh cannot divide the
-    model or is incompatible with a CONFIG setting."""
+    """Partition the model into pipeline stages. Raises UserError if the model cannot be divided
+    over the mesh, or if a setting in CONFIG is incompatible with the mesh."""
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
@@ -258,10 +258,10 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
     number of FLOPs per token, including the output layer but not the embedding lookup.
 
-    If a rank with two stages has an odd number of blocks, the extra block goes to its earlier stage
-    in a V-shaped schedule and to its later stage in other schedules. In the simulator of
-    pipedream_tutorial, the opposite choice makes steps longer. On the rank with the output layer,
-    blocks are instead divided so that both stages cost about the same."""
+    If a rank with two stages has an odd number of blocks, one stage gets the extra block. V-shaped
+    schedules give it to the earlier stage, and other schedules to the later stage. In the simulator
+    of pipedream_tutorial, the opposite choice makes steps longer. On the rank with the output
+    layer, blocks are instead divided so that both stages cost about the same."""
     # Multiplications per token in a block and in the output layer
     block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head_cost = size.padded_vocab_size * size.hidden_size
@@ -289,7 +289,8 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
 
 
 def cut_batch(candidate: Candidate) -> Batch:
-    """Divide the batch of one step into micro-batches as CONFIG requests or, for "auto", by a rule.
+    """Split the batch of one step into micro-batches as CONFIG requests. For "auto", use the rule
+    below.
 
     The rule chooses the smallest number of micro-batches that the schedule accepts and that meets
     two conditions. Activations need no more memory than the activations of `batch_size` sequences
@@ -311,8 +312,8 @@ def cut_batch(candidate: Candidate) -> Batch:
     ]
     if not counts:
         raise _micro_batch_error(candidate, possible_counts, sequences)
-    # A block keeps 16 values per hidden unit (predict/costs/block.py). Of these values, 4 are
-    # between the layers that tp splits, where only sequence parallelism shards activations.
+    # A block keeps 16 values per hidden unit (predict/costs/block.py). Four of these values are
+    # between the layers that tp shards. Only sequence parallelism shards these four values.
     tp = candidate.mesh["tp"]
     activation_share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
@@ -336,8 +337,8 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
     """Return the error for an impossible number or size of micro-batches. The error suggests the
-    nearest possible numbers. There is at least one, because micro-batches of one sequence are
-    always possible."""
+    nearest possible numbers. At least one number is possible, because every schedule accepts
+    micro-batches of one sequence."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")

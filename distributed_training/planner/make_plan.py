@@ -32,9 +32,10 @@ def make_plan(
     does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []
     request = inherit_settings(request, cluster.num_processes, notes)
+    # Check the paths before any slow step or download.
     for key in ("dataset", "validation_dataset"):
         if dataset := getattr(request, key):
-            check_dataset_path(dataset, key)  # before anything takes time or is downloaded
+            check_dataset_path(dataset, key)
     draft = draft_plan(request, cluster, notes)
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)
@@ -50,7 +51,7 @@ def make_plan(
         deepspeed_json = fill_deepspeed_json(draft, notes)
     if prediction.memory_fit in ("tight", "unlikely"):
         most_gib = prediction.memory.likely_bytes[1] / GIB
-        notes.append(f"memory is tight: similar runs have needed up to {most_gib:.1f} GiB per GPU")
+        notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
     return Plan(
         **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
         deepspeed_json=deepspeed_json,
@@ -103,8 +104,8 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
         values = ", ".join(f"{name}={earlier_settings[name]!r}" for name in changed)
         notes.append(f"settings of the resumed run: {values}")
     inherited: dict[str, Any] = {name: earlier_settings[name] for name in open_keys if name in KEYS}
-    # The decided values depend on the earlier dataset, so use the requested values instead. A
-    # decided num_samples of -1 (all samples) is kept.
+    # The resolved values depend on the earlier dataset, so use the requested values instead. A
+    # resolved num_samples of -1 (all samples) is kept.
     if config.is_set("dataset"):
         data_keys = {"pack"} if earlier_settings["num_samples"] == -1 else {"num_samples", "pack"}
         inherited |= {name: earlier_requested[name] for name in data_keys.intersection(inherited)}

@@ -77,9 +77,9 @@ def rank_layouts(
 
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
-    """Return a sort key for strategies that produce the same layout. The strategy that needs the
-    fewest settings comes first. If fsdp and dp need the same number of settings for sharded
-    replicas (HSDP), fsdp comes first."""
+    """Return a sort key for strategies that produce the same layout. Strategies that need fewer
+    settings come first. If fsdp and dp need the same number of settings to shard the state, fsdp
+    comes first."""
     is_sharded = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(layout_settings(plan)), is_sharded and plan.strategy.mesh["dp_shard"] == 1
 
@@ -247,8 +247,8 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 
 def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
-    """Return the layouts that are as likely to fit into memory as `best` and whose steps take at
-    most 1 + `tolerance` times as long as the steps of `best`."""
+    """Return the layouts that are as likely to fit into memory as `best` and slower by at most the
+    fraction `tolerance`."""
     memory_fit, seconds = best.sort_key
     return [
         choice for choice in choices if choice.sort_key <= (memory_fit, seconds * (1 + tolerance))
@@ -305,9 +305,9 @@ def choose_strategy(
 
 
 def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
-    """Return the candidate with a chosen batch size. The batch size is the smallest power of two
-    that fits into memory and reaches the fraction NEAR_BEST of the best predicted tokens/s, or 1 if
-    no batch size fits."""
+    """Return the candidate with a batch size. Choose the smallest power of two that fits into
+    memory and reaches the fraction NEAR_BEST of the best predicted tokens/s. If the GPU's rates are
+    unknown, choose the largest power of two that fits. If none fits, choose 1."""
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MAX_BATCH_POWER + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
@@ -318,10 +318,13 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
                 speeds[size] = prediction.tokens_per_s or size
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= required_speed), 1)
-    if speeds:
-        notes.append(f"batch_size is {size}, the smallest value predicted to keep a GPU busy")
+    if not speeds:
+        reason = "because no value is predicted to fit into memory"
+    elif cluster.rates is None:
+        reason = "the largest tested value that is predicted to fit into memory"
     else:
-        notes.append(f"batch_size is {size}, because no value is predicted to fit into memory")
+        reason = f"the smallest value predicted to reach {NEAR_BEST:.0%} of the best tokens/s"
+    notes.append(f"batch_size is {size}, {reason}")
     return _with_batch_size(candidate, size)
 
 

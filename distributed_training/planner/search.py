@@ -26,7 +26,7 @@ from distributed_training.predict.simulate import (
 CHANGES_PER_OPERATION = 150  # changes tested per operation
 MAX_SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
 MAX_OFFSET = 6  # maximum number of positions by which an operation is moved
-SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation rather than one per period
+SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation, not one per period
 HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
@@ -60,10 +60,10 @@ def search_orders(
     send a result to another rank.
 
     The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
-    starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster. Simulated
-    annealing with random thresholds then improves the order for the estimated durations. The same
-    arguments give the same order on any machine, because the search uses only basic floating-point
-    operations and `random()`. The sequence of `random()` does not depend on the Python version."""
+    starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster. Threshold
+    accepting with random, decreasing thresholds then improves the order. The same arguments give
+    the same order on any machine, because the search uses only basic floating-point operations and
+    `random()`. The sequence of `random()` does not depend on the Python version."""
     last_stage = len(blocks) - 1
     p = len(blocks) // 2
     durations = durations_by_step(seconds)

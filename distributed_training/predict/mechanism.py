@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.rates import Rates, tiled_multiplications
 
-# Operation -> number of times that the data travels around the ring of processes. "send" uses no
-# ring.
+# Collective -> number of times that its data travels around the ring of ranks. "send" uses no ring.
 RING_TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
     "send": 0,
@@ -28,8 +27,8 @@ Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
-# Points in a step at which memory use may peak: during the passes, in the backward pass of the
-# first block (the last block to run backward), and in the optimizer step
+# Points in a step at which memory may peak: the forward and backward passes, the backward pass of
+# the first block (which runs last), and the optimizer step
 StepPoint = Literal["passes", "first block", "update"]
 ComponentBytes = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
 PassCosts = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
@@ -59,9 +58,9 @@ class PipelineRank:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.num_microbatches = plan.batch.num_microbatches
-        # Number of times per step that FSDP and ZeRO exchange a block (1 in a pipeline)
+        # Number of times per step that FSDP and ZeRO gather and reduce a block (1 in a pipeline)
         self.exchanges_per_step = 1 if self.pp > 1 else self.num_microbatches
-        # Whether the model's own weights are frozen and only adapters are trained
+        # Whether the base weights are frozen and only adapters are trained
         self.freezes_base = config.lora_rank > 0
         self.trained_share = (
             0 if self.freezes_base else 1
@@ -71,8 +70,8 @@ class PipelineRank:
         self.recomputes = config.activation_checkpointing != "none"
         self.dtype_bytes = 4 if config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * config.max_length
-        # Size in bytes of one micro-batch's hidden states between two blocks, and their number of
-        # shards
+        # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and
+        # the number of shards
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
         self.hidden_shards = self.tp if config.sequence_parallel else 1
         self.hidden_share = 1 / self.hidden_shards
@@ -119,16 +118,19 @@ class PipelineRank:
             )
             self.trained_parameters = self.adapter_parameters
 
-    def traced_bytes(self, what: str, compile_mode: str) -> float:
+    def traced_bytes(self, quantity: str, compile_mode: str) -> float:
         """Return the number of bytes that a block keeps or moves per micro-batch, based on a trace
-        of the model. If `what` is "kept", the bytes are kept for the backward pass. If `what` is
-        "forward" or "backward", the bytes are moved in that pass. Models are traced in bf16, so the
-        number is scaled to the width of the compute dtype."""
+        of the model. `quantity` is "kept" (for the backward pass), "forward" or "backward" (bytes
+        moved in that pass). Models are traced in bf16, so the number is scaled to the width of the
+        compute dtype."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
         return (
-            self.tokens * self.dtype_bytes / 2 * traced.bytes_per_token(what, compile_mode, length)
+            self.tokens
+            * self.dtype_bytes
+            / 2
+            * traced.bytes_per_token(quantity, compile_mode, length)
         )
 
 
@@ -200,7 +202,8 @@ class Mechanism:
     host_bytes: Callable[[PipelineRank], float] = lambda _: (
         0
     )  # bytes of RAM in addition to offloaded state
-    # Bytes per step of exchanges inside blocks and between stages, and of data-parallel exchanges
+    # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
+    # stages, and for data parallelism
     layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
     data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
     # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
@@ -211,11 +214,11 @@ class Mechanism:
     moved_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
     update_bytes: Callable[[PipelineRank], float] = lambda _: 0
-    # Number of exchanges per block that the host launches
+    # Number of collectives per block that the host launches
     num_launches: Callable[[PipelineRank], float] = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
     # for this code)
     hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
-    # Seconds per step spent off the device, by bottleneck. The second argument is the largest
-    # number of trained parameters in any process.
+    # Seconds per step for offloading, by bottleneck. The second argument is the largest number of
+    # trained parameters on any rank.
     off_device_s: Callable[[PipelineRank, float], dict[str, float]] = lambda _, most_parameters: {}

@@ -1,6 +1,6 @@
-"""Estimate the peak memory of one process by component. For each of three points in a step, this
-module adds up the memory that the mechanisms in predict/costs need. The largest sum is the peak.
-This module does not import torch."""
+"""Estimate the peak memory of one rank by component. For each of three points in a step, add up the
+memory that the mechanisms in predict/costs need. The largest sum is the peak. This module does not
+import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 class MemoryEstimate:
     """Estimated peak memory of the processes on each pipeline rank, in bytes."""
 
-    by_rank: list[dict[str, int]]  # component -> bytes when their sum is largest
-    likely_bytes: list[int]  # lower and upper ends of the likely need for GPU memory
-    context_bytes: int  # on a GPU, outside PyTorch's allocator
+    by_rank: list[dict[str, int]]  # for each pipeline rank: component -> bytes at the peak
+    likely_bytes: list[int]  # typical range of the GPU memory needed (10th to 90th percentile)
+    context_bytes: int  # GPU memory outside PyTorch's allocator; 0 without a GPU
     host_bytes: int  # RAM per process
     disk_bytes: int  # size of the files per process
 
@@ -165,9 +165,9 @@ def _bytes_at(
 
 
 def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
-    """Return (bytes of block activations, bytes of logits) at the point in the process's sequence
-    of operations where their sum is largest. A block keeps `per_block` bytes, and its
-    backward pass needs `backward` additional bytes."""
+    """Return (bytes of block activations, bytes of logits) during the operation in which their sum
+    is largest. A block keeps `per_block` bytes, and its backward pass needs `backward` additional
+    bytes."""
     blocks = rank.plan.layout.blocks_per_stage
     loss = loss_bytes(rank)
     pending = pending_bytes(rank)
@@ -186,8 +186,8 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
         if rank.freezes_base and change == "W":  # frozen blocks have no weight gradients
             continue
         current = (block_bytes, logit_bytes)
-        # The first stage needs no input gradients. If this stage is not compiled, its W runs the
-        # whole backward pass.
+        # The first stage needs no input gradients. If the first stage is not compiled, its W runs
+        # the whole backward pass.
         until_weights = pending if stage or rank.config.compile else 0.0
         block_changes = {
             "F": per_block,

@@ -24,8 +24,8 @@ from distributed_training.settings.machine import (
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MAX_PROCESSES = 2**16
 MEASURED_CAPABILITY = (9, 0)  # compute capability of the GPUs on which the records were measured
-# The largest of three memory estimates that fits: the upper end of the likely range ("yes"), the
-# prediction ("tight"), or the lower end ("unlikely"). "no" means that none of them fits.
+# "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
+# end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
 MemoryFit = Literal["yes", "tight", "unlikely", "no"]
 MEMORY_FITS: tuple[MemoryFit, ...] = get_args(MemoryFit)
 
@@ -85,8 +85,9 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """Return a cluster that consists of this machine and identical machines. `gpu` is the name or
-    JSON description of the GPU whose rates are used instead of the rates of this machine's GPU."""
+    """Return the cluster of a local run: this machine and, with several nodes, identical machines.
+    `gpu` is the name or JSON description of the GPU whose rates are used instead of the rates of
+    this machine's GPU."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -119,15 +120,15 @@ class Prediction:
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Value from MEMORY_FITS that states how likely it is that the processes fit into GPU and
-        host memory."""
+        """Likelihood that the processes fit into GPU and host memory, as a value from
+        MEMORY_FITS."""
         host_bytes = self.memory.host_bytes * self.plan.processes_here
         return self.gpu_memory_fit if host_bytes <= self.plan.machine.ram_bytes else "no"
 
     @property
     def gpu_memory_fit(self) -> MemoryFit:
-        """Value from MEMORY_FITS that states how likely it is that every process fits into its GPU.
-        The value is "yes" if there are no GPUs."""
+        """Likelihood that every process fits into its GPU, as a value from MEMORY_FITS. The value
+        is "yes" if there are no GPUs."""
         machine = self.plan.machine
         low_bytes, high_bytes = self.memory.likely_bytes
         if machine.num_gpus == 0 or high_bytes <= machine.gpu_memory_bytes:
@@ -149,9 +150,8 @@ class Prediction:
 
     @property
     def bottleneck_kind(self) -> str:
-        """Kind of the main bottleneck of a step. If the rates are known, the kind is a key of
-        FITTED.likely_s, which maps each kind to a typical error range. Otherwise, the kind is
-        "unknown"."""
+        """Key of FITTED.likely_s that selects the typical error of this prediction, or "unknown" if
+        the rates are not known."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
@@ -172,9 +172,9 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """True if the plan is similar to runs that were measured. Such a plan uses a single node.
-        On GPUs, its model and kind of GPU were measured, and it uses no more GPUs than the measured
-        runs."""
+        """True if measured runs cover the plan. The plan must use a single node. On GPUs, runs with
+        the same model and compute capability must have been measured, with at least as many
+        GPUs."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -187,8 +187,8 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """Lower and upper ends of the range of likely step times, relative to the predicted
-        time."""
+        """Typical range of the measured step time, relative to the predicted time: the 10th and
+        90th percentile. The range is wider if the prediction is not validated."""
         low, high = vars(FITTED.likely_s)[self.bottleneck_kind]
         if not self.validated:
             wider_range = FITTED.unvalidated_s
@@ -197,7 +197,7 @@ class Prediction:
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Lower and upper ends of the range of likely step times, in seconds."""
+        """Typical range of the step time in seconds."""
         if self.step is None:
             return None
         return [share * self.step.seconds for share in self.likely_shares]

@@ -55,8 +55,8 @@ class Rates:
 def rates_of(gpu: Gpu) -> Rates:
     """Return the rates of a GPU, estimated from its datasheet values.
 
-    Long matrix multiplications would exceed the power limit of most GPUs, so these GPUs lower their
-    clock and voltage. The rate of the multiplications is then proportional to the square root of
+    On most GPUs, long matrix multiplications would exceed the power limit, so the GPU lowers its
+    clock and voltage. The rate of matrix multiplications is then proportional to the square root of
     the power limit. Element-wise kernels are bound by memory bandwidth or, if the bandwidth is
     large, by the throughput of the multiprocessors."""
     shares = FITTED.gpu_shares
@@ -98,9 +98,9 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
 
 
 def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
-    """Return the number of scalar multiplications that a GPU performs to multiply an `m x k` matrix
-    by a `k x n` matrix. Each multiprocessor computes one tile of the result at a time, and all
-    multiprocessors are assumed to compute the same number of tiles."""
+    """Return the number of scalar multiplications for an `m x k` matrix times a `k x n` matrix,
+    including tile and wave quantization. Each multiprocessor computes one whole tile of the result
+    at a time, and all multiprocessors are assumed to compute the same number of tiles."""
     costs = []
     for (rows, columns), split_k in itertools.product(TILES, SPLIT_K):
         tiles = math.ceil(m / rows) * math.ceil(n / columns)

@@ -31,7 +31,7 @@ from distributed_training.predict.simulate import map_consumers, simulate, total
 
 
 class StepTime(NamedTuple):
-    """Time of a step in seconds, and the main bottleneck of the slowest process."""
+    """Time of a step in seconds, and the main bottleneck of the slowest rank."""
 
     seconds: float
     bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
@@ -49,7 +49,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     gpu_passes_s = total_duration(simulate(orders, seconds, consumers))
     busy_s = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
     processes_here = plan.processes_here
-    if rates.on_host:  # while a stage waits, other stages use its cores
+    if rates.on_host:  # while a stage waits, other stages can use its CPU cores
         gpu_passes_s = max(
             sum(busy_s) / len(busy_s),
             gpu_passes_s * min(1.0, plan.machine.num_cpus / processes_here),
@@ -141,7 +141,7 @@ class StepCosts(Timing):
         return sum(mechanism.update_bytes(process) for mechanism in self.mechanisms) / rate
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
-        """Return the time in seconds that data-parallel exchanges add to the computation time."""
+        """Return the time in seconds that data-parallel communication adds to the step."""
         steps = self.plan.steps_between_exchanges
         num_collectives = (
             1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
@@ -152,7 +152,9 @@ class StepCosts(Timing):
             for (axis, operation), size in mechanism.data_parallel_traffic(process).items()
             if self.mesh[axis] > 1
         )
-        if self.pp > 1 or steps:  # no overlap: they run after the pipeline phase or the update
+        # These collectives do not overlap, because they run after the pipeline's passes or after
+        # the update.
+        if self.pp > 1 or steps:
             return seconds
         overlapped = min(seconds, computing_s)
         return FITTED.interference * overlapped + seconds - overlapped
@@ -168,7 +170,7 @@ class StepCosts(Timing):
 
     def host_block_s(self) -> float:
         """Return the time in seconds that the host needs to launch the forward and backward passes
-        of one block, including the block's exchanges."""
+        of one block, including the block's collectives."""
         exchanges = sum(mechanism.num_launches(self) for mechanism in self.mechanisms)
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 

@@ -9,8 +9,8 @@ from distributed_training.predict.mechanism import PipelineRank, Traffic, pipeli
 
 
 def tensor_bytes(rank: PipelineRank) -> Traffic:
-    """Return the total size in bytes of the tensors that a process exchanges per step, by axis and
-    operation. Exchanges of at most 8 bytes are omitted."""
+    """Return the total size in bytes of the tensors that a rank communicates per step, by axis and
+    operation. Tensors of at most 8 bytes are omitted."""
     total: Traffic = Counter()
     for mechanism in used_by(rank.plan):
         total += mechanism.layer_traffic(rank) + mechanism.data_parallel_traffic(rank)

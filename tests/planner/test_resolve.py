@@ -84,7 +84,7 @@ def test_auto_values_follow_the_machine(machine, model, precision, compiled):
     plan, notes = decide(machine)
     config, notes_text = plan.config, " / ".join(notes)
     assert (config.model, config.precision, config.compile) == (model, precision, compiled)
-    assert ("no GPU found" in notes_text) == (machine is CPU_MACHINE)
+    assert ("no GPU was found" in notes_text) == (machine is CPU_MACHINE)
     assert ("less than 12 GiB" in notes_text) == (model == "gpt2")
 
 

@@ -1,5 +1,5 @@
-"""Estimate the memory, traffic and time of a step, with one file per mechanism. This module does
-not import torch. To add a mechanism, add a file, and add a line to MECHANISMS."""
+"""Estimate the memory, communication volume and time of a step, with one file per mechanism. This
+module does not import torch. To add a mechanism, add a file, and add a line to MECHANISMS."""
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import (

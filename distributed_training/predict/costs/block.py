@@ -79,7 +79,7 @@ def _attention_cost(timing: Timing) -> Cost:
 
     If records are packed, a special kernel skips the scores between different records of a
     sequence. Without this kernel, all scores are computed, and a mask hides the scores between
-    records. This costs more than causal attention over the whole sequence."""
+    records. Masked attention costs more than causal attention over the whole sequence."""
     packing = timing.plan.packing
     uses_mask = packing is not None and not _uses_packed_kernel(timing)
     length = timing.config.max_length if uses_mask else timing.plan.attended
@@ -149,8 +149,8 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
 
     With several micro-batches, all gradients exist at every point. With a single micro-batch, no
     gradients are counted at the point "passes", because activations are freed as gradients are
-    added. At the point "first block", all gradients exist except those of the first block and of an
-    untied embedding."""
+    added. At the point "first block", all gradients exist except the gradients of
+    the first block and of an untied embedding."""
     if rank.num_microbatches > 1 or point == "update":
         return 1
     if point == "passes":
@@ -175,7 +175,8 @@ BLOCK = Mechanism(
     block_costs=block_costs,
     moved_bytes=_moved_bytes,
 )
-# An engine without hooks visits each tensor once per step if there are several ranks.
+# If there are several ranks, an engine without hooks runs Python code for each tensor once per
+# step.
 TENSORS = Mechanism(
     is_used=lambda plan: not plan.strategy.traits.hooks_between_blocks,
     hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),

@@ -20,7 +20,7 @@ def forward_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
 
 
 def elementwise_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of repeating the element-wise operations and half of the exchanges over
+    """Return the cost of repeating the element-wise operations and half of the collectives over
     tp."""
     return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
 
@@ -31,9 +31,9 @@ def boundary_bytes(rank: PipelineRank) -> float:
 
 
 def selective_activation_bytes(rank: PipelineRank) -> float:
-    """Return the size in bytes of the tensors that selective checkpointing keeps for a block: its
-    input, the results of its matrix multiplications, and the result of its attention. The result of
-    the block's last matrix multiplication counts only if the block is not compiled."""
+    """Return the size in bytes of the tensors that selective checkpointing keeps for a block: the
+    input, the outputs of matrix multiplications, and the output of attention. The output of the
+    last matrix multiplication counts only if the block is not compiled."""
     if rank.size.traced is not None:
         return rank.traced_bytes("kept", "selective")
     split_outputs = (
@@ -43,8 +43,8 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
     return rank.hidden_bytes * values + block.statistics_bytes(rank)
 
 
-# The incoming gradient needs memory in addition to everything that the block keeps. In a recomputed
-# block, the gradient takes the memory of the block's input.
+# Without recomputation, the incoming gradient needs memory in addition to the activations that the
+# block keeps. In a recomputed block, the gradient reuses the memory of the block's input.
 NONE = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "none",
     activation_bytes=block.activation_bytes,

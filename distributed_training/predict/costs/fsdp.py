@@ -34,12 +34,13 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
 
 def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded fp32 gradients before
-    their reduce-scatter. Parameters outside the blocks stay gathered. Of the blocks, only the
-    current one and the prefetched ones are gathered."""
+    their reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and
+    the prefetched blocks are gathered."""
     if rank.pp > 1:  # see costs/pp.py
         return {}
     if point == "update" and rank.trained_share:
-        # Gradients of the root module in fp32, and of the output rows in the compute dtype
+        # Gradients of the root module in fp32, and of the output layer's weight in the compute
+        # dtype
         return {
             "buffers": 4 * rank.parameters_outside_blocks
             + rank.dtype_bytes * rank.embedding_parameters

@@ -28,7 +28,7 @@ class LossBytes(NamedTuple):
     peak: float
     until_weights: float  # from I to W
     outer_bytes: float  # for the last norm and the output layer, throughout the passes
-    rows_gradient: float  # for the output rows' gradient, if it is not counted elsewhere
+    rows_gradient: float  # gradient of the output layer's weight, if not counted elsewhere
 
 
 def loss_bytes(rank: PipelineRank) -> LossBytes:
@@ -47,9 +47,9 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     num_logits = rank.tokens * rank.size.padded_vocab_size / rank.tp
     chunk = int(rank.config.loss_chunk_tokens)
     if chunk:
-        # The gradients of the hidden states and output rows are kept. The peak also includes one
-        # chunk or, if the weights are fp32, an fp32 copy of the output rows' gradient after the
-        # last chunk.
+        # The gradients of the hidden states and of the output layer's weight are kept. The peak
+        # also includes one chunk. If the weights are fp32, an fp32 copy of the weight's gradient
+        # exists after the last chunk, and the larger of chunk and copy counts.
         row_parameters = rank.trained_share * (
             rank.size.padded_vocab_size * rank.size.hidden_size / rank.tp
         )
@@ -84,8 +84,8 @@ def _loss_kernels(rank: PipelineRank) -> str:
 def _second_gradient_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
-    """Return the size in bytes of a tied embedding's second gradient, which is added to the
-    first."""
+    """Return the size in bytes of a tied embedding's second gradient, which is added to the first
+    gradient."""
     in_fsdp_buffers = rank.plan.uses_fsdp and rank.pp == 1
     if point == "update" and rank.trained_share and not in_fsdp_buffers:
         return {"buffers": 4 * rank.embedding_parameters}
@@ -104,7 +104,7 @@ def head_costs(timing: Timing) -> PassCosts:
         vars(FITTED.logit_traffic)[kernels] * timing.dtype_bytes / 2 * timing.tokens * vocabulary
     )
     traffic = 0.5 * (logit_bytes / rate) * MEMORY
-    # Each chunk reads and writes the gradient of the output rows.
+    # Each chunk reads and writes the gradient of the output layer's weight.
     chunk = int(timing.config.loss_chunk_tokens)
     num_accesses = 2 * math.ceil(timing.tokens / chunk) if chunk else 0
     weights = timing.gemm(d, timing.tokens, vocabulary) + timing.memory_cost(

@@ -34,7 +34,8 @@ def message_s(timing: Timing) -> float:
     """Return the time in seconds to send a result from one stage to the next."""
     rate = timing.rates.link_bytes
     latency = timing.rates.link_latency_s
-    if timing.plan.num_processes // timing.pp >= timing.plan.processes_here:  # on another node
+    # The next stage is on another node.
+    if timing.plan.num_processes // timing.pp >= timing.plan.processes_here:
         rate = timing.rates.network_bytes
         latency *= 2
     rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
@@ -73,8 +74,8 @@ def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> 
 
 
 def pending_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes per block and micro-batch that are kept between the backward pass
-    for inputs (I) and the backward pass for weights (W), in addition to the activations.
+    """Return the number of bytes per block and micro-batch that are kept from the backward pass for
+    inputs (I) until the backward pass for weights (W). The activations are not counted.
 
     In compiled blocks, the inputs of all matrices and the gradients of their outputs replace the
     activations and have the same total size (parallel/zero_bubble.py). Sequence parallelism needs

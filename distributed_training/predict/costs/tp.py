@@ -1,5 +1,5 @@
-"""Estimate the cost of tensor parallelism, which splits each layer across the processes of the tp
-axis. This module does not import torch."""
+"""Estimate the cost of tensor parallelism, which shards each layer over the ranks of the tp axis.
+This module does not import torch."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over the tp axis. With sequence parallelism, the forward and backward
     passes of a block each run two all-gathers and two reduce-scatters. Without sequence
     parallelism, each pass runs two all-reduces. The embedding, the output layer and the loss
-    require additional exchanges. Once per step, the gradients of some replicated parameters are
+    require additional collectives. Once per step, the gradients of some replicated parameters are
     summed over tp. `rank.tp_partial_parameters` is the number of these parameters."""
     num_microbatches = rank.num_microbatches
     exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
@@ -64,7 +64,7 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
 
 
 def block_exchange_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's exchanges over tp in one pass, forward or backward. With
+    """Return the cost of a block's collectives over tp in one pass, forward or backward. With
     sequence parallelism, these are two all-gathers and two reduce-scatters. Otherwise, they are two
     all-reduces."""
     if timing.tp == 1:
@@ -80,8 +80,8 @@ def block_exchange_cost(timing: Timing) -> Cost:
 def embedding_gradient_bytes(
     rank: PipelineRank, point: StepPoint, state: ComponentBytes
 ) -> ComponentBytes:
-    """Return the size in bytes of an untied embedding's gradient, which is summed over tp and then
-    copied to the parameter's layout."""
+    """Return the size in bytes of an untied embedding's gradient, which is reduced over tp and then
+    redistributed to the parameter's placements."""
     is_replicated = rank.pp == 1 and not rank.plan.uses_fsdp
     if point == "update" and is_replicated and rank.trained_share and not rank.size.tied:
         return {"buffers": 2 * 4 * rank.embedding_parameters}

@@ -16,10 +16,11 @@ from distributed_training.predict.rates import FITTED, Rates
 # Bytes per parameter that AdamW and clipping read and write, without Adam moments, for the weight,
 # the rounded weight and the gradient. The gradient is also widened, scaled and added.
 UPDATE_BYTES = 44
-# Bytes per parameter that a step reads and writes if the state is on disk: 12 + 12 for fp32 weights
-# and Adam moments, 4 + 4 for gradients, and 2 per pass and 2 after the update for rounded weights.
+# Bytes per parameter that a step reads and writes if the state is on disk. fp32 weights and Adam
+# moments: 12 + 12. Gradients: 4 + 4. Rounded weights: 2 in each of the two passes, and 2 after the
+# update.
 SWAPPED_BYTES = 38
-OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's device -> component of state
+OFFLOADED = {"cpu": "host", "nvme": "disk"}  # offload device in DeepSpeed -> component of state
 
 
 def state(rank: PipelineRank) -> ComponentBytes:
@@ -104,9 +105,8 @@ def update_bytes(rank: PipelineRank) -> float:
 
 
 def num_launches(rank: PipelineRank) -> float:
-    """Return the number of exchanges that ZeRO stage 3 launches per block: an all-gather of
-    parameters in each pass and, if there are several shards, a reduce-scatter of gradients. Return
-    0 for other ZeRO stages."""
+    """Return the number of collectives that ZeRO stage 3 launches per block: an all-gather in each
+    pass and, if there are several shards, a reduce-scatter. Return 0 for other ZeRO stages."""
     if rank.zero.stage < 3:
         return 0
     return 2 if rank.shards == 1 else 3
