@@ -119,7 +119,10 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
         }
         inherited["engine_options"] = config.engine_options | engine_options
     batch_keys = ("batch_size", "grad_accum_steps")
-    is_batch_set = config.is_set(*batch_keys)
+    # The command that resumes a run repeats its options, so only other values count as new.
+    is_batch_set = any(
+        config.is_set(name) and requested[name] != earlier_requested[name] for name in batch_keys
+    )
     if not is_batch_set:
         inherited |= {name: earlier_settings[name] for name in batch_keys}
     config = with_values(config, **inherited)

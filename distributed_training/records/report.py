@@ -126,8 +126,9 @@ def _plot_losses(
         ]
         eval_steps, eval_losses = np.array(evaluations, dtype=float).reshape(-1, 2).T
         axes.plot(
-            np.interp(eval_steps, steps, [0, *x]), eval_losses, "o", color=color, markersize=5
-        )
+            np.interp(eval_steps, steps, [0, *x]), eval_losses, "o", color=color, markersize=6,
+            markeredgecolor="white", zorder=3,
+        )  # fmt: skip
     if not axes.lines:
         return None
     axes.plot([], [], color="black", linewidth=1.2, label="training")

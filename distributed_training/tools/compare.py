@@ -149,6 +149,9 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     if arguments.dry_run:
         print_settings(runs)
         return 0
+    if (out / "compare.html").exists() and not num_finished:
+        text = f"this comparison replaces the page {short_path(out / 'compare.html')}"
+        print(f"note: {text}. To keep the page, set --out to another folder", flush=True)
     code = 0
     try:
         train_each(runs, out, lambda run: keep_record(run, out, arguments.git_commit))
