@@ -107,7 +107,11 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {printable(typed_command)}",
-        *([f"  for every node. {FIRST_HOST_NOTE}"] if FIRST_HOST in typed_command else []),
+        *(
+            [f"  Run this command on every node. {FIRST_HOST_NOTE}"]
+            if FIRST_HOST in typed_command
+            else []
+        ),
         f"mesh (from {source}): {format_axes(plan.mesh)}",
     ]
     if plan.mesh["pp"] > 1:

@@ -166,7 +166,7 @@ def build_batch_script(
         "--time=04:00:00": f"--time={time}",
         'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
         "(real_model_example.py --strict --resume auto": f"({shlex.join(script_words)}",
-        "--dry-run  # here": shlex.join([*machine_options, "--dry-run"]),
+        "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
     }.items():
         assert job.count(template_text) == 1, template_text
         job = job.replace(template_text, job_text)

@@ -38,7 +38,7 @@ if [ "$1" = requeue ]; then echo "$2" >>"$REQUEUED"; else echo node0; echo node1
 DOCUMENT = "CLUSTER_QUICKSTART.md"
 SMALLER = {"2x8xH100-80GB": "2x1xL4", "gpt2-xl": "gpt2-tiny"}
 SHORT = shlex.split(
-    "--dataset mine.txt --batch_size 4 --num_samples 160 --max_length 64 --epochs 10 "
+    "--batch_size 4 --num_samples 160 --max_length 64 --epochs 10 "
     "--eval_samples 8 --generate none --export false --learning_rate 0.01"
 )
 
