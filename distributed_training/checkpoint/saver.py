@@ -118,7 +118,7 @@ class Saver:
         all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         nonempty_parts = [part for part in all_parts if all(part.size)]
         copies = _choose_copies(nonempty_parts, self.topology) if self.plan.own_disks else []
-        return [part for part in nonempty_parts if part.writes] + copies
+        return [part for part in nonempty_parts if part.written_here] + copies
 
     def _allocate_memory(self, parts: list[Part]) -> None:
         """Ensure that `memory` can hold a copy of `parts`. If any rank lacks free memory, set
@@ -249,9 +249,9 @@ def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
     part_by_key: dict[str, Part] = {}
     for part in parts:  # with the schedule zb-v, one rank holds the tied embedding twice
         key = f"{part.name} {part.start} {part.size}"
-        part_by_key[key] = part if part.writes else part_by_key.get(key, part)
+        part_by_key[key] = part if part.written_here else part_by_key.get(key, part)
     node = topology.rank - topology.local_rank
-    ranks = gather((node, {key: part.writes for key, part in part_by_key.items()}))
+    ranks = gather((node, {key: part.written_here for key, part in part_by_key.items()}))
     keys_by_rank = {rank: keys for rank, (rank_node, keys) in enumerate(ranks) if rank_node == node}
     written_keys = {key for keys in keys_by_rank.values() for key, writes in keys.items() if writes}
     unwritten_keys = dict.fromkeys(
@@ -262,7 +262,7 @@ def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
         holders = [rank for rank, keys in keys_by_rank.items() if key in keys]
         if holders[number % len(holders)] == topology.rank:
             part = part_by_key[key]
-            copies.append(replace(part, name=COPY_PREFIX + part.name, writes=True))
+            copies.append(replace(part, name=COPY_PREFIX + part.name, written_here=True))
     return copies
 
 

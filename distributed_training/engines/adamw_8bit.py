@@ -21,8 +21,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`. torchao would keep
         the counter on the host, where a CUDA graph cannot increment it."""
-        first, second = (self._new_buffer(parameter, signed) for signed in (True, False))
-        self.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
+        exp_avg, exp_avg_sq = (self._new_buffer(parameter, signed) for signed in (True, False))
+        self.state[parameter] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, closure: None = None) -> None:
         if not self.state:
@@ -38,7 +38,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
 
 def requantize(moment: Any, values: torch.Tensor) -> None:
     """Quantize `values` into `moment`. If `values` were dequantized from a moment with the same
-    blocks, the codes stay the same, and the scales change at most in the last bit.
+    blocks, the codes stay the same. The scales change at most in the last bit.
 
     The scale of a block is not always the largest magnitude in the block. A scale can be larger
     because there is a code for 1 but none for -1, and because no scale is smaller than 1e-12."""

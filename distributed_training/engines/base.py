@@ -19,7 +19,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-# AdamW's constants in every engine. The learning rate and weight decay come from CONFIG.
+# AdamW settings that all engines share. The learning rate and weight decay come from CONFIG.
 ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and DeepSpeed
 
@@ -43,7 +43,7 @@ class Engine(abc.ABC):
     topology: Topology
     optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper around one
     base_fingerprint = 0  # fingerprint of the frozen weights under the adapters; 0 without adapters
-    gradient_names: Sequence[str] = ()  # parameter names in the order of `StepResult.gradients`
+    gradient_names: Sequence[str] = ()  # names in the order of `StepResult.param_grad_norms`
 
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
@@ -61,9 +61,9 @@ class Engine(abc.ABC):
         """Return the logits [1, T, vocab] for token ids [1, T], without gradients. All ranks pass
         the same ids and receive the same logits."""
 
-    def past(self) -> KVCache | None:
-        """Return a cache that lets `logits` process each token only once, or None if the model is
-        split by tensor or pipeline parallelism."""
+    def new_kv_cache(self) -> KVCache | None:
+        """Return an empty cache that lets `logits` process each token only once, or None if the
+        model is split by tensor or pipeline parallelism."""
         return KVCache() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
@@ -94,8 +94,8 @@ class Engine(abc.ABC):
         and layout may have written the checkpoint."""
 
     def local_state(self) -> dict[str, torch.Tensor]:
-        """Return fp32 tensors that only this rank has. They are needed to resume exactly if the
-        layout has not changed."""
+        """Return the fp32 tensors that only this rank has. A run that resumes with the same layout
+        needs these tensors to continue exactly."""
         return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
@@ -105,7 +105,7 @@ class Engine(abc.ABC):
         """Gather all weights in CPU memory on rank 0. Return {parameter name: weight} on rank 0,
         and None on other ranks. All ranks must call this method."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
-        local_parts = [part for part in weights if part.writes and math.prod(part.size)]
+        local_parts = [part for part in weights if part.written_here and math.prod(part.size)]
         parts_by_rank = gather(
             [(part.name, part.shape, part.start, part.size) for part in local_parts]
         )

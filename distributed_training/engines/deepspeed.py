@@ -54,8 +54,8 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if strategy.zero.stage == 3:
-            # Gather all parameters of a block together. This results in fewer, larger all-gathers
-            # and in no hooks inside compiled blocks.
+            # Gather all parameters of a block together. DeepSpeed then runs fewer but larger
+            # all-gathers, and no hooks inside compiled blocks.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module.parameters(), config.weight_decay)
@@ -87,8 +87,8 @@ class DeepSpeedEngine(base.Engine):
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         loss_sum = self._run(batch, scale)
         skipped = not self.engine.was_step_applied()
-        norm = None if skipped else self.engine.get_global_grad_norm()
-        return base.StepResult(loss_sum, norm, skipped)
+        grad_norm = None if skipped else self.engine.get_global_grad_norm()
+        return base.StepResult(loss_sum, grad_norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Run all micro-batches and update the parameters. Each loss is multiplied by `scale`
@@ -146,9 +146,9 @@ class DeepSpeedEngine(base.Engine):
             _, offset, start, count = fragment
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
             flat_range = slice(offset, offset + count)
-            # The last stage also has a copy of the tied embedding, but only the first stage writes
-            # it.
-            writes = name not in self.tied_names or self.topology.pp_rank == 0
+            # With a pipeline, the last stage has a copy of the tied embedding. Only the first stage
+            # writes the embedding.
+            written_here = name not in self.tied_names or self.topology.pp_rank == 0
             for tensor_name in tensor_names:
 
                 def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:
@@ -156,7 +156,7 @@ class DeepSpeedEngine(base.Engine):
 
                 yield Part(
                     name=f"{tensor_name}/{name}", shape=self.shapes[name], start=(start,),
-                    size=(count,), get=get, writes=writes,
+                    size=(count,), get=get, written_here=written_here,
                 )  # fmt: skip
 
     def counters(self) -> dict[str, float]:

@@ -12,11 +12,11 @@ import torch
 
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 
-NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first 11 steps
+NUM_EAGER_STEPS = 12  # steps before the capture; PyTorch requires at least 11 for DDP
 # Memory that a graph needs, in bytes per byte of tensors at their peak. With FSDP and an
 # 8B-parameter model, 28.9 GiB was measured for 23.0 GiB of tensors.
 POOL_BYTES_PER_TENSOR_BYTE = 1.25
-FALLBACK_WARNING = "Each step is launched op by op instead of as one CUDA graph"
+FALLBACK_WARNING = "Each step runs eagerly instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -28,8 +28,8 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """Optimizer step that is at first launched op by op. If `captures` is True, it is later
-    captured as a CUDA graph and replayed.
+    """Optimizer step that first runs eagerly. If `captures` is True, the step is later captured as
+    a CUDA graph and replayed.
 
     `step` takes tensors on the device and returns tensors. Everything else that `step` reads or
     writes, such as parameters, optimizer state and learning rate, must keep its memory address.
@@ -113,7 +113,7 @@ class StepGraph:
             sizes = f"{needed_bytes / 2**30:.1f} GiB, but only {free_bytes / 2**30:.1f} GiB is free"
             raise RuntimeError(f"a CUDA graph of the step would need {sizes}")
 
-    def _release(self) -> None:
+    def _disable_capture(self) -> None:
         """Free the memory that was reserved for the graph, and prevent further attempts to capture
         a graph."""
         self.captures = False
@@ -127,7 +127,7 @@ class StepGraph:
         """Capture a step without running it. If the capture fails on any rank, no rank keeps a
         graph. All ranks must call this method."""
         if not succeeds_on_all_ranks(self._check_memory, FALLBACK_WARNING):
-            self._release()
+            self._disable_capture()
             return
         self.inputs = [t.clone() for t in tensors]
         graph = torch.cuda.CUDAGraph()
@@ -146,4 +146,4 @@ class StepGraph:
             self.graph = graph
         else:
             del graph
-            self._release()
+            self._disable_capture()

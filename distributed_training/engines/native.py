@@ -24,7 +24,11 @@ from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
-from distributed_training.parallel.private import foreach_mul_, overlap_matmuls, share_memory
+from distributed_training.parallel.private import (
+    enable_symmetric_memory,
+    foreach_mul_,
+    overlap_matmuls,
+)
 from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
@@ -59,19 +63,19 @@ class NativeEngine(base.Engine):
             for index, blocks_of_stage in enumerate(plan.layout.stages)
             if plan.layout.ranks[index] == topology.pp_rank
         }
-        # Keys are stage indices. With zb-v, rank 0 has the first and the last stage, and each has
-        # an embedding.
+        # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
+        # the last stage, and both contain the embedding if it is tied.
         self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.uses_async_tp = bool(config.async_tp) and succeeds_on_all_ranks(
-            partial(share_memory, self.tp_group), "async_tp has no effect"
+            partial(enable_symmetric_memory, self.tp_group), "async_tp has no effect"
         )
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []
         modules = [self._parallelize(stage, mesh) for stage in stages.values()]
         self.module = modules[0]  # the whole model if there is no pipeline
-        # Trained parameters of each stage. They are collected now, because FSDP's modules contain
-        # gathered and rounded copies instead of them after an evaluation.
+        # Trained parameters of each stage. Collect them now, because an FSDP module lists rounded
+        # copies instead of its parameters while it is gathered.
         self.params_by_stage = [
             (stage, [(name, p) for name, p in stage.named_parameters() if p.requires_grad])
             for stage in stages.values()
@@ -93,15 +97,15 @@ class NativeEngine(base.Engine):
         # AdamW and clipping are element-wise, so they operate on local shards.
         self.local_params = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
         groups = parameter_groups(self.local_params.values(), config.weight_decay)
-        rate = float(config.learning_rate)
+        lr = float(config.learning_rate)
         self.optimizer: Any = build_optimizer(config, groups, topology.device)
         # A CUDA graph and compiled code read the learning rate of each step from memory.
-        needs_rate_tensor = on_gpu or config.optimizer != "adamw"
-        self.rate = torch.tensor(rate, device=topology.device) if needs_rate_tensor else None
+        needs_lr_tensor = on_gpu or config.optimizer != "adamw"
+        self.lr_tensor = torch.tensor(lr, device=topology.device) if needs_lr_tensor else None
         # If the optimizer can skip an update on the GPU, the host need not wait for the norm.
         self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
-        self.scale = torch.zeros((), device=topology.device)
-        self.set_learning_rate(rate)
+        self.loss_factor = torch.zeros((), device=topology.device)  # multiplies summed losses
+        self.set_learning_rate(lr)
         self.fp16 = self.compute_dtype is torch.float16
         # fp32 scalars at fixed addresses, because a CUDA graph reads and writes them
         initial_scale = INITIAL_LOSS_SCALE if self.fp16 else 1.0
@@ -185,13 +189,14 @@ class NativeEngine(base.Engine):
             time.sleep(0.3)  # the watchdog checks every 0.1 s
 
     def set_learning_rate(self, rate: float) -> None:
-        if self.rate is not None:  # a captured step also reads this tensor
-            self.rate.fill_(rate)
-        super().set_learning_rate(rate if self.rate is None else self.rate)
+        if self.lr_tensor is not None:  # captured and compiled steps read this tensor
+            self.lr_tensor.fill_(rate)
+        super().set_learning_rate(rate if self.lr_tensor is None else self.lr_tensor)
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # The backward pass averages over dp ranks, but the loss is the mean over all real tokens.
-        torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.scale)
+        # The backward pass averages gradients over dp ranks, but the loss is divided by the number
+        # of targets in the global batch.
+        torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.loss_factor)
         self.stages.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
@@ -208,7 +213,7 @@ class NativeEngine(base.Engine):
         else:
             with self.rounded_weights:
                 flat = [tensor.flatten(0, 1) for tensor in tensors]
-                loss_sum = self.pipeline.forward_backward(self.scale, *flat)
+                loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
         gradients.match_placements(self.parameters)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]
@@ -231,14 +236,14 @@ class NativeEngine(base.Engine):
             elif isinstance(self.module, DistributedDataParallel):
                 self.module.require_backward_grad_sync = is_last
             loss = self.module(*micro_batch)
-            (loss * self.scale).backward()
+            (loss * self.loss_factor).backward()
             loss_sum += loss.detach()
         return loss_sum
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
-        overflowed. If `on_nonfinite` is "skip", also skip it if any gradient is non-finite. Return
-        the norms of the unclipped gradients."""
+        """Unscale and clip the gradients, and run the optimizer. Skip the update if fp16 gradients
+        overflowed or, with `on_nonfinite=skip`, if any gradient is non-finite. Return the norms of
+        the unclipped gradients."""
         for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
@@ -261,13 +266,14 @@ class NativeEngine(base.Engine):
         if apply_update:
             self._clip(grad_norm)
             if self.topology.device_type == "cuda" and not self.optimizer.state:
-                # Otherwise, the Adam moments would fragment the memory segments of activations.
+                # Return cached memory to the driver, because Adam moments in that memory would
+                # fragment the segments that activations use.
                 torch.cuda.empty_cache()
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local_params.values()):
             parameter.grad = None
         if self.fp16:
-            self._scale_loss(overflow)
+            self._update_loss_scale(overflow)
         return grad_norm, param_grad_norms
 
     def _clip(self, grad_norm: torch.Tensor) -> None:
@@ -281,7 +287,7 @@ class NativeEngine(base.Engine):
         else:
             nn.utils.clip_grads_with_norm_(self.local_params.values(), limit, grad_norm)
 
-    def _scale_loss(self, overflow: torch.Tensor) -> None:
+    def _update_loss_scale(self, overflow: torch.Tensor) -> None:
         """Update the loss scale for the next step."""
         good_steps = torch.where(overflow, 0.0, self._good_steps + 1)
         higher = torch.where(good_steps % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
@@ -338,15 +344,17 @@ class NativeEngine(base.Engine):
             for number, (name, parameter) in enumerate(named_params):
                 rows = stage.size.vocab_size if name in vocab_names else parameter.shape[0]
                 start, copy_rank, num_copies = locate_copy(parameter, self.topology)
-                writes = name not in tied_names and number % num_copies == copy_rank
+                written_here = name not in tied_names and number % num_copies == copy_rank
                 adam_state = self.optimizer.state.get(self.local_params[parameter], {})
                 shape = (rows, *parameter.shape[1:])
                 local = local_part(parameter)
-                yield build_part(f"weight/{name}", local, shape, start, writes=writes)
+                build = partial(
+                    build_part, tensor=local, shape=shape, start=start, written_here=written_here
+                )
+                yield build(f"weight/{name}")
                 for moment in base.MOMENTS:
                     if moment in adam_state:
-                        part = build_part(f"{moment}/{name}", local, shape, start, writes=writes)
-                        yield moment_part(part, adam_state[moment])
+                        yield moment_part(build(f"{moment}/{name}"), adam_state[moment])
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local_params[self.parameters[0]], {}).get("step", 0)

@@ -24,16 +24,16 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
     step."""
-    rate = float(config.learning_rate)
+    lr = float(config.learning_rate)
     compiled = bool(config.compile)
     if config.optimizer == "adamw-8bit":
         from distributed_training.engines.adamw_8bit import AdamW8bit
 
-        return AdamW8bit(groups, rate, compiled=compiled)
+        return AdamW8bit(groups, lr, compiled=compiled)
     if config.optimizer == "adamw-bf16":
-        return AdamWBf16(groups, rate, compiled=compiled)
+        return AdamWBf16(groups, lr, compiled=compiled)
     on_gpu = device.type == "cuda"
-    return AdamW(groups, rate, fused=on_gpu, capturable=on_gpu, **ADAM)
+    return AdamW(groups, lr, fused=on_gpu, capturable=on_gpu, **ADAM)
 
 
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
@@ -71,7 +71,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
-        # One graph serves parameters of all sizes.
+        # One compiled function serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
@@ -136,13 +136,18 @@ def _update(
     updated = parameter * decay - step_size * new_exp_avg / (
         new_exp_avg_sq.sqrt() * bias_correction2_rsqrt + ADAM["eps"]
     )
-    bits = _mix(parameter.view(torch.int32) ^ _mix(gradient.view(torch.int32) ^ _mix(step)))
-    rounded_moments = (_round(new_exp_avg, bits), _round(new_exp_avg_sq, bits >> 16))
+    bits = _hash_int32(
+        parameter.view(torch.int32) ^ _hash_int32(gradient.view(torch.int32) ^ _hash_int32(step))
+    )
+    rounded_moments = (
+        _round_to_bf16(new_exp_avg, bits),
+        _round_to_bf16(new_exp_avg_sq, bits >> 16),
+    )
     for old, new in zip((exp_avg, exp_avg_sq, parameter), (*rounded_moments, updated), strict=True):
         old.copy_(new if skip is None else torch.where(skip, old, new))
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def _hash_int32(bits: torch.Tensor) -> torch.Tensor:
     """Hash int32 values with lowbias32 from hash-prospector. lowbias32 shifts in zeros, but torch
     shifts in copies of the sign bit, so these copies are masked out."""
     bits = bits ^ ((bits >> 16) & 0xFFFF)
@@ -152,7 +157,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def _round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def _round_to_bf16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Round fp32 values stochastically to bf16, which consists of the upper 16 bits of fp32. The
     probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)

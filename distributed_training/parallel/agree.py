@@ -36,7 +36,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
 
-def from_rank_0(value: Any) -> Any:
+def broadcast_from_rank_0(value: Any) -> Any:
     """Return rank 0's `value` on all ranks. As in `gather`, values must be JSON-serializable, and
     all ranks must call this function."""
     return gather(value)[0]
@@ -46,11 +46,11 @@ def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
     longer than a process group's timeout, for example for a rank that is still tokenizing. The
     function raises RunError if another rank has not called it after GATHER_TIMEOUT_S seconds."""
-    numbers = itertools.count()
+    call_indices = itertools.count()
 
     def gather_from_store(value: Any) -> list[Any]:
-        number = next(numbers)
-        keys = [f"answer {number} of rank {sender}" for sender in range(world_size)]
+        call_index = next(call_indices)
+        keys = [f"value {call_index} of rank {sender}" for sender in range(world_size)]
         store.set(keys[rank], json.dumps(value))
         end = time.monotonic() + GATHER_TIMEOUT_S
         pause = 0.01
@@ -61,7 +61,7 @@ def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
                 )
             time.sleep(pause)
             pause = min(1.0, 1.2 * pause)
-        return [json.loads(answer) for answer in store.multi_get(keys)]
+        return [json.loads(text) for text in store.multi_get(keys)]
 
     return gather_from_store
 
@@ -103,8 +103,9 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 
 def succeeds_on_all_ranks(attempt: Callable[[], Any], consequence: str) -> bool:
-    """Return whether `attempt` succeeds on all ranks. If `attempt` raises a RuntimeError on any
-    rank, all ranks log the `consequence` as a warning. All ranks must call this function."""
+    """Run `attempt`, and return whether it succeeded on all ranks. If `attempt` raised a
+    RuntimeError on any rank, log `consequence` and the error as a warning. All ranks must call this
+    function."""
     failure = ""
     try:
         attempt()

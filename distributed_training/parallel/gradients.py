@@ -18,13 +18,13 @@ from distributed_training.parallel.private import foreach_mul, foreach_norm
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this process's shard of a DTensor without copying it. Return other tensors
+    """Return this rank's shard of a DTensor without copying it. Return other tensors
     unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def match_placements(parameters: list[Any]) -> None:
-    """Redistribute each gradient to the layout of its parameter."""
+    """Redistribute each gradient to the placements of its parameter."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -44,7 +44,7 @@ def all_reduce_sum(
 
 
 def all_reduce_mean(tensors: Sequence[torch.Tensor]) -> None:
-    """Average each tensor over all processes, in place with one all-reduce."""
+    """Average each tensor over all ranks, in place with one all-reduce."""
     all_reduce_sum(tensors, divisor=dist.get_world_size())
 
 
@@ -55,8 +55,8 @@ def global_norm(
     """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
 
-    Each rank divides the squared norm of each shard by the number of ranks in its stage that have
-    the same shard, and adds the results. Parameters in `duplicate_params` are left out, because
+    Each rank divides the squared norm of each shard by the number of ranks in its stage that hold
+    the shard, and sums the quotients. Parameters in `duplicate_params` are left out, because
     another stage counts them. The sum over ranks needs one all-reduce of a scalar, unless every
     rank has all gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])

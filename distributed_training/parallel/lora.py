@@ -23,7 +23,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
 
     If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards a
     matrix by columns, each rank has its own columns of A and all of B. Values in the model's
-    `initial_adapters` replace the random initialization. Returns the names of parameters whose
+    `initial_adapters` replace the random initialization. Return the names of the parameters whose
     gradients must be summed over tp."""
     initial_values = model.initial_adapters
     model.requires_grad_(False)
@@ -33,7 +33,7 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        # The weight may be quantized, so its shape cannot be used.
+        # Use the sizes of the layer, because a quantized weight has a different shape.
         rows = linear.out_features
         columns = linear.in_features
         # The initial values depend only on the name and the seed, and are rounded like the weights.
@@ -67,13 +67,13 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
 class Adapter(nn.Module):
     """LoRA adapter for one matrix."""
 
-    mask: torch.Tensor | None  # 0 where a value of B must stay 0
+    mask: torch.Tensor | None  # factors for B, [out, lora_rank]; a 0 keeps a value at 0
 
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
         """Create the adapter from the matrices `a`, [lora_rank, in], and `b`, [out, lora_rank]. Set
-        `mask_rank` to this process's rank along tp if the ranks have the same random state but
+        `mask_rank` to this rank's position along tp if the ranks have the same random state but
         different columns of the input. Each rank then draws a different dropout mask."""
         super().__init__()
         self.a = nn.Parameter(a)
@@ -87,7 +87,7 @@ class Adapter(nn.Module):
         """Add the adapter's output for the input x [.., in] to the matrix's output y [.., out]."""
         inputs = x
         if isinstance(x, DTensor):
-            # If x is replicated, each process computes only one term of the gradient of x.
+            # If x is replicated, each rank computes only one term of the gradient of x.
             placements = [
                 Partial() if placement.is_replicate() else placement for placement in x.placements
             ]

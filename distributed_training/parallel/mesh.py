@@ -1,7 +1,7 @@
 """Define a process's ranks along the mesh axes, its device and its process groups.
 
-The innermost mesh axis is tp, and the outermost is pp, so the processes that communicate most are
-on the same node. This module imports torch only inside the functions that need it."""
+The innermost mesh axis is tp, and the outermost is pp, so the ranks that communicate most are
+usually on the same node. This module imports torch only inside the functions that need it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """Return the number of ranks along the data-parallel axes, `dp_replicate * dp_shard`."""
+        """Number of ranks along the data-parallel axes, `dp_replicate * dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -46,18 +46,18 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """Return the rank along the data-parallel axes. Processes with different data-parallel
-        ranks train on different samples."""
+        """Rank along the data-parallel axes. Processes with different data-parallel ranks train on
+        different samples."""
         return self.rank // self.tp % self.dp_size
 
     @property
     def pp_rank(self) -> int:
-        """Return the rank along pp. Rank 0 has the first layers."""
+        """Rank along pp. Rank 0 has the first layers."""
         return self.rank // (self.tp * self.dp_size)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the size of each axis, from the outermost to the innermost."""
+        """Size of each axis, from the outermost to the innermost."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
@@ -107,15 +107,16 @@ def set_nccl_variables(*strategies: str) -> None:
 
 @contextlib.contextmanager
 def process_group(
-    device: torch.device, store: dist.Store, *, minutes: float = 30
+    device: torch.device, store: dist.Store, *, timeout_minutes: float = 30
 ) -> Iterator[None]:
     """Create the default process group for the `with` block. The group uses gloo for CPU tensors
-    and NCCL for CUDA tensors, and has a timeout of `minutes`. Groups created later have torch's
-    default timeouts. The caller must delete the engine and the model before the block ends."""
+    and NCCL for CUDA tensors, and has a timeout of `timeout_minutes`. Groups created later have
+    torch's default timeouts. The caller must delete the engine and the model before the block
+    ends."""
     import torch
     import torch.distributed as dist
 
-    options: dict[str, Any] = {"timeout": timedelta(minutes=minutes), "store": store}
+    options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     store.set_timeout(options["timeout"])  # torch sets this only for stores that it creates
     if device.type == "cuda":

@@ -2,7 +2,7 @@
 through the stages.
 
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
-sequence parallelism over R processes, each process sends 1/R of each tensor."""
+sequence parallelism over R ranks, each rank sends 1/R of each tensor."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,33 +31,32 @@ SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class, or a
 
 
 class Pipeline:
-    """Stages that this process runs, and their schedule. Each method must be called by all ranks of
+    """Stages that this rank runs, and their schedule. Each method must be called by all ranks of
     `group`."""
 
     def __init__(
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
-        """Build the schedule. `stages` maps stage indices to this process's stages. `group`
-        contains the processes of this pipeline. All ranks of the run must build their pipelines
-        together."""
+        """Build the schedule. `stages` maps stage indices to this rank's stages. `group` contains
+        the ranks of this pipeline. All ranks of the run must build their pipelines together."""
         config = plan.config
-        ranks = plan.layout.ranks
+        stage_ranks = plan.layout.ranks  # pipeline rank of each stage
         device = topology.device
         self.stages = stages
-        self.ranks = ranks
+        self.stage_ranks = stage_ranks
         self.group = group
         self.device = device
         self.tp_parts = plan.tp_parts
         any_stage = next(iter(stages.values()))
         self.size = any_stage.size
-        # True if the first and the last stage train the same embedding
+        # True if the first and the last stage each have a trainable copy of the tied embedding
         self.has_tied_embedding = self.size.tied and not config.lora_rank
         self.dtype = any_stage.compute_dtype or torch.float32
         self.first_stage = stages.get(0)
-        self.last_stage = stages.get(len(ranks) - 1)
+        self.last_stage = stages.get(len(stage_ranks) - 1)
         self._scale = torch.ones((), device=device)
         second_group = topology.new_pipeline_group()
-        # At the first message between two processes, NCCL connects them and blocks both, so connect
+        # At the first message between two ranks, NCCL connects them and blocks both, so connect
         # them now.
         message = torch.zeros(1, device=device)
         peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
@@ -74,7 +73,7 @@ class Pipeline:
                 dw_builder = WeightGradients(stage, device, self.tp_parts).build_dw_runner
             example_input = ids if stage.is_first else hidden
             example_output = loss if stage.is_last else hidden
-            arguments: Any = (stage, index, len(ranks), device, example_input, example_output)
+            arguments: Any = (stage, index, len(stage_ranks), device, example_input, example_output)
             pipeline_stages.append(TwoGroupStage(*arguments, group=group, dw_builder=dw_builder))
             pipeline_stages[-1].second_group = second_group
         schedule_class = SCHEDULE_CLASSES[config.pipeline_schedule]
@@ -96,9 +95,9 @@ class Pipeline:
         targets: torch.Tensor,
         *documents: torch.Tensor,
     ) -> torch.Tensor:
-        """Run all m micro-batches, given as tensors [m B, T], and accumulate the gradients of
-        `scale * loss`. Return the summed loss on the process with the last stage, and 0 on other
-        processes."""
+        """Run the m micro-batches in the tensors [m B, T], and accumulate the gradients of
+        `scale * loss`. Return the summed loss on the rank with the last stage, and 0 on other
+        ranks."""
         self._scale = scale
         arguments = () if self.first_stage is None else (inputs,)
         losses: list[torch.Tensor] = []
@@ -115,26 +114,26 @@ class Pipeline:
         self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
-        last stage on the process with that stage, and None on other processes."""
+        last stage on the rank with that stage, and None on other ranks."""
         out = ids
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
-                dist.recv(out, group=self.group, group_src=self.ranks[index - 1])
+                dist.recv(out, group=self.group, group_src=self.stage_ranks[index - 1])
             out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(out.contiguous(), group=self.group, group_dst=self.ranks[index + 1])
+                dist.send(out.contiguous(), group=self.group, group_dst=self.stage_ranks[index + 1])
         return out if self.last_stage is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Broadcast the logits [B, T, V] from the last stage to all processes of the pipeline, and
+        """Broadcast the logits [B, T, V] from the last stage to all ranks of the pipeline, and
         return them. On the last stage, `logits` is the output of `forward`. On other stages, it is
         None."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         logits = logits.contiguous()
-        dist.broadcast(logits, group=self.group, group_src=self.ranks[-1])
+        dist.broadcast(logits, group=self.group, group_src=self.stage_ranks[-1])
         return logits
 
     def add_tied_gradients(self) -> None:
@@ -149,20 +148,20 @@ class Pipeline:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
         elif tied_stages:
-            peer = self.ranks[0 if self.first_stage is None else -1]
+            peer = self.stage_ranks[0 if self.first_stage is None else -1]
             peer_gradient = torch.empty_like(gradients[0])
             _exchange(self.group, [(peer, gradients[0], peer_gradient)])
             # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
     def find_duplicate_params(self) -> set[torch.Tensor]:
-        """Return the parameters that this process must leave out of the gradient norm, because
+        """Return the parameters that this rank must leave out of the gradient norm, because
         another stage has copies of them and counts them."""
         has_copy = self.last_stage is not None and not self.last_stage.is_first and self.size.tied
         return {self.last_stage.output_weight} if has_copy else set()
 
     def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
-        """Return an uninitialized tensor for this process's shard of the activations [B, T, D] that
+        """Return an uninitialized tensor for this rank's shard of the activations [B, T, D] that
         stages send each other. `shape` is the shape [B, T] of the token ids."""
         samples, tokens = self.tp_parts
         hidden_shape = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)

@@ -26,7 +26,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-# Operations that scaled_dot_product_attention and varlen_attn dispatch to.
+# Operations to which scaled_dot_product_attention and varlen_attn dispatch
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -93,7 +93,7 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
-def gather_on_use(module: Any) -> None:
+def disable_fsdp_prefetch(module: Any) -> None:
     """Make an FSDP module all-gather its parameters on the compute stream when the module is
     called, and disable its prefetching of other modules."""
     module._set_unshard_async_op(True)
@@ -188,10 +188,9 @@ def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], e
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)
 
 
-def share_memory(group: dist.ProcessGroup) -> None:
-    """Let processes on one machine read each other's GPU memory, as overlap_matmuls requires.
-    Raises RuntimeError if the GPUs cannot access each other's memory. All ranks of `group` must
-    call this function."""
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Enable symmetric memory for `group`, as overlap_matmuls requires. Raises RuntimeError if the
+    GPUs cannot access each other's memory. All ranks of `group` must call this function."""
     name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -200,9 +199,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_matmuls(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager. If `enabled` is set, code that is compiled in the `with` block
-    gathers and reduces tensors in chunks, and this communication overlaps with matrix
-    multiplications on other chunks."""
+    """Return a context manager that, if `enabled` is set, compiles code with PyTorch's async tensor
+    parallelism. The compiled code communicates tensors in chunks while it multiplies other
+    chunks."""
     if not enabled:
         return contextlib.nullcontext()
     from torch._inductor import config as inductor_config  # slow to import

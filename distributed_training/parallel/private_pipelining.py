@@ -13,7 +13,7 @@ from distributed_training.predict.simulate import predict_spans
 
 
 class TwoGroupStage(PipelineStage):
-    """PipelineStage with two communicators. Successive pairs of neighboring stages use them
+    """PipelineStage with two communicators, which successive pairs of neighboring stages use
     alternately. With a single NCCL communicator, a pending receive from the previous stage would
     block a send to the next stage."""
 
@@ -46,9 +46,9 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
-    If the order was found for predicted durations, messages are sorted by their expected times. By
-    default, torch orders messages as if all operations took the same time. A receive could then be
-    posted too early, and it would block operations that are ready."""
+    If the plan stores orders for predicted durations, messages are sorted by their expected times.
+    By default, torch orders messages as if all operations took the same time. A receive that is
+    posted too early would then block operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)

@@ -1,13 +1,13 @@
-"""Implement tensor parallelism as in Megatron-LM (1909.08053). The matrices of every layer are
-sharded over R processes.
+"""Implement tensor parallelism as in Megatron-LM (arXiv 1909.08053). The matrices of every layer
+are sharded over R ranks.
 
-The other letters in shapes are defined in decoder.py. Because torch stores matrices transposed, a
-`column` matrix is sharded by rows (heads, or hidden units of an MLP) and the following `row` matrix
-by columns. Each process thus computes one term of a sum. With sequence parallelism (2205.05198),
-norms, residuals and dropout are sharded by samples if R divides the number of samples, otherwise by
-tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter follows it.
-Without sequence parallelism, all processes compute the same norms and residuals, and a single
-all-reduce follows each attention layer and each MLP. The loss is sharded by vocabulary."""
+models/decoder.py defines the other letters in shapes. torch stores matrices transposed. A `column`
+matrix is therefore sharded by rows (heads, or hidden units of an MLP), and the following `row`
+matrix by columns. Each rank thus computes a partial sum. With sequence parallelism (arXiv
+2205.05198), norms, residuals and dropout are sharded by samples if R divides the number of samples,
+otherwise by tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter
+follows it. Without sequence parallelism, all ranks compute the same norms and residuals, and a
+single all-reduce follows each attention layer and each MLP. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,9 +37,9 @@ from distributed_training.parallel.private import all_gather_functional, all_red
 def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
-    Parameters become DTensors. Between sharded layers, tensors are local. Their samples are split
-    into `tp_parts[0]` parts, and their tokens are split into `tp_parts[1]` parts. Return the names
-    of parameters that each process applies only to its own tokens or heads. The gradients of these
+    Parameters become DTensors. Between sharded layers, activations are local tensors, with samples
+    split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts. Return the names of
+    parameters that each rank applies only to its own tokens or heads. The gradients of these
     parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
     sequence_parallel = max(tp_parts) > 1
     placement: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
@@ -79,19 +79,19 @@ class _LayerParallel(parallel.ParallelStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
-    A sharded layer (a matrix sharded by columns, or an embedding sharded by rows) computes one term
-    of a sum. Each process adds the bias after the sum, so the matrix multiplication and the sum can
-    be fused. Without this class, DTensor would sum the gradients of replicated parameters one at a
-    time, per micro-batch and in bf16. The class RowwiseParallel in torch can return a tensor that
-    is still being communicated. A compiled block cannot use such a tensor, because the gradient of
-    the block's input would be incomplete."""
+    A sharded layer (a matrix sharded by columns, or an embedding sharded by rows) computes a
+    partial sum. Each rank adds the bias after the reduction, so the matrix multiplication and the
+    reduction can be fused. Without this class, DTensor would sum the gradients of replicated
+    parameters one at a time, per micro-batch and in bf16. The class RowwiseParallel in torch can
+    return a tensor whose collective has not finished. A compiled block cannot use such a tensor,
+    because the gradient of the block's input would be incomplete."""
 
     input_layout: Placement = field(default_factory=Replicate)
     output_layout: Placement = field(default_factory=Replicate)
     dim: int | None = None
-    # For position inputs: the numbers of parts into which (samples, tokens) are split, with one
-    # part per process. The inputs are [T / R], counted from the process's first token, or [B, T]
-    # for all tokens.
+    # Numbers of parts into which samples and tokens are split, for position inputs. Each rank has
+    # one part. The inputs are [T / R], counted from the rank's first token, or [B, T] for all
+    # tokens.
     position_parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -136,8 +136,7 @@ def _pad_rows(table: Any, multiple: int) -> None:
 
 
 def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
-    """Gather all tokens on every process. The backward pass sums the gradients over the
-    processes."""
+    """Gather all tokens on every rank. The backward pass sums the gradients over the ranks."""
     gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
 
@@ -145,7 +144,7 @@ def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> t
 def _vocab_parallel_logits(
     mesh: DeviceMesh, placement: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
 ) -> torch.Tensor:
-    """Return the logits [B, T, V] on every process, for generation."""
+    """Return the logits [B, T, V] on every rank, for generation."""
     local = F.linear(_gather_tokens(x, mesh, placement), weight.to_local())
     return DTensor.from_local(local, mesh, [Shard(2)]).full_tensor()[..., :vocab_size]
 
@@ -160,7 +159,7 @@ def _vocab_parallel_loss(
     chunked_loss: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
     """Compute `decoder.summed_cross_entropy` with the rows of the output layer's `weight` sharded
-    over the processes. The loss is computed in chunks if `chunked_loss` is set."""
+    over the ranks. The loss is computed in chunks if `chunked_loss` is set."""
     rows = weight.to_local()  # (P / R, D)
     vocab_start = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -174,9 +173,9 @@ def _vocab_parallel_loss(
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of N targets. The result is the same on every process.
+    """Summed cross entropy of N targets. The result is the same on every rank.
 
-    This process has the logits [N, P / R] for token ids starting at `vocab_start`. Two fp32
+    This rank has the logits [N, P / R] for token ids starting at `vocab_start`. Two fp32
     all-reduces over `group` compute the largest logit, the sum of exponentials and the target's
     logit for each target."""
 
@@ -184,7 +183,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, vocab_start, vocab_size, group):  # type: ignore[no-untyped-def]
         columns = torch.arange(logits.shape[1], device=logits.device)
         x = logits.float().masked_fill(vocab_start + columns >= vocab_size, -torch.inf)
-        # All logits of a process may belong to padding rows.
+        # All logits of a rank may belong to padding rows.
         max_logits = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
         max_logits = all_reduce_functional(max_logits, "max", group)
         exponentials = (x - max_logits[:, None]).exp()

@@ -1,5 +1,5 @@
-"""Store sharded tensors. Each process writes its parts to a file, and a run with any layout can
-read the files.
+"""Store sharded tensors. Each rank writes its parts to a file, and a run with any layout can read
+the files.
 
 Files are in the safetensors format, so reading them executes no code. A part is a box (one slice
 per dimension) of its tensor or, under ZeRO, a range of the flattened tensor. The file's header
@@ -28,14 +28,14 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
-# Name prefix of a part that the files of another node contain under its name without the prefix
+# Prefix in the name of a copy. Another node's files contain the original, without the prefix.
 COPY_PREFIX = "copy of "
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One process's part of a tensor."""
+    """One rank's part of a tensor."""
 
     name: str
     shape: tuple[int, ...]  # shape of the whole tensor, without padding
@@ -43,7 +43,7 @@ class Part:
     start: tuple[int, ...]
     size: tuple[int, ...]
     get: Callable[[], torch.Tensor]  # returns shape `size`; writing to the result changes the state
-    writes: bool = True  # False if another process writes the same part
+    written_here: bool = True  # False if another rank writes the same part
     dtype: torch.dtype = torch.float32
     write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
@@ -54,7 +54,7 @@ def build_part(
     shape: Sequence[int],
     start: Sequence[int],
     *,
-    writes: bool = True,
+    written_here: bool = True,
 ) -> Part:
     """Return `tensor`, without padding, as the Part that begins at index `start` of a tensor with
     the shape `shape`."""
@@ -65,22 +65,21 @@ def build_part(
     )
     unpadded = tensor.detach()[tuple(map(slice, size))]
     return Part(
-        name=name, shape=tuple(shape), start=tuple(start), size=size, writes=writes,
+        name=name, shape=tuple(shape), start=tuple(start), size=size, written_here=written_here,
         dtype=tensor.dtype, get=unpadded.detach,
     )  # fmt: skip
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this process's shard of a parameter, without copying it, and the shard's first
-    index."""
+    """Return this rank's shard of a parameter, without copying it, and the shard's first index."""
     is_sharded = isinstance(parameter, DTensor)
     start = first_index(parameter) if is_sharded else (0,) * parameter.dim()
     return local_part(parameter.detach()), start
 
 
 def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
-    """Return (first index of this process's shard, rank of this process among the processes with
-    the same shard, number of these processes)."""
+    """Return (first index of this rank's shard, position of this rank among the ranks that hold the
+    same shard, number of these ranks)."""
     _, start = locate_local(parameter)
     sharded_axes = set[str]()
     if isinstance(parameter, DTensor):
@@ -98,10 +97,10 @@ def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int,
 
 
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
-    """Write the parts whose `writes` is True, with only one part in memory at a time. Return the
-    size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if
-    a part contains a non-finite value."""
-    parts = [part for part in parts if part.writes and math.prod(part.size)]
+    """Write the parts whose `written_here` is True, with only one part in memory at a time. Return
+    the size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError
+    if a part contains a non-finite value."""
+    parts = [part for part in parts if part.written_here and math.prod(part.size)]
     boundaries = itertools.accumulate(map(_num_bytes, parts), initial=0)
     header: dict[str, Any] = {
         part.name: {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": offsets}
@@ -123,7 +122,8 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
                 sync_future.result()
                 sync_future = pool.submit(os.fdatasync, file.fileno())
             checksum = checksum_future.result()
-            del data, checksum_future  # otherwise the part would stay in memory with the next one
+            # Otherwise, this part would stay in memory while the next part is read.
+            del data, checksum_future
         sync_future.result()
         file.flush()
         os.fsync(file.fileno())
@@ -140,28 +140,29 @@ def _finite_values(part: Part) -> torch.Tensor:
 
 
 class HostMemory:
-    """Host memory that holds copies of parts, so that training can continue while the copies are
-    saved. Page-locking the memory takes seconds and therefore runs in a thread. All saves use the
-    same memory."""
+    """Host memory for copies of parts, so that training can continue while the copies are saved.
+    Pinning the memory takes seconds and therefore runs in a thread. All saves use the same
+    memory."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
-        """Allocate `num_bytes` bytes. If `gpu` is given and the driver allows it, a thread
-        page-locks the memory, so that copies run at the full speed of the link to the GPU."""
+        """Allocate `num_bytes` bytes. If `gpu` is given, a thread tries to pin the memory, so that
+        copies run at the full speed of the link to the GPU."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.page_locked = False
+        self.pinned = False
         self.pinning = threading.Thread(target=self._pin, args=(gpu,), daemon=True)
         self.pinning.start()
 
     def _pin(self, gpu: torch.device | None) -> None:
         if gpu is None:
             return
-        torch.cuda.set_device(gpu)  # Each thread must do this. Otherwise, the driver opens GPU 0.
+        # Each thread has its own current device. By default, the driver would also open GPU 0.
+        torch.cuda.set_device(gpu)
         self.memory.zero_()  # writing makes the kernel allocate the pages
         address = self.memory.data_ptr()
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
-        self.page_locked = code == runtime.cudaError.success
-        if self.page_locked:
+        self.pinned = code == runtime.cudaError.success
+        if self.pinned:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
@@ -177,7 +178,7 @@ class HostMemory:
             for part in parts:
                 data = self.memory[first : first + _num_bytes(part)]
                 target = data.view(part.dtype).view(part.size)
-                target.copy_(part.get(), non_blocking=self.page_locked)
+                target.copy_(part.get(), non_blocking=self.pinned)
                 copies.append(replace(part, get=target.detach))
                 first += _aligned_bytes(part)
         if stream is not None:

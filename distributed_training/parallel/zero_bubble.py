@@ -1,11 +1,11 @@
-"""Split the backward pass into two parts. The second part fills idle time in a pipeline
-(2401.10241).
+"""Split the backward pass into two parts, so that the second part can fill idle time in a pipeline
+(arXiv 2401.10241).
 
 The first part computes the gradients that the previous stage waits for. The second part computes
 the gradients of the blocks' matrices. Autograd cannot stop in the middle of a compiled block, so
-the matrices are hidden from autograd. Instead, each matrix multiplication x W^T gets a tap: an
-extra input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x
-from the saved x and dY. Together, the two parts compute the same gradients as a whole backward
+the matrices are hidden from autograd. Each matrix multiplication x W^T has a tap, which is an extra
+input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x from
+the saved x and dY. Together, the two parts compute the same gradients as a whole backward
 pass."""
 
 import functools
@@ -25,7 +25,7 @@ PendingMatmuls = list[
 
 
 class WeightGradients:
-    """Gradients that are computed outside autograd, for the matrices in one stage's blocks."""
+    """Weight gradients of the matrices in one stage's blocks, computed outside autograd."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
@@ -93,7 +93,8 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     y = F.linear(x, linear.weight.detach().to(x.dtype), linear.cast_bias(x.dtype))
     if not isinstance(y, DTensor):
         return _AttachTap.apply(y, linear.tap)
-    # The gradient of a sum is also the gradient of each term.
+    # If y is a partial sum, the gradient of the sum is also the gradient of each rank's term, so
+    # the gradient is replicated.
     grad_placements = [
         Replicate() if placement.is_partial() else placement for placement in y.placements
     ]
@@ -102,8 +103,8 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _AttachTap(torch.autograd.Function):
-    """Autograd function that attaches a tap to a tensor. It returns the tensor unchanged, and the
-    tap receives the same gradient as the tensor."""
+    """Autograd function that returns a tensor unchanged and passes the tensor's gradient to a tap
+    as well."""
 
     @staticmethod
     def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
@@ -134,7 +135,7 @@ class _CreateTaps(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_weight_gradients(matmuls: PendingMatmuls) -> None:
-    """Add this process's shards of the weight gradients to the weights' `.grad`, in fp32 as in
+    """Add this rank's shards of the weight gradients to the weights' `.grad`, in fp32 as in
     FSDP."""
     for linear, x, dy in matmuls:
         weight: Any = linear.weight

@@ -375,7 +375,7 @@ def check_disks(plan: Plan, process: Process) -> None:
     folder or a file. All ranks must call this function."""
     is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
-    disk_marker = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
+    disk_marker = plan.run_dir / agree.broadcast_from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
         with agree.raise_on_all_ranks():
             if is_local_rank_0 and plan.own_disks:
@@ -387,7 +387,7 @@ def check_disks(plan: Plan, process: Process) -> None:
             disk_marker.unlink(missing_ok=True)
     if plan.own_disks and plan.checkpoint is not None:
         local_meta = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
-        host, values = agree.from_rank_0(
+        host, values = agree.broadcast_from_rank_0(
             (socket.gethostname(), local_meta and local_meta.model_dump())
         )
         meta = resume.Meta(**values)

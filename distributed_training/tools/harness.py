@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
@@ -71,7 +71,7 @@ def open_group() -> Iterator[Group]:
     """Open a group with `links.open_group` and create a temporary folder that all ranks share."""
     with links.open_group() as group:
         rank = group.process.rank
-        folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
+        folder = Path(broadcast_from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
         try:
             yield Group(process=group.process, device=group.device, folder=folder)
         finally:
@@ -147,7 +147,7 @@ def each_run(
     generator."""
     start = time.monotonic()
     for name, values in runs.items():
-        if from_rank_0(time.monotonic() - start > deadline_s):
+        if broadcast_from_rank_0(time.monotonic() - start > deadline_s):
             return
         try:
             results = _do_run(values, group, use, run_cache)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import checkpoint_name, list_checkpoints
 from distributed_training.records.record import History
@@ -91,7 +91,7 @@ class Faults:
         must call this method."""
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
-        folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
+        folders = broadcast_from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
         checkpoints = [
             Path(folder) for folder in folders if Path(folder).name <= checkpoint_name(step)
         ]

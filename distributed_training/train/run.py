@@ -59,7 +59,7 @@ def train(
     run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
     log_to = plan.config.log_to if is_rank_0 else None
     tracker = metrics.build_tracker(log_to, plan.run_dir, run_info, resumed_step)
-    history = records.History(**agree.from_rank_0(vars(history)))
+    history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
         record.update(dtypes=engine.describe_dtypes())

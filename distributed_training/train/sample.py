@@ -5,7 +5,7 @@ import torch.distributed as dist
 from distributed_training.checkpoint.export import find_stop_ids, generate_ids
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
-from distributed_training.parallel.agree import from_rank_0
+from distributed_training.parallel.agree import broadcast_from_rank_0
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import Display
 from distributed_training.settings.errors import UserError
@@ -35,7 +35,7 @@ def generate_sample(
             encoded = prompt_ids, find_stop_ids(tokenizer, data.is_chat, plan.weights_dir)
         except UserError as error:  # Some chat templates require a system message.
             display.note(f"no sample is generated: {error}")
-    encoded = from_rank_0(encoded)
+    encoded = broadcast_from_rank_0(encoded)
     if encoded is None:
         return None
     prompt, eos_ids = encoded
@@ -45,9 +45,9 @@ def generate_sample(
     # with sharded parameters gather them from all ranks.
     ids = list(generate_ids(
         engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
-        past=engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
+        past=engine.new_kv_cache(), agree=lambda choice: dist.broadcast(choice, src=0),
     ))  # fmt: skip
     text = tokenizer.decode([*prompt, *ids]) if topology.rank == 0 else ""
-    sample = str(from_rank_0(text))
+    sample = str(broadcast_from_rank_0(text))
     display.sample(f"sample {when} training:", sample)
     return sample

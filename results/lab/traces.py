@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name in results:
                 log(f"{file} already has: {name}")
                 continue
-            if from_rank_0(time.monotonic() - began > arguments.deadline_s):
+            if broadcast_from_rank_0(time.monotonic() - began > arguments.deadline_s):
                 log(f"not started: {name}")
                 continue
             save_result(name, {"failed": FAILED})

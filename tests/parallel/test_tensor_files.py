@@ -80,7 +80,7 @@ def test_a_file_is_in_safetensors_format_and_holds_no_padding(tmp_path):
 
 def test_parts_that_another_process_writes_are_skipped(tmp_path):
     file = tmp_path / "rank-00000.safetensors"
-    write_parts(file, [build_part("w", WHOLE, SHAPE, (0, 0), writes=False)])
+    write_parts(file, [build_part("w", WHOLE, SHAPE, (0, 0), written_here=False)])
     with safe_open(file, "pt") as opened_file:
         assert list(opened_file.keys()) == []
 
@@ -117,7 +117,7 @@ def test_copies_are_pinned_if_the_driver_supports_it(code, monkeypatch):
     assert second_copy.get().tolist() == [0] * 5
     address = memory.memory.data_ptr()
     assert all(address <= part.get().data_ptr() < address + 3 * 64 for part in copies)
-    assert memory.page_locked == (code == 0)
+    assert memory.pinned == (code == 0)
     del memory
     runtime.cudaHostRegister.assert_called_once_with(address, 3 * 64, 0)
     assert runtime.cudaHostUnregister.call_count == (code == 0)

@@ -134,7 +134,9 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
     logits = engine.logits(PROMPT)
     tolerance = 1e-4 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
-    if (cache := engine.past()) is not None:  # with a cache: first a prompt, then single tokens
+    if (
+        cache := engine.new_kv_cache()
+    ) is not None:  # with a cache: first a prompt, then single tokens
         half = PROMPT.shape[1] // 2
         texts = [PROMPT[:, :half], *PROMPT[:, half:].split(1, dim=1)]
         cached_logits = torch.cat([engine.logits(text, cache) for text in texts], dim=1)
@@ -314,7 +316,7 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     process = current_process()
     assert process is not None
     store = worker.open_store(process, 60)
-    with process_group(torch.device("cpu"), store, minutes=1):
+    with process_group(torch.device("cpu"), store, timeout_minutes=1):
         gradients = arguments["gradients"][dist.get_rank()]
         _, rows, columns = gradients.shape
         layer = torch.nn.Linear(columns, rows, bias=False)
