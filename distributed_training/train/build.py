@@ -31,7 +31,7 @@ def build_topology(plan: Plan, process: Process, device: torch.device) -> Topolo
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
-    """Return the sampler, which selects the training samples of each step on this rank."""
+    """Return a sampler that selects this rank's training samples for each step."""
     return Sampler(
         num_samples=len(data.train),
         **plan.batch.model_dump(),
@@ -43,7 +43,8 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
     per machine. Print how long each extension takes to load. All ranks must call this function."""
-    # Import the engine on all ranks at the same time instead of one after another.
+    # Import the engine now. Otherwise, other ranks would import it only after local rank 0 has
+    # built the extensions.
     plan.strategy.load_engine()
     names = required_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:

@@ -23,7 +23,11 @@ from distributed_training.records import record as records
 from distributed_training.records.display import Display, describe_evaluation, short_path
 from distributed_training.settings.config import RunConfig
 from distributed_training.supervise.process import STOP_SIGNALS, Startup, handle_signals
-from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
+from distributed_training.train.nonfinite import (
+    NonFiniteError,
+    NonFiniteHandler,
+    has_nonfinite_gradients,
+)
 from distributed_training.train.profiling import Profile, steps_to_trace
 from distributed_training.train.sample import generate_sample
 
@@ -59,7 +63,7 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    # Function that reports the current activity to the watch
+    # Function that reports the current activity to the hang detector (supervise/watch.py)
     set_activity: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
 
@@ -67,7 +71,7 @@ class Trainer:
         assert self.plan.num_steps is not None, "the launching process counts the steps"
         self.num_steps = self.plan.num_steps
         self.timer = metrics.StepTimer(self.topology.device)
-        self.memory = metrics.PeakMemory(self.topology.device)
+        self.peak_memory = metrics.PeakMemory(self.topology.device)
         # (step, seconds) of each step that this process ran
         self.step_times: list[tuple[int, float]] = []
         # Bytes read and written during training; empty if they are not counted
@@ -78,14 +82,14 @@ class Trainer:
         # Steps whose losses are still on the device
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._signum = 0  # number of the first signal, or 0
-        self._signalled_at = 0.0
+        self._signaled_at = 0.0
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._first_step = 0  # first step of this process, which includes compilation
         # True if the save in progress is the last save of the run and should be reported
         self._reports_save = False
         self._noted_waiting = False
         self._num_bytes: int | None = None  # size of the validation text; None until counted
-        self.faults = Faults(self.plan, self.history, self.engine)
+        self.nonfinite = NonFiniteHandler(self.plan, self.history, self.engine)
 
     @property
     def step(self) -> int:
@@ -104,7 +108,10 @@ class Trainer:
             if steps := steps_to_trace(self.plan, self.step):
                 self.profile = Profile(self.plan, self.topology, self.step, steps)
             else:
-                self.display.note("profile traces no steps, because none remain after the warm-up")
+                self.display.note(
+                    "profile traces no steps, because the first step is never traced and no other "
+                    "step remains"
+                )
         try:
             with handle_signals(
                 dict.fromkeys(STOP_SIGNALS, self._handle_signal)
@@ -119,7 +126,7 @@ class Trainer:
                         stop_signum = self._train_one_step()
                     except NonFiniteError as error:
                         self._roll_back(error)
-                self.memory.end()
+                self.peak_memory.end()
                 bytes_after = metrics.disk_bytes()
                 self.disk_traffic = {
                     name: total - bytes_before[name] for name, total in bytes_after.items()
@@ -138,16 +145,16 @@ class Trainer:
         checkpoint. Return the number of the signal that stops the run, or 0 if there is none. All
         ranks return the same number. All ranks must call this method."""
         config = self.plan.config
-        if self.step + 1 == self.faults.skipped_step:
+        if self.step + 1 == self.nonfinite.skipped_step:
             self._flush()
-            self.memory.end()
+            self.peak_memory.end()
             self.history.step += 1
             self.history.skipped_steps.append(self.step)
             self._say("skipped")
             self._begin_measuring()
         else:
-            self._update()
-        stop_signum, flush = self._agree()
+            self._run_step()
+        stop_signum, flush = self._agree_on_stop_and_flush()
         last = self.step == self.num_steps
         epoch_ends = last or self.step % self.sampler.steps_per_epoch == 0
         evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
@@ -160,7 +167,7 @@ class Trainer:
         if flush or stop_signum or evaluate or save:
             self._flush()
         if evaluate or save:
-            self.memory.end()
+            self.peak_memory.end()
             if evaluate:
                 self._evaluate("; saving" if save else "")
                 if lowest := self.history.find_stall(config.stop_after):
@@ -182,7 +189,7 @@ class Trainer:
             self._begin_measuring()
         return stop_signum
 
-    def _update(self) -> None:
+    def _run_step(self) -> None:
         """Run one optimizer step. The results of the step stay on the device until `_flush`."""
         self.set_activity(f"step {self.step + 1}", is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
@@ -200,13 +207,13 @@ class Trainer:
             self.startup.end("first_step")
             self.saver.prepare(self.engine)
 
-    def _agree(self) -> tuple[int, bool]:
-        """After a step, agree with the other ranks on two values and return both: the number of the
-        signal that stops the run (0 if there is none), and whether to call `_flush`.
+    def _agree_on_stop_and_flush(self) -> tuple[int, bool]:
+        """Agree with the other ranks after a step. Return the number of the signal that stops the
+        run (0 if there is none), and whether to call `_flush`.
 
-        Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
-        exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has ended
-        on any rank, all ranks finish the save. All ranks must call this method."""
+        Signals may reach ranks at different steps, and only rank 0's clock decides when to flush.
+        The exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has
+        ended on any rank, all ranks finish the save. All ranks must call this method."""
         waited_s = time.monotonic() - self._flushed_at
         flush_due = self.topology.rank == 0 and (
             self.step == self._first_step or waited_s >= FLUSH_EVERY_S
@@ -232,31 +239,31 @@ class Trainer:
         if not pending:
             return
         losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
-        faults = torch.tensor([has_fault(result, config) for _, result in pending])
-        sums = torch.stack([losses, faults.double()])
+        nonfinite = torch.tensor([has_nonfinite_gradients(result, config) for _, result in pending])
+        sums = torch.stack([losses, nonfinite.double()])
         dist.all_reduce(sums)
         rows = []
         error = None
-        for (row, result), (loss_sum, fault), seconds in zip(
+        for (row, result), (loss_sum, num_nonfinite), seconds in zip(
             pending, sums.T.tolist(), self.timer.durations_s(), strict=True
         ):
             engine_skipped = bool(result.skipped)
-            norm = None if engine_skipped else result.grad_norm
+            grad_norm = None if engine_skipped else result.grad_norm
             row |= {
-                "skipped": engine_skipped or bool(fault and config.on_nonfinite == "skip"),
+                "skipped": engine_skipped or bool(num_nonfinite and config.on_nonfinite == "skip"),
                 "loss": loss_sum / row["num_targets"],
-                "grad_norm": None if norm is None else float(norm),
+                "grad_norm": None if grad_norm is None else float(grad_norm),
                 "step_time_s": seconds,
                 # The clock of a virtual machine may not advance between two readings.
                 "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
             }
             if row["skipped"]:
                 self.history.skipped_steps.append(row["step"])
-            if fault or not math.isfinite(loss_sum):
-                what = self.faults.describe(row["step"], result)
+            if num_nonfinite or not math.isfinite(loss_sum):
+                what = self.nonfinite.describe(row["step"], result)
                 if what is not None:
                     self._finish_saving()
-                    error = self.faults.build_error(row["step"], what)
+                    error = self.nonfinite.build_error(row["step"], what)
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
             self.step_times.append((row["step"], seconds))
@@ -288,7 +295,7 @@ class Trainer:
         loss = row["loss"]
         self.history.evaluations.append(row)
         self._say(f"validation {describe_evaluation(row)}{suffix}")
-        self.tracker.log_evaluation(row, self.memory.as_dict())
+        self.tracker.log_evaluation(row, self.peak_memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
             self.history.best = row
@@ -320,7 +327,7 @@ class Trainer:
         except FloatingPointError as error:
             step = self.saver.step
             what = f"step {step} was not saved: {error}"
-            raise self.faults.build_error(step, what) from None
+            raise self.nonfinite.build_error(step, what) from None
         self.history.saves.append(row)
         self.write_record()
         if self._reports_save:
@@ -339,7 +346,7 @@ class Trainer:
         last = self.plan.run_dir / records.LAST
         best = self.history.best
         export_future: Future[None] | None = None
-        # The best weights are the last weights, and best/ already has them.
+        # If the last weights are also the best weights, best/ already contains them.
         if config.export and best and best["step"] == self.step:
             if self.topology.rank == 0:
                 best_folder = self.plan.run_dir / records.BEST
@@ -364,9 +371,9 @@ class Trainer:
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
         Raises `error` if a rollback is not possible. All ranks must call this method."""
-        checkpoint = self.faults.choose_rollback_checkpoint(error)
-        self._pending = []  # Steps are pending if a save detected the fault.
-        self.memory.end()
+        checkpoint = self.nonfinite.choose_rollback_checkpoint(error)
+        self._pending = []  # If a save found non-finite values, later steps may be pending.
+        self.peak_memory.end()
         self.restore(checkpoint)
         self.display.note(f"{error.what}; returned to step {self.step} to skip that batch")
         self._begin_measuring()
@@ -378,7 +385,8 @@ class Trainer:
         step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
         self.history.truncate(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
-        # Otherwise, if the run is killed before the next save, the record lacks this resumption.
+        # Write the record now, so that it contains this resumption even if the run is killed before
+        # the next save.
         self.write_record()
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
@@ -386,7 +394,7 @@ class Trainer:
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def _begin_measuring(self) -> None:
-        self.memory.begin()
+        self.peak_memory.begin()
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
@@ -399,11 +407,11 @@ class Trainer:
         now = time.monotonic()
         if not self._signum:
             self._signum = signum
-            self._signalled_at = now
+            self._signaled_at = now
             at_end = self.step >= self.num_steps
             when = "once the model is written" if at_end else "after this step"
             self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
-        elif now - self._signalled_at > IGNORE_SIGNALS_S:
+        elif now - self._signaled_at > IGNORE_SIGNALS_S:
             signal.signal(signum, self._previous_handlers[signal.Signals(signum)])
             signal.raise_signal(signum)
 

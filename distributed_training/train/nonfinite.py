@@ -39,18 +39,18 @@ class NonFiniteError(RunError):
         self.rollback_checkpoint = None if skipped_step or not checkpoints else checkpoints[-1]
 
 
-def has_fault(result: StepResult, config: RunConfig) -> bool:
+def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
     """Return whether a step has non-finite gradients, according to this rank's result.
 
-    An overflow in fp16 is not a fault, because the engine then skips the update and lowers the loss
-    scale. For non-finite gradients, an engine may report a norm of -1."""
+    An fp16 overflow does not count, because the engine skips the update and lowers the loss scale.
+    If gradients are non-finite, an engine may report a norm of -1."""
     if result.skipped:
         return config.precision != "fp16"
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
-class Faults:
-    """Diagnoses non-finite steps and stores the step that a rollback skips."""
+class NonFiniteHandler:
+    """Diagnosis of non-finite steps, and the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
@@ -60,10 +60,10 @@ class Faults:
         self.skipped_step = 0  # step whose batch is skipped after a rollback; 0 if there is none
 
     def describe(self, step: int, result: StepResult) -> str | None:
-        """Name the ranks with a non-finite loss, and the first non-finite gradient in model order.
-        Return None if the step was skipped (`on_nonfinite=skip`) and the run can continue. The run
-        stops if more than MAX_CONSECUTIVE_SKIPS consecutive steps are skipped. All ranks must call
-        this method."""
+        """Return text that names the ranks with a non-finite loss and the first non-finite gradient
+        in model order. Return None if the step was skipped (`on_nonfinite=skip`) and the run can
+        continue. The run stops if more than MAX_CONSECUTIVE_SKIPS consecutive steps are skipped.
+        All ranks must call this method."""
         may_skip = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - MAX_CONSECUTIVE_SKIPS, step))
@@ -98,9 +98,9 @@ class Faults:
         return NonFiniteError(step, what, checkpoints, self.skipped_step)
 
     def choose_rollback_checkpoint(self, error: NonFiniteError) -> Path:
-        """Return the checkpoint to restore, and remember to skip the failed step. Raises `error` if
-        `on_nonfinite` is not "rollback", if there is no checkpoint, or if a rollback has already
-        skipped a step."""
+        """Return the checkpoint to restore, and store the failed step as the step to skip. Raises
+        `error` if `on_nonfinite` is not "rollback", if there is no checkpoint, or if a rollback has
+        already skipped a step."""
         if self.on_nonfinite != "rollback" or error.rollback_checkpoint is None:
             raise error
         self.skipped_step = error.step

@@ -1,5 +1,5 @@
-"""Trace a few steps on every rank and, on GPUs, record memory snapshots. The key `profile` sets the
-number of steps to trace.
+"""Trace a few steps on every rank and, on GPUs, record the memory history. The key `profile` sets
+the number of steps to trace.
 
 Traces are Chrome JSON files, which you can open at ui.perfetto.dev and analyze with
 results/lab/overlap.py. You can open memory snapshots at pytorch.org/memory_viz. The first steps are

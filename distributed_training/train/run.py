@@ -37,8 +37,8 @@ def train(
     for note in plan.notes:
         display.note(note)
     data = cut_data(plan)
-    # Machines may have different files under the same name. They may also have different versions
-    # of Python, whose source code is the embedded corpus.
+    # Machines may have different files under the same name. Machines may also have different
+    # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
     build_extensions(plan, topology, display)
     startup.end("data")
@@ -165,7 +165,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,
-            # With packing, a sample is a block of several records.
+            # With packing, a sample contains several records.
             "num_train_records": len(data.train.starts) if plan.packing else None,
             "num_validation_records": len(data.validation.starts) if plan.packing else None,
             "mean_document_tokens": plan.packing and plan.packing.mean_length,
@@ -184,7 +184,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     sampler = trainer.sampler
     step_times = trainer.step_times
     # Use only the times of full steps without profiling. The last step of an epoch may have fewer
-    # tokens but takes just as long.
+    # tokens but take just as long.
     slowed_steps = trainer.profile.slowed_steps if trainer.profile else ()
     full_steps_s = [
         s for step, s in step_times if sampler.is_full(step - 1) and step not in slowed_steps
@@ -197,7 +197,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
-    peaks = trainer.memory.as_dict()
+    peaks = trainer.peak_memory.as_dict()
     ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk_traffic})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)

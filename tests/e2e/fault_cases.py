@@ -59,7 +59,7 @@ def without_step(job: dict[str, Any]) -> None:
 
     def init(self: Trainer) -> None:
         original(self)
-        self.faults.skipped_step = job["step"]
+        self.nonfinite.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
     run_script(*job["arguments"])
@@ -105,7 +105,7 @@ def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
 def without_its_folder(job: dict[str, Any]) -> None:
     """Remove the run's folder in step 5. If job["how"] is "emptied", leave an empty folder behind,
     as happens if a file is written during the removal."""
-    original = Trainer._update
+    original = Trainer._run_step
 
     def update(self: Trainer) -> None:
         if self.step == 4 and self.topology.rank == 0:
@@ -114,7 +114,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
                 self.plan.run_dir.mkdir()
         original(self)
 
-    Trainer._update = update
+    Trainer._run_step = update
     run_script(*job["arguments"])
 
 

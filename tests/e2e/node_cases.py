@@ -56,7 +56,7 @@ def with_torchrun(job: dict[str, Any]) -> None:
 def _run_and_unplug() -> None:
     """Run the script with short time limits. Rank 1 disconnects the second node in step 5."""
     watch.BEAT_S, watch.LOST_S = 0.5, 15.0
-    original = Trainer._update
+    original = Trainer._run_step
     switch, name = os.environ["UNPLUGS"].split()
 
     def update(self: Trainer) -> None:
@@ -67,7 +67,7 @@ def _run_and_unplug() -> None:
             unplug(int(switch), name)
         original(self)
 
-    Trainer._update = update
+    Trainer._run_step = update
     run_script(*sys.argv[1:])
 
 
@@ -105,14 +105,14 @@ def on_each_node(job: dict[str, Any]) -> None:
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
     if rank == 1 and "interface" in job:
         os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
-    original = Trainer._update
+    original = Trainer._run_step
 
     def update(self: Trainer) -> None:
         if rank == 0 and self.step + 1 == job.get("ends_at"):
             os.kill(os.getpid(), signal.SIGTERM)
         original(self)
 
-    Trainer._update = update
+    Trainer._run_step = update
     run_script(*job["arguments"])
 
 

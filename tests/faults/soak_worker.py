@@ -132,7 +132,7 @@ def inject_faults(rank: int) -> None:
 
     if is_target and KIND in END_SIGNALS and KIND.endswith("after the export"):
         strike_at(Trainer, "_export_and_sample")
-    original_update = Trainer._update
+    original_update = Trainer._run_step
     original_begin = saver.Saver.begin
 
     def update(self: Trainer) -> None:
@@ -148,7 +148,7 @@ def inject_faults(rank: int) -> None:
             strike_in_save(saver, is_target)
         original_begin(self, engine, **options)
 
-    Trainer._update = update  # type: ignore[method-assign]
+    Trainer._run_step = update  # type: ignore[method-assign]
     saver.Saver.begin = begin  # type: ignore[method-assign]
 
 

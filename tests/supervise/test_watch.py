@@ -133,7 +133,7 @@ def test_a_frozen_rank_0_is_distinguished_from_a_lost_connection(
 
 
 def test_the_rank_outside_of_a_collective_is_named_as_late():
-    state = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _update"}
+    state = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _run_step"}
     states = [{**state, "waits": True}, {**state, "waits": False}, {**state, "waits": True}]
-    text = "waiting for rank 1 on n, which is in step 3 at loop.py:126 _update"
+    text = "waiting for rank 1 on n, which is in step 3 at loop.py:126 _run_step"
     assert describe_late_ranks(states) == text
