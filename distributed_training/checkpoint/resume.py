@@ -68,7 +68,7 @@ class Meta(BaseModel, strict=True):
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
     work: dict[str, Any]  # `Plan.work` of the run that wrote the checkpoint
-    spread: dict[str, Any]  # `Plan.spread`
+    spread: dict[str, Any]  # `Plan.layout_fingerprint`
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
     sources: dict[str, str] = {}  # `Plan.sources` of the run
@@ -134,7 +134,12 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
 
     names = list(meta.files)
-    if plan is not None and plan.own_disks and meta.spread == plan.spread and find_missing():
+    if (
+        plan is not None
+        and plan.has_node_local_files
+        and meta.spread == plan.layout_fingerprint
+        and find_missing()
+    ):
         first_rank = rank // plan.processes_here * plan.processes_here
         names = [
             rank_file_name(other) for other in range(first_rank, first_rank + plan.processes_here)
@@ -175,19 +180,21 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     if resumed is None:
         return None
     checkpoint, meta = resumed
-    saved_spread = meta.spread
-    current_spread = plan.spread
+    saved_fingerprint = meta.spread
+    current_fingerprint = plan.layout_fingerprint
     old_layout, new_layout = (
         f"{layout.get('strategy')} x {layout.get('num_processes')}"
-        for layout in (saved_spread, current_spread)
+        for layout in (saved_fingerprint, current_fingerprint)
     )
-    changed_keys = [key for key in saved_spread if saved_spread[key] != current_spread.get(key)]
+    changed_keys = [
+        key for key in saved_fingerprint if saved_fingerprint[key] != current_fingerprint.get(key)
+    ]
     if old_layout != new_layout:
         change = f"the checkpoint of {old_layout} is resharded for {new_layout}"
         notes.append(f"{change}. The run's folder keeps its name.")
     elif changed_keys:
         key = changed_keys[0]
-        change = f"{key} was {saved_spread[key]} and is now {current_spread.get(key)}"
+        change = f"{key} was {saved_fingerprint[key]} and is now {current_fingerprint.get(key)}"
         notes.append(f"the checkpoint of {old_layout} is resharded, because {change}")
     return checkpoint
 

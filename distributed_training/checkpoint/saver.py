@@ -70,7 +70,9 @@ class Saver:
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
-        self._is_disk_leader = (topology.local_rank if plan.own_disks else topology.rank) == 0
+        self._is_disk_leader = (
+            topology.local_rank if plan.has_node_local_files else topology.rank
+        ) == 0
         self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.thread = self._pool.submit(threading.get_ident).result()  # id of the writing thread
@@ -104,7 +106,7 @@ class Saver:
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
         meta = resume.Meta(
-            step=step, work=self.plan.work, spread=self.plan.spread,
+            step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
             sources=self.plan.sources,
@@ -117,7 +119,9 @@ class Saver:
         """Return the shards of the state that this rank writes. All ranks must call this method."""
         all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         nonempty_parts = [part for part in all_parts if all(part.size)]
-        copies = _choose_copies(nonempty_parts, self.topology) if self.plan.own_disks else []
+        copies = (
+            _choose_copies(nonempty_parts, self.topology) if self.plan.has_node_local_files else []
+        )
         return [part for part in nonempty_parts if part.written_here] + copies
 
     def _allocate_memory(self, parts: list[Part]) -> None:
@@ -175,7 +179,7 @@ class Saver:
             name = resume.rank_file_name(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
-            if self.plan.own_disks:
+            if self.plan.has_node_local_files:
                 meta.hosts[name] = host
         # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
         # nodes.
@@ -229,7 +233,7 @@ def load_checkpoint(
         names = resume.files_to_read(folder, meta, plan, topology.rank)
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
-        if meta.spread == plan.spread:
+        if meta.spread == plan.layout_fingerprint:
             load_own(engine, saved, topology)
         # Under another layout, seed dropout so that the run draws masks that it has not drawn
         # before.

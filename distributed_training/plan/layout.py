@@ -1,5 +1,5 @@
-"""Define pipeline stages, the division of a batch into micro-batches, and the names of meshes. This
-module does not import torch."""
+"""Define pipeline stages, the division of a batch into micro-batches, and the text form of a mesh.
+This module does not import torch."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ class Layout:
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """Return the range of block indices in each stage."""
+        """Range of block indices in each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 class Batch(BaseModel):
-    """Division of one optimizer step's sequences into replicas and micro-batches. The aliases are
+    """Division of one optimizer step's sequences over replicas and micro-batches. The aliases are
     the field names in version 1 of a run's record."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
@@ -40,8 +40,9 @@ class Batch(BaseModel):
     def describe(self) -> str:
         """Format the batch as text such as "global 32 = 1 replica x 8 micro-batches x 4"."""
         replicas = plural(self.num_replicas, "replica")
-        splits = plural(self.num_microbatches, "micro-batch")
-        return f"global {self.global_batch_size} = {replicas} x {splits} x {self.micro_batch_size}"
+        micro_batches = plural(self.num_microbatches, "micro-batch")
+        factors = f"{replicas} x {micro_batches} x {self.micro_batch_size}"
+        return f"global {self.global_batch_size} = {factors}"
 
 
 def format_axes(axes: Mapping[str, int]) -> str:

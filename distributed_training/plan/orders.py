@@ -11,20 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import FoundOrders
+from distributed_training.plan.schedules import TimedOrders
 from distributed_training.plan.zb_v import build_zb_v_steps, median_durations
 
 Step = tuple[str, int]  # (kind, stage); the micro-batches of each such step run in sequence
 Operation = tuple[str, int, int]
-Order = tuple[Operation, ...]  # operations of one process
+Order = tuple[Operation, ...]  # operations of one rank
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
     """Return each pipeline rank's order of operations. If the plan stores no orders, return the
     orders that the schedule defines."""
     if plan.orders is not None:
-        return tuple(map(read_order, plan.orders.by_place))
-    assert not plan.schedule.is_searched, "lay_out searches"
+        return tuple(map(parse_order, plan.orders.by_place))
+    assert not plan.schedule.is_searched, "lay_out stores the orders of a searched schedule"
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
@@ -32,7 +32,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """Return the order of operations on each of `p` pipeline ranks for `m` micro-batches."""
-    if p == 1:  # one micro-batch after the other
+    if p == 1:  # Without a pipeline, micro-batches run one after another.
         schedule = "1f1b"
     if schedule == "zb-v":
         return tuple(
@@ -41,7 +41,7 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 
 
-def read_order(text: str) -> Order:
+def parse_order(text: str) -> Order:
     """Parse an order such as "F0 F0 I7 W7" (kinds and stages)."""
     return _number_micro_batches((word[0], int(word[1:])) for word in text.split())
 
@@ -95,15 +95,15 @@ def parse_v_order(steps: str, p: int, rank: int) -> Order:
 
 def build_timed_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
-) -> FoundOrders:
+) -> TimedOrders:
     """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains each stage's
     durations of F, I and W. `message_s` is the time to send a result to another rank."""
     p = len(seconds) // 2
     steps_by_rank = build_zb_v_steps(p, m, *median_durations(seconds), message_s)
     orders = [parse_v_order(steps, p, rank) for rank, steps in enumerate(steps_by_rank)]
-    return FoundOrders(by_place=write_orders(orders), stage_s=seconds, message_s=message_s)
+    return TimedOrders(by_place=format_orders(orders), stage_s=seconds, message_s=message_s)
 
 
-def write_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
-    """Format each order in the form that `read_order` parses, such as "F0 F0 I7 W7"."""
+def format_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
+    """Format each order in the form that `parse_order` parses, such as "F0 F0 I7 W7"."""
     return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from distributed_training.models import ModelSize, ModelSpec
 from distributed_training.plan.earlier import convert_plan
 from distributed_training.plan.layout import Batch, Layout, format_axes
-from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
+from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_json, read_small
@@ -44,22 +44,25 @@ class Draft:
     machine: Machine
     num_processes: int
     processes_here: int  # processes on this machine
-    mesh: dict[str, int]  # axis sizes, from the slowest-varying to the fastest-varying axis
+    mesh: dict[str, int]  # axis sizes, from the outermost to the innermost axis
     batch: Batch
     layout: Layout
     only_copies: bool  # whether each process holds the whole model
     uses_ddp: bool  # whether full replicas are averaged, by PyTorch's DDP or by the engine itself
     uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages replicated parts
     output_dir: Path
-    run_dir: Path  # this run's folder; only a name before `reserve_run_dir`
+    run_dir: Path  # proposed folder of this run; `reserve_run_dir` chooses the final folder
     # This run's folder for state that is kept on disk; None if no state is kept on disk
     offload_dir: Path | None
-    from_defaults: tuple[str, ...]  # keys that CONFIG left open and the strategy's defaults set
+    # Keys that CONFIG does not set and that the strategy's defaults set
+    from_defaults: tuple[str, ...]
     engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
-    # Number of steps between that engine's exchanges (settings/keys.py: Options)
+    # Number of steps between parameter synchronizations (settings/keys.py: Options); None if
+    # gradients are averaged in every step
     steps_between_exchanges: int | None = None
-    engine_bytes_per_parameter: float = 0  # state that the strategy's engine adds
-    orders: FoundOrders | None = None  # orders, if they depend on durations (plan/orders.py)
+    engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
+    # Orders of pipeline operations, if the orders depend on durations (plan/orders.py)
+    orders: TimedOrders | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
 
     @property
@@ -67,22 +70,21 @@ class Draft:
         return self.model.size
 
     @property
-    def attended(self) -> int:
-        """Return the number of tokens that a token's attention spans: the sample length or, if
-        records are packed, the mean record length."""
+    def attention_span(self) -> int:
+        """Number of tokens that a token's attention spans: the sample length or, if records are
+        packed, the mean record length."""
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property
     def work(self) -> dict[str, Any]:
-        """Return the keys and values on which two runs must agree to be comparable."""
+        """Keys and values on which two runs must agree to be comparable."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}
         return {**work, "global_batch_size": self.batch.global_batch_size}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the resolved values of CONFIG's keys, followed by the values of the engine's own
-        options."""
+        """Resolved values of CONFIG's keys, followed by the values of the engine's own options."""
         return self.config.to_key_values() | self.engine_options
 
     @property
@@ -91,26 +93,26 @@ class Draft:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """Return the numbers of parts (along samples, along tokens) into which sequence parallelism
-        divides a micro-batch's activations.
+        """Numbers of parts (along samples, along tokens) into which sequence parallelism divides a
+        micro-batch's activations.
 
         If the number of samples is divisible by tp, activations are divided by sample, otherwise by
         token. Samples are contiguous in memory, so whole samples need no copy after they are
-        gathered. Return (1, 1) without sequence parallelism."""
+        gathered. Without sequence parallelism, the numbers are (1, 1)."""
         if not self.config.sequence_parallel:
             return 1, 1
         tp = self.mesh["tp"]
         return (tp, 1) if self.batch.micro_batch_size % tp == 0 else (1, tp)
 
     @property
-    def own_disks(self) -> bool:
-        """Return whether each node keeps only the files of its own processes."""
+    def has_node_local_files(self) -> bool:
+        """True if each node has only the files that its own ranks write."""
         return not self.config.shared_disk and self.num_processes > self.processes_here
 
     @property
-    def spread(self) -> dict[str, Any]:
-        """Return the layout of the run. If a run resumes from a checkpoint that was saved with the
-        same layout, it continues with bit-identical results."""
+    def layout_fingerprint(self) -> dict[str, Any]:
+        """Values that determine how state is sharded and summed. If a checkpoint has the same
+        values, a run that resumes from the checkpoint continues with bit-identical results."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
@@ -170,5 +172,5 @@ def load_plan(run_dir: Path) -> Plan:
     except UserError as error:
         why = str(error)
     except (TypeError, ValueError):
-        why = "its content does not have the form that a run writes"
+        why = "its JSON does not have the structure of a plan"
     raise UserError(f"{file} is not a plan that this version can read", why)

@@ -1,9 +1,9 @@
-"""Define the requirements and the idle shares of pipeline schedules. An idle share is the fraction
-of a step's time that ranks spend waiting. The requirements follow torch.distributed.pipelining, and
-the idle shares follow the formulas in pipedream_tutorial's closed_forms.py. This module does not
-import torch.
+"""Define the requirements and the bubble fractions of pipeline schedules. The bubble fraction is
+the fraction of a step's time that ranks spend waiting. The requirements follow
+torch.distributed.pipelining, and the bubble fractions follow the formulas in pipedream_tutorial's
+closed_forms.py. This module does not import torch.
 
-p is the number of processes along the pipeline, and m is the number of micro-batches per step."""
+p is the number of ranks along pp, and m is the number of micro-batches per step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,18 +18,18 @@ P2P_CHANNELS = 4
 class Schedule:
     """Requirements and costs of a pipeline schedule."""
 
-    # (p, m) -> idle share of a step if all stages take equally long and a backward pass takes twice
-    # as long as a forward pass; None if there is no formula
+    # (p, m) -> bubble fraction, or None if there is no formula. All stages are assumed to take
+    # equally long, and a backward pass to take twice as long as a forward pass.
     bubble: Callable[[int, int], float | None]
-    # (p, m) -> number of micro-batches whose activations the fullest rank keeps
+    # (p, m) -> maximum number of micro-batches whose activations a rank keeps at once
     kept_micro_batches: Callable[[int, int], float]
     stages_per_rank: int = 1  # 1 or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     # True if input gradients and weight gradients are computed at different times
     splits_backward: bool = False
     is_timed: bool = False  # whether its order depends on durations (orders.py)
-    is_searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s
-    # (p, m) -> whether p processes can run m micro-batches
+    is_searched: bool = False  # whether a search finds its order, which takes 1 to 2 s
+    # (p, m) -> whether p ranks can run m micro-batches
     accepts: Callable[[int, int], bool] = lambda p, m: True
 
     def ranks(self, p: int) -> tuple[int, ...]:
@@ -45,39 +45,41 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundOrders:
-    """Orders of a pipeline's operations, and the durations in seconds for which these orders were
-    found."""
+class TimedOrders:
+    """Order of operations on each pipeline rank, and the durations in seconds for which these
+    orders were computed."""
 
     by_place: tuple[str, ...]  # order of each pipeline rank, in the format of orders.py
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 
 
-def _idle_share(idle: int, busy: int) -> float:
+def _bubble_fraction(idle: int, busy: int) -> float:
     return idle / (busy + idle)
 
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(
-        bubble=lambda p, m: _idle_share(p - 1, m),
+        bubble=lambda p, m: _bubble_fraction(p - 1, m),
         kept_micro_batches=lambda p, m: min(p, m),
         accepts=lambda p, m: m >= p,
     ),
-    "gpipe": Schedule(bubble=lambda p, m: _idle_share(p - 1, m), kept_micro_batches=lambda p, m: m),
+    "gpipe": Schedule(
+        bubble=lambda p, m: _bubble_fraction(p - 1, m), kept_micro_batches=lambda p, m: m
+    ),
     "interleaved": Schedule(
-        bubble=lambda p, m: _idle_share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
+        bubble=lambda p, m: _bubble_fraction(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
         kept_micro_batches=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
         accepts=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
     ),
     "zb-h1": Schedule(
-        bubble=lambda p, m: _idle_share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
+        bubble=lambda p, m: _bubble_fraction(2 * (p - 1) - (min(m, p) - 1), 3 * m),
         kept_micro_batches=lambda p, m: min(p, m),
         splits_backward=True,
     ),
     "zb-v": Schedule(
-        bubble=lambda p, m: _idle_share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
+        bubble=lambda p, m: _bubble_fraction(p - 1, 6 * m) if m >= 2 * p - 1 else None,
         kept_micro_batches=lambda p, m: min(p, m),
         stages_per_rank=2,
         v_shaped=True,
@@ -89,7 +91,7 @@ SCHEDULES: dict[str, Schedule] = {
 SCHEDULES["zb-auto"] = replace(
     SCHEDULES["zb-v"], kept_micro_batches=lambda p, m: min(p + 1, m), is_searched=True
 )
-# Without a pipeline, micro-batches run one after the other.
+# Without a pipeline, micro-batches run one after another.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept_micro_batches=lambda p, m: 1)
 
 

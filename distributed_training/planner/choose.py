@@ -15,7 +15,7 @@ from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.orders import build_timed_orders
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import SCHEDULES, FoundOrders
+from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.planner.conflicts import check_settings
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide
 from distributed_training.planner.search import search_orders
@@ -366,7 +366,7 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     return "a CPU" if machine.num_gpus == 0 else ""
 
 
-def _find_timed_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
+def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     """Compute orders of operations for a pipeline's predicted durations. If the cluster's rates are
     unknown, the durations are predicted with the rates of an H200. The plan stores the orders,
     because ranks with different orders would deadlock."""

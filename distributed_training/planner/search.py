@@ -9,11 +9,11 @@ from distributed_training.plan.orders import (
     Order,
     Step,
     build_timed_orders,
+    format_orders,
+    parse_order,
     parse_v_order,
-    read_order,
-    write_orders,
 )
-from distributed_training.plan.schedules import SCHEDULES, FoundOrders
+from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.predict.simulate import (
     durations_by_step,
     map_consumers,
@@ -50,7 +50,7 @@ def search_orders(
     blocks: tuple[int, ...],
     m: int,
     message_s: float,
-) -> FoundOrders:
+) -> TimedOrders:
     """Return the fastest order found for `m` micro-batches under `zb-auto`. In the simulation, this
     order is never slower than the order of `zb-v`.
 
@@ -72,7 +72,7 @@ def search_orders(
     durations["F", last_stage] += durations[fused_step]
     consumers = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
     consumers["F", last_stage] = consumers.pop(fused_step)
-    timed_orders = tuple(map(read_order, build_timed_orders(seconds, m, message_s).by_place))
+    timed_orders = tuple(map(parse_order, build_timed_orders(seconds, m, message_s).by_place))
     best: list[list[Step]] = min(
         (
             [[step[:2] for step in order if step[:2] != fused_step] for order in starts]
@@ -137,6 +137,6 @@ def search_orders(
             best = list(orders)
     by_place = tuple(
         text.replace(f"F{last_stage}", f"F{last_stage} I{last_stage}")
-        for text in write_orders(best)
+        for text in format_orders(best)
     )
-    return FoundOrders(by_place=by_place, stage_s=seconds, message_s=message_s)
+    return TimedOrders(by_place=by_place, stage_s=seconds, message_s=message_s)

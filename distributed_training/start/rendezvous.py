@@ -378,14 +378,14 @@ def check_disks(plan: Plan, process: Process) -> None:
     disk_marker = plan.run_dir / agree.broadcast_from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
         with agree.raise_on_all_ranks():
-            if is_local_rank_0 and plan.own_disks:
+            if is_local_rank_0 and plan.has_node_local_files:
                 _create_own_folder(plan, disk_marker, label)
             elif is_local_rank_0:
                 _wait_for_shared_folder(plan, label)
     finally:
         if is_local_rank_0:
             disk_marker.unlink(missing_ok=True)
-    if plan.own_disks and plan.checkpoint is not None:
+    if plan.has_node_local_files and plan.checkpoint is not None:
         local_meta = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
         host, values = agree.broadcast_from_rank_0(
             (socket.gethostname(), local_meta and local_meta.model_dump())

@@ -60,7 +60,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     message = "".join(traceback.format_exception(error))  # includes the causes of the error
     if disk_error := next((text for text in DISK_ERRORS if text in message), ""):
         # One process per disk removes unfinished files. Other processes may still be writing files.
-        if (topology.local_rank if plan.own_disks else topology.rank) == 0:
+        if (topology.local_rank if plan.has_node_local_files else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
         what, fix = DISK_ERRORS[disk_error]
         what = f"{rank}: {what.format(short_path(plan.run_dir))}"
@@ -92,7 +92,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.build_continue_command(plan)
             message = f"Interrupted. {sentence}\n{pasteable(command)}"
-    if plan.own_disks:  # other nodes cannot read this node's record
+    if plan.has_node_local_files:  # other nodes cannot read this node's record
         with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
             if not lost_connection:
                 store.set(CAUSE_KEY, reason)

@@ -193,7 +193,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     performance = metrics.summarize_performance(
         full_steps_s or [seconds for _, seconds in step_times],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
-        flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),
+        flops_per_token=plan.size.flops_per_token(plan.attention_span, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )

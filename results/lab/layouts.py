@@ -251,7 +251,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
             timer.durations_s(),
             tokens_per_step=run.sampler.global_batch_size * config.max_length,
             flops_per_token=run.plan.size.flops_per_token(
-                run.plan.attended, frozen=config.lora_rank > 0
+                run.plan.attention_span, frozen=config.lora_rank > 0
             ),
             world_size=topology.world_size,
             device_name=run.plan.machine.gpu_name,

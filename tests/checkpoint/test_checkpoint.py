@@ -67,9 +67,9 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
-        config=config, requested=Request(), run_dir=run_dir, work=work, spread=spread,
+        config=config, requested=Request(), run_dir=run_dir, work=work, layout_fingerprint=spread,
         checkpoint=None,
-        processes_here=1, strategy=strategy, notes=[], own_disks=False,
+        processes_here=1, strategy=strategy, notes=[], has_node_local_files=False,
         sources={}, data_fingerprint="",
     )  # fmt: skip
 

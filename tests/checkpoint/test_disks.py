@@ -32,7 +32,7 @@ def on_two_nodes(folder):
         world_size=2, rank=rank, local_rank=0, dp_replicate=2, dp_shard=1, device_type="cpu"
     )
     plan = plan_of(folder / f"node{rank}", keep=1)
-    plan.own_disks = True
+    plan.has_node_local_files = True
 
     def save(step):
         engine = FakeEngine(step)
@@ -86,11 +86,11 @@ def on_two_nodes(folder):
     return steps_by_case
 
 
-def find_on(given, output_dir, own_disks=True):
+def find_on(given, output_dir, has_node_local_files=True):
     """Return the checkpoint that a single process on the first node finds if `resume` is set to
     `given`. Return None if there is no such checkpoint."""
     plan = plan_of(None)
-    plan.own_disks = own_disks
+    plan.has_node_local_files = has_node_local_files
     plan.config.resume, plan.output_dir = given, output_dir
     return (find_resume(plan, []) or [None])[0]
 
@@ -133,6 +133,6 @@ def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_p
     for resume in ("auto", str(run_dir)):
         assert find_on(resume, tmp_path).parents[1] == run_dir
         with pytest.raises(ElsewhereError, match="is not complete"):
-            find_on(resume, tmp_path, own_disks=False)
+            find_on(resume, tmp_path, has_node_local_files=False)
     started(run_dir).update(status="ok")
-    assert find_on("auto", tmp_path, own_disks=False) is None
+    assert find_on("auto", tmp_path, has_node_local_files=False) is None

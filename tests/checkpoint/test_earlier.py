@@ -29,7 +29,7 @@ def test_a_plan_of_an_earlier_release_is_read():
     assert not plan.requested.is_set("seed")
     assert plan.requested.learning_rate == plan.config.learning_rate == 0.002
     assert plan.work["tokenizer"] == "embedded"
-    assert plan.spread["mesh"] == "pp 1 x dp_replicate 1 x dp_shard 1 x tp 1"
+    assert plan.layout_fingerprint["mesh"] == "pp 1 x dp_replicate 1 x dp_shard 1 x tp 1"
     assert plan.size.num_layers == 2
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from distributed_training.plan.orders import build_orders, build_timed_orders, read_order
+from distributed_training.plan.orders import build_orders, build_timed_orders, parse_order
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.plan.zb_v import median_durations
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
@@ -74,7 +74,7 @@ def test_zb_v_matches_its_authors_order_for_all_durations():
         if p == 1:  # no pipeline
             continue
         orders = build_timed_orders(((f, i, w),) * 2 * p, m, message).by_place
-        cells = [[f"{s}{kind}{n}" for kind, s, n in read_order(order)] for order in orders]
+        cells = [[f"{s}{kind}{n}" for kind, s, n in parse_order(order)] for order in orders]
         text = ";".join(map(",".join, cells))
         assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest, (p, m, f, i, w, message)
 

@@ -39,7 +39,7 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_order(*durations):
-    return tuple(map(orders.read_order, search_orders(*durations).by_place))
+    return tuple(map(orders.parse_order, search_orders(*durations).by_place))
 
 
 def order_length(found_orders, seconds, message=MESSAGE):
@@ -107,7 +107,7 @@ def test_one_micro_batch_on_two_processes_equals_brute_force(seed):
     pairs = [pair for chain in needs.split() for pair in itertools.pairwise(chain.split("<"))]
     shuffled = [
         [
-            orders.read_order(" ".join(order)) for order in itertools.permutations(steps.split())
+            orders.parse_order(" ".join(order)) for order in itertools.permutations(steps.split())
             if all(order.index(a) < order.index(b) for a, b in pairs if a in order)
         ]
         for steps in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")

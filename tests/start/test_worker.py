@@ -64,7 +64,7 @@ def test_the_cause_of_a_failure_is_known_on_all_nodes(tmp_path, monkeypatch):
         run_dir = tmp_path / str(rank)
         run_dir.mkdir()
         started(run_dir)
-        plan = SimpleNamespace(run_dir=run_dir, own_disks=True, offload_dir=None)
+        plan = SimpleNamespace(run_dir=run_dir, has_node_local_files=True, offload_dir=None)
         with pytest.raises(SystemExit):
             ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
         assert load_record(run_dir).error == "rank 0: ValueError: a bad line"

@@ -90,7 +90,7 @@ def make_trainer(engine=None, **config):
     return Trainer(
         engine=engine or CountingEngine(),
         plan=SimpleNamespace(
-            config=config, run_dir=Path("x"), own_disks=False, num_steps=NUM_STEPS
+            config=config, run_dir=Path("x"), has_node_local_files=False, num_steps=NUM_STEPS
         ),
         topology=TOPOLOGY,
         data=Data(

@@ -82,7 +82,7 @@ def _attention_cost(timing: Timing) -> Cost:
     records. Masked attention costs more than causal attention over the whole sequence."""
     packing = timing.plan.packing
     uses_mask = packing is not None and not _uses_packed_kernel(timing)
-    length = timing.config.max_length if uses_mask else timing.plan.attended
+    length = timing.config.max_length if uses_mask else timing.plan.attention_span
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.plan.orders import write_orders
+from distributed_training.plan.orders import format_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.search import fixed_zb_v
@@ -103,7 +103,7 @@ def plan_of(record: Record) -> Draft:
     plan = draft_plan(request, this_machine(Machine(**machine), count, count))
     if plan.orders is None or plan.schedule.is_searched or record.started_at > ZB_V_BY_DURATIONS:
         return plan
-    fixed_orders = write_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
+    fixed_orders = format_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
     return replace(plan, orders=replace(plan.orders, by_place=fixed_orders))
 
 
