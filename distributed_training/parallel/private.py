@@ -88,7 +88,7 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
 
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:
-    """Return the global index of the first element of this process's shard of a DTensor."""
+    """Return the global index of the first element of this rank's shard of a DTensor."""
     mesh = tensor.device_mesh
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
@@ -115,8 +115,8 @@ class PlannedPartition:
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
-    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer, or None
-    if there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
+    """Return the position of this rank's fp32 shard of a parameter in a ZeRO optimizer, or None if
+    there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
     the shard's first element in the flattened parameter, number of elements).
 
     DeepSpeed's public accessors are not used, because in ZeRO stages 1 and 2 they find Adam moments
@@ -132,8 +132,8 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
 
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:
-    """Return this process's flat fp32 weight tensors, which are the keys of the Adam state. A
-    tensor is empty while its values are on disk."""
+    """Return this rank's flat fp32 weight tensors, which are the keys of the Adam state. A tensor
+    is empty while its values are on disk."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
