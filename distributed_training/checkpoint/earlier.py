@@ -5,8 +5,8 @@ import hashlib
 import json
 from functools import partial
 
-from distributed_training.data.corpus import read_corpus
-from distributed_training.data.files import BLOCK, open_file
+from distributed_training.data.corpus import find_corpus
+from distributed_training.data.files import BLOCK_SIZE, open_file
 from distributed_training.data.hub import TOKENIZER_FILES
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import Data
@@ -23,7 +23,7 @@ def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> b
     GPT-2's. In these cases, token ids have changed since that version."""
     if data.form != RUNNING or not data.tokenizer.is_gpt2:
         return False
-    corpus = read_corpus(config.dataset, config.validation_dataset)
+    corpus = find_corpus(config.dataset, config.validation_dataset)
     digests = []
     for split in ("train", "validation"):
         source = corpus.get(split)
@@ -31,7 +31,7 @@ def is_earlier_fingerprint(fingerprint: str, config: RunConfig, data: Data) -> b
         for file in source.files if source else ():
             contents = hashlib.sha256()
             with open_file(file) as stream:
-                for block in iter(partial(stream.read, BLOCK), b""):
+                for block in iter(partial(stream.read, BLOCK_SIZE), b""):
                     contents.update(block)
             digest.update(contents.digest())
         for text in source.texts if source else ():

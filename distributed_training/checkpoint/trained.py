@@ -119,7 +119,9 @@ class TrainedModel:
 
     def _check(self, fingerprint: Fingerprint) -> None:
         if self.adapters:
-            peft.check_base(fingerprint.combine(), self.adapters.base, self.adapters.origin)
+            peft.check_base(
+                fingerprint.combine(), self.adapters.base_fingerprint, self.adapters.origin
+            )
 
 
 def trained_model_of_run(

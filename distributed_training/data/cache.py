@@ -53,15 +53,20 @@ logger = logging.getLogger(__name__)
 
 
 def tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path, *, rows: int = 2**31
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    cache_dir: Path,
+    *,
+    embedding_rows: int = 2**31,
 ) -> Path:
     """Return the folder in `cache_dir` that contains the ids of `corpus`. If the folder does not
     exist or is damaged, tokenize the corpus first.
 
     If several processes call this function, one process fills the folder and the others wait.
     Raises UserError if the text cannot be read or the cache cannot be written. Also raises
-    UserError if the tokenizer has more than `rows` tokens, where `rows` is the number of rows in
-    the model's embedding."""
+    UserError if the tokenizer has more than `embedding_rows` tokens, the number of rows in the
+    model's embedding."""
     by_line = config.pack is False
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG_BYTES:
@@ -70,7 +75,7 @@ def tokenize(
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
-        tokenizer.facts.check_rows(rows, config.model)
+        tokenizer.facts.check_rows(embedding_rows, config.model)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
@@ -83,7 +88,7 @@ def tokenize(
             what = f"the token cache {cache_dir} cannot be written"
             raise UserError(what, str(error), f"set {CACHE} to another folder") from None
     tokenizer.restore_facts(read_meta(folder)["tokenizer"])
-    tokenizer.facts.check_rows(rows, config.model)
+    tokenizer.facts.check_rows(embedding_rows, config.model)
     return folder
 
 
@@ -237,7 +242,7 @@ def _tokenize_split(
     num_special = num_unknown = 0  # special and unknown tokens in the current document so far
     with ThreadPoolExecutor(_NUM_BATCHES_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
-        jobs = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
+        jobs = ((batch, pool.submit(tokenizer.encode_pieces, batch)) for batch in batches)
         queue = deque(itertools.islice(jobs, _NUM_BATCHES_AHEAD))
         while queue:
             batch, future = queue.popleft()

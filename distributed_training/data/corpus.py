@@ -15,7 +15,7 @@ from typing import Any
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Shape
 from distributed_training.data.files import (  # fmt: skip
-    BLOCK,
+    BLOCK_SIZE,
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     bomb_error,
@@ -45,11 +45,11 @@ WIKITEXT = "wikitext-2"
 BUILT_IN = (AUTO, EMBEDDED, PROSE, WIKITEXT)  # values of `dataset` that are not paths or Hub names
 # A paragraph that begins with a capital letter and ends with a period or colon, without code or
 # grammar
-_SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
+_PROSE_PARAGRAPH = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that contain tests, vendored code or generated tables
-_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
-_SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
+_SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+_SKIPPED_FOLDERS |= {"__pycache__", "ensurepip", "encodings", "pydoc_data", "turtledemo"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Source:
             size = 0
             try:
                 with open_file(file) as stream:
-                    for block in iter(partial(stream.read, BLOCK), b""):
+                    for block in iter(partial(stream.read, BLOCK_SIZE), b""):
                         file_digest.update(block)
                         size += len(block)
                         if size > max_unpacked_bytes(file):
@@ -118,16 +118,16 @@ def fingerprint(corpus: Corpus) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
+def find_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
     """Find the sources of `dataset`. If `validation` names another dataset, the validation text
     comes from that dataset. Running text in files is not read until the sources are used.
 
     `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
     empty or of an unsupported kind."""
     names = parse_columns(columns)
-    corpus = _find_corpus(dataset, "dataset", names)
+    corpus = _find_sources(dataset, "dataset", names)
     if validation is not None:
-        validation_corpus = _find_corpus(validation, "validation_dataset", names)
+        validation_corpus = _find_sources(validation, "validation_dataset", names)
         corpus["validation"] = validation_corpus.get("validation", validation_corpus["train"])
     return corpus
 
@@ -178,7 +178,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return names
 
 
-def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
+def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
     """Find the sources of a dataset. `key` is the setting that names the dataset. Raises UserError
     if the dataset is not available, cannot be read or has nothing to train on."""
     what = f"{key}={dataset!r}"
@@ -209,7 +209,7 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
             f"{what} has no split called train", f"its splits are: {', '.join(splits)}", fix
         )
     used_splits = [split for split in ("train", "validation") if split in splits]
-    return {split: _find_form(splits[split], what, columns) for split in used_splits}
+    return {split: _build_source(splits[split], what, columns) for split in used_splits}
 
 
 def check_dataset_path(dataset: str, key: str) -> None:
@@ -227,7 +227,7 @@ def is_hub_name(dataset: str) -> bool:
     return is_hub_form and suffix_of(path) not in SUFFIXES and not path.exists()
 
 
-def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
+def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
     """Return the running text or records in `files` as a source. All records must have the shape of
     the first record. Raises UserError if `files` mixes text files and record files, or if the
     record files contain no records."""
@@ -258,7 +258,7 @@ def read_embedded() -> list[str]:
     for folder, subfolders, files in os.walk(root):
         # Changing the list in place keeps os.walk out of the skipped folders.
         subfolders[:] = [
-            name for name in subfolders if name not in _SKIPPED and name[:7] != "config-"
+            name for name in subfolders if name not in _SKIPPED_FOLDERS and name[:7] != "config-"
         ]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
             name = path.relative_to(root).as_posix()
@@ -278,7 +278,7 @@ def read_prose() -> list[str]:
     seen = set[str]()
     for text in _shuffle(topics):
         paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-        prose = [line for line in dict.fromkeys(paragraphs) if _SENTENCES.fullmatch(line)]
+        prose = [line for line in dict.fromkeys(paragraphs) if _PROSE_PARAGRAPH.fullmatch(line)]
         texts.append("".join(f"{line}\n" for line in prose if line not in seen))
         seen.update(prose)
     return [text for text in texts if text]

@@ -22,7 +22,7 @@ TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-BLOCK = 2**20  # bytes or characters read at a time
+BLOCK_SIZE = 2**20  # bytes or characters read at a time
 # A file may unpack to at most _UNPACKED_BYTES or _UNPACKED_RATIO times its size, whichever is
 # larger.
 _UNPACKED_BYTES = 2**27
@@ -52,7 +52,9 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
         max_chars = min(limit, _MAX_LINE_LENGTH)  # The whole file may be one line.
         size = 0
         try:
-            read = partial(text.readline, max_chars + 1) if by_line else partial(text.read, BLOCK)
+            read = (
+                partial(text.readline, max_chars + 1) if by_line else partial(text.read, BLOCK_SIZE)
+            )
             for block in iter(read, ""):
                 size += len(block)
                 if size > limit:

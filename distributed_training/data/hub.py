@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt")
 # Strings that occur in the names of tokenizer files
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-_TEMPLATES = "additional_chat_templates/"
+_TEMPLATES_FOLDER = "additional_chat_templates/"
 _DOWNLOAD_ADVICE = (
     "on a machine with internet access, run the command below, and copy ~/.cache/huggingface from "
     "there to this machine. Run"
@@ -101,7 +101,9 @@ def fetch_tokenizer(repo_id: str) -> Path:
     tokenizer_files = [name for name in names if "/" not in name and is_tokenizer_file(name)]
     if not tokenizer_files:
         raise OSError(f"{repo_id} has no tokenizer files")
-    other_files = [name for name in names if name == "config.json" or name.startswith(_TEMPLATES)]
+    other_files = [
+        name for name in names if name == "config.json" or name.startswith(_TEMPLATES_FOLDER)
+    ]
     return fetch_folder(repo_id, (*tokenizer_files, *other_files))
 
 

@@ -18,8 +18,8 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
-EMPTY = -1  # index of "no sample", which pads the last step of an epoch
-AUTO_SAMPLES = 1000
+NO_SAMPLE = -1  # index of "no sample", which pads the last step of an epoch
+AUTO_NUM_SAMPLES = 1000
 _CHUNK_TOKENS = 2**20  # tokens whose bytes are counted at a time
 # Fraction of samples kept for validation if the dataset has no validation split
 VALIDATION_SHARE = 0.05
@@ -73,13 +73,13 @@ class Samples:
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (part indices, rows) for the samples in `indices`. The row of a part is the
-        position of the part's sample in `indices`. The index EMPTY contributes no parts."""
-        rows = np.flatnonzero(indices != EMPTY)
+        position of the part's sample in `indices`. The index NO_SAMPLE contributes no parts."""
+        rows = np.flatnonzero(indices != NO_SAMPLE)
         real = indices[rows]
         if self.firsts is None:
             return real, rows
         counts = self.firsts[real + 1] - self.firsts[real]
-        parts = np.repeat(self.firsts[real], counts) + _count_up(counts)
+        parts = np.repeat(self.firsts[real], counts) + _concatenate_ranges(counts)
         return parts, np.repeat(rows, counts)
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -93,7 +93,7 @@ class Samples:
         parts, rows = self.parts_of(indices)
         lengths = self.lengths[parts]
         ends = _running_sum(lengths, rows)  # end of each part within its row
-        offsets = _count_up(lengths)
+        offsets = _concatenate_ranges(lengths)
         source = np.repeat(self.starts[parts], lengths) + offsets
         destination = np.repeat(rows * self.seq_len + ends - lengths, lengths) + offsets
         inputs = np.full(shape, self.padding_id, dtype=np.int64)
@@ -179,7 +179,7 @@ def cut_samples(
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
     training samples, no validation samples, or fewer training samples than `num_samples`."""
     form, splits = load_tokens(folder)
-    packs = must_pack(form, config, can_pack=can_pack)
+    packs = check_packing(form, config, can_pack=can_pack)
     as_blocks = packs and form == RUNNING
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
@@ -208,7 +208,7 @@ def cut_samples(
             fix = "use more records, or set a larger max_length if prompts fill it"
             raise UserError(what, why, fix)
         raise UserError(f"{what} is too short", why, fix)
-    num_samples = min(AUTO_SAMPLES, len(train))
+    num_samples = min(AUTO_NUM_SAMPLES, len(train))
     if config.num_samples != "auto":
         num_samples = config.num_samples
     if num_samples > len(train):
@@ -239,7 +239,7 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     return config.pack is not False and (form == RUNNING or can_pack)
 
 
-def must_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
+def check_packing(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     """Return the result of `will_pack`. Raises UserError if `pack` is True but records cannot be
     packed."""
     packs = will_pack(form, config, can_pack=can_pack)
@@ -285,7 +285,7 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
     lengths = np.diff(split["starts"]) - 1
     if split_long:
         counts = -(-lengths // seq_len)
-        offsets = _count_up(counts) * seq_len
+        offsets = _concatenate_ranges(counts) * seq_len
         starts = np.repeat(starts, counts) + offsets
         lengths = np.repeat(lengths, counts) - offsets
     is_nonempty = lengths > 0
@@ -319,7 +319,7 @@ def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
     return np.add.reduceat(mask, edges, dtype=np.int64)[::2]
 
 
-def _count_up(counts: np.ndarray) -> np.ndarray:
+def _concatenate_ranges(counts: np.ndarray) -> np.ndarray:
     """Return one array that contains `0, ..., counts[0] - 1`, then `0, ..., counts[1] - 1`, and so
     on."""
     ends = np.cumsum(counts)
@@ -357,7 +357,7 @@ class Sampler:
     def step_indices(self, step: int) -> np.ndarray:
         """Return the indices of a step's samples, int64 [num_microbatches, num_replicas,
         micro_batch_size]. The indices are the same on every rank. The last step of an epoch is
-        padded with EMPTY."""
+        padded with NO_SAMPLE."""
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, self.num_samples)
         first = position * self.global_batch_size
@@ -372,7 +372,7 @@ class Sampler:
         return StepBatch(micro_batches, num_targets, num_tokens)
 
     def is_full(self, step: int) -> bool:
-        """Return whether the batch of `step` is full, that is, contains no EMPTY index."""
+        """Return whether the batch of `step` is full, that is, contains no NO_SAMPLE index."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
     def count_max_documents(self, samples: Samples, num_steps: int) -> int:
@@ -380,7 +380,7 @@ class Sampler:
         replicas and all epochs that begin within the first `num_steps` steps. Padding counts as one
         document per sample."""
         assert samples.firsts is not None
-        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for EMPTY
+        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for NO_SAMPLE
         max_count = 0
         for epoch in range(math.ceil(num_steps / self.steps_per_epoch)):
             order = _order(self.seed, epoch, self.num_samples)
@@ -393,8 +393,8 @@ class Sampler:
         """Return the sample indices of this replica's micro-batches for one pass over `num_samples`
         samples in order.
 
-        The result is int64 [num_calls, micro_batch_size]. It is padded with EMPTY, so that every
-        replica has the same number of micro-batches."""
+        The result is int64 [num_calls, micro_batch_size]. It is padded with NO_SAMPLE, so that
+        every replica has the same number of micro-batches."""
         num_calls = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
         shape = (num_calls, self.num_replicas, self.micro_batch_size)
         return _pad_to_shape(np.arange(num_samples), shape)[:, self.replica]
@@ -407,4 +407,4 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 def _pad_to_shape(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     num_missing = math.prod(shape) - len(indices)
-    return np.pad(indices, (0, num_missing), constant_values=EMPTY).reshape(shape)
+    return np.pad(indices, (0, num_missing), constant_values=NO_SAMPLE).reshape(shape)

@@ -40,7 +40,7 @@ END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `render_builtin`
-SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
+TOKENIZER_CONFIG = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
 # Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
 # documents.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,7 +53,7 @@ _NO_SENTENCEPIECE = re.compile("Could not extract SentencePiece model")
 SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.toml
 
 
-class _Warnings(logging.Handler):
+class _WarningCollector(logging.Handler):
     """Logging handler that collects the warnings of transformers while a tokenizer is loaded. These
     warnings often explain an error that follows."""
 
@@ -184,7 +184,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
-        warnings = _Warnings()
+        warnings = _WarningCollector()
         transformers_logging.set_verbosity_warning()
         transformers_logging.disable_default_handler()
         transformers_logging.add_handler(warnings)
@@ -202,7 +202,7 @@ class Tokenizer:
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
                 fix = f"run: pip install {SENTENCEPIECE}"
             if "trust_remote_code" in why:
-                why = f"its {SETTINGS.name} refers to custom code, which is never run"
+                why = f"its {TOKENIZER_CONFIG.name} refers to custom code, which is never run"
             raise self._unreadable_error(why, fix) from None
         finally:
             transformers_logging.remove_handler(warnings)
@@ -378,8 +378,8 @@ class Tokenizer:
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids added at the beginning of every string, such as the bos id, and ids added at the end.
         Raises UserError if too many ids are added, or if an added id is not in the vocabulary."""
-        bare_ids = np.array(self._encode(["a"], special=False)[0])
-        full_ids = np.array(self._encode(["a"], special=True)[0])
+        bare_ids = np.array(self._encode(["a"], add_special_tokens=False)[0])
+        full_ids = np.array(self._encode(["a"], add_special_tokens=True)[0])
         if full_ids.max(initial=0) >= self.num_tokens:
             raise self._unreadable_error(
                 f"it adds the id {full_ids.max()} to every string, but no token has this id"
@@ -393,36 +393,49 @@ class Tokenizer:
                 return full_ids[:start], full_ids[start + len(bare_ids) :]
         return full_ids[:0], full_ids[:0]
 
-    def _encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
         if self._backend is not None:
             # The "fast" variant omits character offsets, which would double the time.
             with self._backend_errors_as_user_errors():
-                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+                encodings = self._backend.encode_batch_fast(
+                    list(texts), add_special_tokens=add_special_tokens
+                )
             return [encoding.ids for encoding in encodings]
-        return list(self._hf_tokenizer(list(texts), add_special_tokens=special)["input_ids"])
+        return list(
+            self._hf_tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        )
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """Return an int32 array of ids for each string. If `special` is set, add the special tokens
-        that the tokenizer puts at the beginning and end of a string."""
-        return [np.array(ids, np.int32) for ids in self._encode(texts, special=special)]
+    def encode_texts(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[np.ndarray]:
+        """Return an int32 array of ids for each string. If `add_special_tokens` is set, add the
+        special tokens that the tokenizer puts at the beginning and end of a string."""
+        return [
+            np.array(ids, np.int32)
+            for ids in self._encode(texts, add_special_tokens=add_special_tokens)
+        ]
 
-    def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
         loss. Concatenating the ids of a document's pieces gives the ids of `tokenizer(document)`.
         No special tokens are added to pieces that the tokenizer's own chat template rendered."""
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        for special in (False, True):
+        for add_special_tokens in (False, True):
             plain = list[int]()  # indices of pieces that are entirely in the loss
             spanned = list[int]()
             for index, piece in enumerate(batch):
-                if (not piece.templated and piece.begins and piece.ends) == special:
+                if (not piece.templated and piece.begins and piece.ends) == add_special_tokens:
                     (plain if piece.spans is None else spanned).append(index)
             texts = [batch[index].text for index in plain]
-            ids_of_texts = self.encode_batch(texts, special=special) if texts else []
+            ids_of_texts = (
+                self.encode_texts(texts, add_special_tokens=add_special_tokens) if texts else []
+            )
             for index, ids in zip(plain, ids_of_texts, strict=True):
                 encoded[index] = ids, None
             for index in spanned:
-                encoded[index] = self._encode_spans(batch[index], special=special)
+                encoded[index] = self._encode_spans(
+                    batch[index], add_special_tokens=add_special_tokens
+                )
         rows = []
         prefix, suffix = self.added_ids
         for index, piece in enumerate(batch):
@@ -432,7 +445,9 @@ class Tokenizer:
             rows.append((ids.astype(np.int32, copy=False), mask))
         return rows
 
-    def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_spans(
+        self, piece: Piece, *, add_special_tokens: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
 
         As in transformers, a token is in the loss if at least one of its characters is in the loss.
@@ -442,16 +457,21 @@ class Tokenizer:
         offsets = None
         if self._backend is not None:
             with self._backend_errors_as_user_errors():
-                encoding = self._backend.encode(piece.text, add_special_tokens=special)
+                encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
             ids = np.array(encoding.ids, np.int32)
             offsets = self._read_offsets(piece.text, encoding.offsets)
         else:
-            ids = np.array(self._encode([piece.text], special=special)[0], np.int32)
+            (ids,) = self.encode_texts([piece.text], add_special_tokens=add_special_tokens)
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
             if offsets is None:
-                begin = self._count_before(piece.text, first, ids=ids, special=special)
-                mask[begin : self._count_before(piece.text, last, ids=ids, special=special)] = True
+                begin, end = (
+                    self._count_before(
+                        piece.text, edge, ids=ids, add_special_tokens=add_special_tokens
+                    )
+                    for edge in (first, last)
+                )
+                mask[begin:end] = True
                 continue
             firsts, lasts = offsets
             token_indices = np.flatnonzero((lasts > first) & (firsts < last))
@@ -488,28 +508,34 @@ class Tokenizer:
         # previous token ends.
         return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
-    def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
+    def _count_before(
+        self, text: str, edge: int, *, ids: np.ndarray, add_special_tokens: bool
+    ) -> int:
         """Return the number of tokens before the character at `edge`, for a tokenizer that does not
         give correct offsets. The number is found by tokenizing the text before `edge`. Raises
         UserError unless the ids of the whole text begin with the ids of the text before `edge`."""
         if edge == len(text):
             return len(ids)
-        num_prefix = len(self.added_ids[0]) if special else 0
+        num_prefix = len(self.added_ids[0]) if add_special_tokens else 0
         # Also try without the spaces before the edge, because the next token may include them.
         for text_before in (text[:edge], text[:edge].rstrip()):
-            ids_before = np.array(self._encode([text_before], special=False)[0], np.int32)
+            (ids_before,) = self.encode_texts([text_before])
             if np.array_equal(ids[num_prefix : num_prefix + len(ids_before)], ids_before):
                 return num_prefix + len(ids_before)
         what = f"tokenizer {self.folder} does not show which tokens belong to an answer"
         why = f"{self.facts.kind} does not give correct offsets, and the ids of the whole text do "
         raise UserError(what, f"{why}not begin with the ids of the text before the answer")
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Decode `ids` to a string. Special tokens are omitted unless `special` is set."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are
+        omitted."""
         if self.is_gpt2:
-            shown_ids = [i for i in ids if special or i != self.eos_id]
+            shown_ids = [i for i in ids if not skip_special_tokens or i != self.eos_id]
             return str(self._hf_tokenizer.decode(shown_ids, skip_special_tokens=False))
-        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        options = {
+            "skip_special_tokens": skip_special_tokens,
+            "clean_up_tokenization_spaces": False,
+        }
         return str(self._hf_tokenizer.decode(list(ids), **options))
 
     # Conversations
@@ -545,21 +571,15 @@ class Tokenizer:
         names = dict(self._hf_tokenizer.special_tokens_map)
         return Renderer(self._templates, names, self.special_tokens)
 
-    def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
+    def render_samples(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
         """Return the samples of each conversation in `batch`, which contains pairs (location in the
         dataset, conversation). Conversations are rendered with the tokenizer's own chat template
         or, if there is none, with the built-in template. Raises UserError if a conversation cannot
         be rendered."""
         if self.renderer is not None:
-            return self.renderer.align(batch)
+            return self.renderer.render_samples(batch)
         eos = self.facts.special["eos_token"]
         return [render_builtin(conversation, eos, where) for where, conversation in batch]
-
-    @property
-    def is_templated(self) -> bool:
-        """True if the tokenizer has its own chat template, which renders all special tokens in a
-        conversation."""
-        return self.facts.has_template
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
@@ -576,8 +596,8 @@ class Tokenizer:
         system = {"role": "system", "content": "."}
         for messages in (pair, [system, *pair]):  # Some templates require a system message.
             with contextlib.suppress(UserError):
-                text = self.renderer.align([("", Conversation(messages))])[0][-1].text
-                ids = self.encode_batch([text.rpartition("answered")[2]])[0]
+                text = self.renderer.render_samples([("", Conversation(messages))])[0][-1].text
+                ids = self.encode_texts([text.rpartition("answered")[2]])[0]
                 return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
         return self.eos_id
 
@@ -603,13 +623,13 @@ class Tokenizer:
         """Return the ids of the prompt `text`, preceded by the ids that the tokenizer adds at the
         beginning of every string. Generation continues after these ids."""
         prefix = self.added_ids[0].tolist()
-        return [*prefix, *self.encode_batch([text])[0].tolist()]
+        return [*prefix, *self.encode_texts([text])[0].tolist()]
 
     def encode_chat_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
         if self.renderer is not None:
-            return self.encode_batch([self.renderer.render_prompt(messages)])[0].tolist()
+            return self.encode_texts([self.renderer.render_prompt(messages)])[0].tolist()
         answer = {"role": ASSISTANT, "content": ""}
         conversation = Conversation([*messages, answer])
         (sample,) = render_builtin(conversation, self.facts.special["eos_token"], "")
@@ -621,7 +641,7 @@ class Tokenizer:
         template."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_gpt2:
-            shutil.copyfile(SETTINGS, folder / SETTINGS.name)
+            shutil.copyfile(TOKENIZER_CONFIG, folder / TOKENIZER_CONFIG.name)
         for name in self._files:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)
@@ -645,7 +665,7 @@ def _random_setting(hf_tokenizer: Any) -> tuple[str, str] | None:
     if dropout and dropout < 1:  # 0 applies all merges and 1 applies none
         return f"dropout={dropout:.3g}", "tokenizer.json"
     if (getattr(hf_tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling"):
-        return "enable_sampling", SETTINGS.name
+        return "enable_sampling", TOKENIZER_CONFIG.name
     return None
 
 
@@ -673,13 +693,13 @@ def _is_gpt2(folder: Path) -> bool:
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:
         return True
-    settings = folder / SETTINGS.name
+    settings = folder / TOKENIZER_CONFIG.name
     other_files = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
     if any((folder / name).exists() for name in other_files):
         return False
     if (folder / CHAT_TEMPLATE.name).exists() and not has_builtin_template(folder):
         return False
     if settings.exists():
-        return filecmp.cmp(settings, SETTINGS, shallow=False)  # False for a pipe
+        return filecmp.cmp(settings, TOKENIZER_CONFIG, shallow=False)  # False for a pipe
     config = folder / "config.json"
     return not config.is_file() or load_json(config, "model").get("model_type") == "gpt2"

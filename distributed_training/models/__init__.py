@@ -294,9 +294,9 @@ class ModelSpec:
         unexpected, or have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
-        if (module_names := getattr(self.code, "module_names", None)) is not None:
+        if (map_names := getattr(self.code, "map_tensor_names", None)) is not None:
             stored = {
-                new_name: stored[name] for name, new_name in module_names(stored, self.size).items()
+                new_name: stored[name] for name, new_name in map_names(stored, self.size).items()
             }
         unexpected = set(stored)
         pieces: dict[str, list[tuple[StoredTensor, bool]]] = {}
@@ -383,7 +383,7 @@ class ModelSpec:
             rows = part.reshape(-1, *values.shape[1:])
             yield file_name(name, self.size), rows.t() if transposed else rows
 
-    def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def split_by_hf_matrix(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split `rows` among the Hugging Face matrices that the matrix named `matrix` contains.
         `rows` has one entry per row of that matrix. Return {name of the Hugging Face matrix: its
         rows}."""

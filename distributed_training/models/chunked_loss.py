@@ -12,19 +12,19 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.decoder import softcap
 
 
-class GatherFirst(Protocol):
+class AllGather(Protocol):
     """Function that all-gathers a tensor along `gather_dim` over a process group. The function also
     works in compiled code."""
 
     def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
 
 
-class VocabularySplit(NamedTuple):
+class VocabularyShard(NamedTuple):
     """Shard of the vocabulary on one rank of a process group."""
 
     first: int  # token id of the first row
     group: Any
-    gather: GatherFirst
+    gather: AllGather
 
 
 class ChunkedCrossEntropy:
@@ -49,23 +49,23 @@ class ChunkedCrossEntropy:
         weight: torch.Tensor,
         targets: torch.Tensor,
         vocab_size: int,
-        split: VocabularySplit | None = None,
+        shard: VocabularyShard | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
         """Return the summed loss, an fp32 scalar, for hidden states `x` [B, T, D] and the output
         layer's `weight` [P, D].
 
-        With a `split`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
+        With a `shard`, `weight` is this rank's shard of the rows, [P / R, D]. The caller must then
         sum the gradient of `x` over the group. `cap` limits the logits (see `decoder.softcap`)."""
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()
-        return _Chunked.apply(x, weight, targets, vocab_size, split, cap, self.tokens, self.compute)
+        return _Chunked.apply(x, weight, targets, vocab_size, shard, cap, self.tokens, self.compute)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, split, cap, tokens, compute):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, targets, vocab_size, shard, cap, tokens, compute):  # type: ignore[no-untyped-def]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         flat = x.flatten(0, -2)
         num_chunks = -(-len(flat) // tokens)
@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
         pairs = zip(flat.split(tokens), target_chunks, strict=True)
         for index, (chunk, chunk_targets) in enumerate(pairs):
             logits = F.linear(chunk, weight)
-            total += compute(logits, chunk_targets, vocab_size, split, cap)
+            total += compute(logits, chunk_targets, vocab_size, shard, cap)
             grad_logits = logits  # `compute` has overwritten the logits with their gradient.
             if grad_x is not None:
                 grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
@@ -102,13 +102,13 @@ def loss_and_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
-    split: VocabularySplit | None = None,
+    shard: VocabularyShard | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for logits [N, P / R] and targets [N]. Overwrite the
-    logits with their gradient. With a `split`, all-gather two fp32 numbers per token over the
+    logits with their gradient. With a `shard`, all-gather two fp32 numbers per token over the
     group."""
-    first = 0 if split is None else split.first
+    first = 0 if shard is None else shard.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)
     z = softcap(logits.float(), cap)
     cap_gradient = 1 - (z / cap) ** 2 if cap else 1.0
@@ -117,9 +117,9 @@ def loss_and_gradient(
     normalizer = torch.logsumexp(z, -1, keepdim=True)
     one_hot = columns == targets[:, None]
     target_logit = torch.where(one_hot, z, 0.0).sum(-1, keepdim=True)
-    if split is not None:
+    if shard is not None:
         pair = torch.stack([normalizer, target_logit])
-        gathered = split.gather(pair, 0, split.group)
+        gathered = shard.gather(pair, 0, shard.group)
         normalizers, target_logits = gathered.unflatten(0, (-1, 2)).unbind(1)
         normalizer = torch.logsumexp(normalizers, 0)
         target_logit = target_logits.sum(0)

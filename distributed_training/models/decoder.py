@@ -205,7 +205,7 @@ class Decoder(nn.Module):
         [B, T, D]."""
         documents = None
         if positions is not None and ends is not None:
-            documents = self.describe(positions, ends)
+            documents = self.describe_documents(positions, ends)
         start = past.length if past is not None else 0
         x = self.run(x, start if positions is None else positions, documents, past)
         if past is not None:
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         return x
 
     @property
-    def describe(self) -> Callable[[torch.Tensor, torch.Tensor], Documents]:
+    def describe_documents(self) -> Callable[[torch.Tensor, torch.Tensor], Documents]:
         """Return a function that describes packed documents in the form that this model's attention
         needs."""
         return functools.partial(
@@ -433,7 +433,7 @@ Slices = tuple[slice, ...]
 WeightSource = Callable[[str, Slices], torch.Tensor]
 # Function that returns this rank's shard of a parameter, without copying it, and the indices at
 # which the shard begins
-Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
+ShardLocator = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
@@ -462,7 +462,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def locate_unsharded(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return an unsharded parameter and its offset, which is 0 in each dimension."""
     return parameter.detach(), (0,) * parameter.dim()
 
@@ -472,7 +472,7 @@ def fill_parameters(
     source: WeightSource,
     device: torch.device,
     round_to: torch.dtype | None = None,
-    locate: Locate = locate_whole,
+    locate: ShardLocator = locate_unsharded,
 ) -> None:
     """Allocate the model's meta-device parameters on `device`, and fill this rank's shards with
     initial values from `source`.

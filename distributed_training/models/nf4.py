@@ -21,7 +21,7 @@ from distributed_training.models.decoder import (
     is_block_matrix,
 )
 
-BLOCK = 64
+BLOCK_SIZE = 64
 
 
 class NF4Linear(Linear):
@@ -31,7 +31,7 @@ class NF4Linear(Linear):
     scales: nn.Parameter
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = nf4_product(x, self.weight, self.scales, self.in_features)
+        y: torch.Tensor = nf4_matmul(x, self.weight, self.scales, self.in_features)
         bias = self.cast_bias(x.dtype)
         return y if bias is None else y + bias
 
@@ -39,8 +39,8 @@ class NF4Linear(Linear):
 # torch.compile must not see inside these two operations. Otherwise, it would share the dequantized
 # matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
 # until the backward pass.
-@torch.library.custom_op("distributed_training::nf4_product", mutates_args=())
-def nf4_product(
+@torch.library.custom_op("distributed_training::nf4_matmul", mutates_args=())
+def nf4_matmul(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
     """Return `x W^T`, [..., columns] -> [..., rows]. Only codes and scales are kept for the
@@ -48,20 +48,20 @@ def nf4_product(
     return F.linear(x, dequantize(codes, scales, columns, x.dtype))
 
 
-@torch.library.custom_op("distributed_training::nf4_product_backward", mutates_args=())
-def nf4_product_backward(
+@torch.library.custom_op("distributed_training::nf4_matmul_backward", mutates_args=())
+def nf4_matmul_backward(
     gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
     """Return the gradient of x, [..., rows] -> [..., columns]."""
     return gradient @ dequantize(codes, scales, columns, gradient.dtype)
 
 
-@nf4_product.register_fake
+@nf4_matmul.register_fake
 def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], len(codes))
 
 
-@nf4_product_backward.register_fake
+@nf4_matmul_backward.register_fake
 def _(
     gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
@@ -75,17 +75,17 @@ def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     codes, scales = ctx.saved_tensors
-    return nf4_product_backward(gradient, codes, scales, ctx.columns), None, None, None
+    return nf4_matmul_backward(gradient, codes, scales, ctx.columns), None, None, None
 
 
-nf4_product.register_autograd(_backward, setup_context=_keep_codes)
+nf4_matmul.register_autograd(_backward, setup_context=_keep_codes)
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
     matrix's dtype."""
     operations: Any = torch.ops.bitsandbytes
-    codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK, "nf4", torch.uint8)
+    codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK_SIZE, "nf4", torch.uint8)
     rows = len(values)
     return codes.view(rows, -1).view(values.dtype), scales.view(rows, -1).view(values.dtype)
 
@@ -96,7 +96,7 @@ def dequantize(
     """Return the dequantized matrix [rows, columns] in `dtype`."""
     operations: Any = torch.ops.bitsandbytes
     return operations.dequantize_4bit(  # type: ignore[no-any-return]
-        codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK, "nf4",
+        codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK_SIZE, "nf4",
         [len(codes), columns], dtype,
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def replace_by_dequantized(module: nn.Module) -> None:
+def dequantize_in_place(module: nn.Module) -> None:
     """Replace all NF4 matrices of a module with their dequantized values, in place. Tests and the
     `parity` command compare training on codes with training on these values."""
     for linear in module.modules():
@@ -136,7 +136,7 @@ def quantize_matrices(model: Decoder, source: WeightSource, device: torch.device
     attach_scales(model, scales)
 
 
-def rounded_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
+def dequantized_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
     """Return a source of the weights that training uses if the base model is quantized to NF4 and
     the compute dtype is `dtype`."""
 

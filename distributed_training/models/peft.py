@@ -39,7 +39,7 @@ class InitialAdapters(NamedTuple):
     targets: tuple[str, ...]  # names of matrices in our blocks
     # A [rank, in] and B [out, rank] under our names, and a mask of B if some of its values stay 0
     tensors: dict[str, torch.Tensor]
-    base: str | None  # fingerprint of the base weights
+    base_fingerprint: str | None  # fingerprint of the base weights
 
 
 class _Adapter(NamedTuple):
@@ -60,7 +60,7 @@ class Adapters:
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
     scale: float  # factor by which B A is scaled before it is added to the weights
-    base: str | None  # fingerprint of the base weights
+    base_fingerprint: str | None  # fingerprint of the base weights
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     origin: object  # folder or run of the adapters, for messages
 
@@ -84,9 +84,9 @@ class Adapters:
         dtype = self.rounding_dtype()
         if dtype is None:
             return base
-        from distributed_training.models.nf4 import rounded_source
+        from distributed_training.models.nf4 import dequantized_source
 
-        return rounded_source(base, size, dtype)
+        return dequantized_source(base, size, dtype)
 
     def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights with the adapters merged in. The weights and the
@@ -138,7 +138,7 @@ class Adapters:
             if not torch.equal(mask, is_used.expand_as(mask)):
                 tensors[f"{name}.adapter.mask"] = mask
         targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in self.by_matrix)
-        return InitialAdapters(rank, self.scale * rank, targets, tensors, self.base)
+        return InitialAdapters(rank, self.scale * rank, targets, tensors, self.base_fingerprint)
 
 
 def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
@@ -146,10 +146,10 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     model."""
     config = read_adapters(folder)
     tensors, metadata = _read_tensors(config, spec, folder)
-    base, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
+    base_fingerprint, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
     return Adapters(
         by_matrix=_group_by_matrix(tensors, spec, folder), rank=config.r, scale=config.scale,
-        base=base, rounding=rounding, origin=folder,
+        base_fingerprint=base_fingerprint, rounding=rounding, origin=folder,
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def adapters_from_state(
     tensors."""
     return Adapters(
         by_matrix=_group_by_matrix(to_peft(state, spec), spec, origin), rank=config.lora_rank,
-        scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
+        scale=config.lora_alpha / config.lora_rank, base_fingerprint=str(fingerprint),
         rounding=base_rounding(config), origin=origin,
     )  # fmt: skip
 
@@ -236,7 +236,8 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
     for name, a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
         if is_a:
-            for hf_name, rows in spec.name_rows(matrix, state[f"{matrix}.adapter.b"]).items():
+            b = state[f"{matrix}.adapter.b"]
+            for hf_name, rows in spec.split_by_hf_matrix(matrix, b).items():
                 tensors[f"{PREFIX}{hf_name}.lora_A.weight"] = a.clone()
                 tensors[f"{PREFIX}{hf_name}.lora_B.weight"] = rows.contiguous()
     return tensors
@@ -314,8 +315,9 @@ def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tenso
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
             name = f"blocks.{layer}.{matrix}"
-            for hf_name, row_numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
-                yield name, columns, hf_name, row_numbers[:, 0]
+            row_numbers = torch.arange(rows)[:, None]
+            for hf_name, hf_rows in spec.split_by_hf_matrix(name, row_numbers).items():
+                yield name, columns, hf_name, hf_rows[:, 0]
 
 
 def _group_by_matrix(

@@ -66,7 +66,7 @@ class _SelectivePolicy:
         if name.startswith("_c10d_functional."):
             self.latest_is_sum = "reduce" in name
             return False
-        if op in ATTENTION_OPS or name == "distributed_training.nf4_product.default":
+        if op in ATTENTION_OPS or name == "distributed_training.nf4_matmul.default":
             return True
         if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return False

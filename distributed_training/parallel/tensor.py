@@ -29,7 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularySplit
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
 from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
 
@@ -166,7 +166,7 @@ def _vocab_parallel_loss(
     x = _gather_tokens(x, mesh, placement)
     if chunked_loss is not None:
         return chunked_loss(
-            x, rows, targets, vocab_size, VocabularySplit(vocab_start, group, all_gather_functional)
+            x, rows, targets, vocab_size, VocabularyShard(vocab_start, group, all_gather_functional)
         )
     logits = F.linear(x, rows).flatten(0, 1)  # (B T, P / R)
     return vocab_parallel_cross_entropy(logits, targets.flatten(), vocab_start, vocab_size, group)

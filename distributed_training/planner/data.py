@@ -16,11 +16,11 @@ from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
     Corpus,
+    find_corpus,
     find_unread,
     is_hub_name,
-    read_corpus,
 )
-from distributed_training.data.samples import AUTO_SAMPLES, Data, Sampler, cut_samples
+from distributed_training.data.samples import AUTO_NUM_SAMPLES, Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
@@ -123,7 +123,7 @@ def peek_data(draft: Draft, sources: Sources) -> Data | None:
         hub.fetch_dataset(key, name, download=False)
     if on_hub:
         return None
-    corpus = read_corpus(dataset, config.validation_dataset, config.columns)
+    corpus = find_corpus(dataset, config.validation_dataset, config.columns)
     if sum(source.num_bytes for source in corpus.values()) > MAX_DRY_RUN_BYTES:
         return None
     with TemporaryDirectory() as cache_dir:
@@ -154,8 +154,10 @@ def _tokenize(
     config = draft.config
     tokenizer = Tokenizer(tokenizer_dir)
     if corpus is None:
-        corpus = read_corpus(dataset, config.validation_dataset, config.columns)
-    folder = tokenize(corpus, tokenizer, config, cache_dir, rows=draft.model.size.vocab_size)
+        corpus = find_corpus(dataset, config.validation_dataset, config.columns)
+    folder = tokenize(
+        corpus, tokenizer, config, cache_dir, embedding_rows=draft.model.size.vocab_size
+    )
     return _cut(folder, tokenizer, draft, find_unread(dataset, corpus))
 
 
@@ -172,7 +174,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     config = draft.config
     train = data.train
     num_samples = len(train.starts)
-    if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
+    if config.num_samples == AUTO and num_samples < AUTO_NUM_SAMPLES:
         notes.append(
             f"the dataset has only {num_samples} training samples, and the run uses all of them"
         )

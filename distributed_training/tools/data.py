@@ -12,9 +12,9 @@ from tabulate import tabulate
 
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
-from distributed_training.data.corpus import find_unread, read_corpus
+from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import all_samples, must_pack, num_held_out
+from distributed_training.data.samples import all_samples, check_packing, num_held_out
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -52,11 +52,13 @@ def run(
     config = with_values(config, dataset=dataset)
     tokenizer_name, folder = choose_tokenizer(config, config, spec, config.weights, notes)
     tokenizer = Tokenizer(folder)
-    corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
-    folder = tokenize(corpus, tokenizer, config, token_cache_dir(), rows=spec.size.vocab_size)
+    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+    folder = tokenize(
+        corpus, tokenizer, config, token_cache_dir(), embedding_rows=spec.size.vocab_size
+    )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    must_pack(counts["form"], config, can_pack=can_pack)  # raises the error that training would
+    check_packing(counts["form"], config, can_pack=can_pack)  # raises the error that training would
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
@@ -72,7 +74,7 @@ def run(
             {
                 "ids": ids.tolist(),
                 "loss_mask": mask.tolist(),
-                "text": tokenizer.decode(ids.tolist(), special=True),
+                "text": tokenizer.decode(ids.tolist(), skip_special_tokens=False),
             }
             for ids, mask in shown_samples
         ]
@@ -105,7 +107,7 @@ def _mark_targets(
     first = 0
     for last in range(1, len(ids) + 1):
         if last == len(ids) or mask[last] != mask[first]:
-            decoded = tokenizer.decode(ids[first:last], special=True)
+            decoded = tokenizer.decode(ids[first:last], skip_special_tokens=False)
             span = escape_controls(decoded)
             text += f"{marks[0]}{span}{marks[1]}" if mask[first] else span
             first = last

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import BUILT_IN, EMBEDDED, PROSE, WIKITEXT
-from distributed_training.data.samples import AUTO_SAMPLES
+from distributed_training.data.samples import AUTO_NUM_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import (
@@ -112,7 +112,7 @@ def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
             reason = "cannot be tokenized on this machine"
     if config.num_samples == -1:
         return limit
-    samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
+    samples = AUTO_NUM_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
     if config.dataset not in BUILT_IN:
         notes.append(f"the number of steps is for {samples:,} samples. {config.dataset} {reason}")
     steps = config.epochs * math.ceil(samples / plan.batch.global_batch_size)

@@ -20,7 +20,7 @@ from distributed_training.checkpoint.trained import (
 )
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import find_corpus
 from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, Message
 from distributed_training.data.samples import Samples, all_samples
@@ -121,7 +121,7 @@ def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer,
         spec, folder = find_weights(name, weights_name)
         trained = open_trained_folder(spec, folder, base_folder(folder))
         tokenizer = Tokenizer(find_tokenizer(folder, spec))
-        chat = has_builtin_template(tokenizer.folder) or tokenizer.is_templated
+        chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
@@ -268,10 +268,12 @@ def _load_samples(
     """Return (samples, number of bytes for each token id, note about the split, other notes). The
     samples come from the dataset's validation split if there is one. The other notes mention
     records that are omitted or truncated."""
-    corpus = read_corpus(config.dataset, None, config.columns)
+    corpus = find_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     split_corpus = {"train": corpus[split]}
-    folder = tokenize(split_corpus, tokenizer, config, token_cache_dir(), rows=size.vocab_size)
+    folder = tokenize(
+        split_corpus, tokenizer, config, token_cache_dir(), embedding_rows=size.vocab_size
+    )
     samples = all_samples(
         folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
     )

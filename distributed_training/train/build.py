@@ -71,7 +71,9 @@ def build_engine(plan: Plan, topology: Topology, random_model: Decoder | None = 
     if config.lora_rank:
         engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
         if initial_adapters is not None:
-            peft.check_base(engine.base_fingerprint, initial_adapters.base, plan.adapters_dir)
+            peft.check_base(
+                engine.base_fingerprint, initial_adapters.base_fingerprint, plan.adapters_dir
+            )
     seed_dropout(plan, topology, 0)
     return engine
 

@@ -70,7 +70,7 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         # stages compute them. Every process has all of these tensors, so stages do not send them.
         self.upcoming_documents = deque[Sequence[torch.Tensor]]()
         self.documents: Documents | None = None  # documents of the current micro-batch
-        self.describe = model.describe
+        self.describe_documents = model.describe_documents
         for layer in self.forward_funcs:
             if isinstance(layer, Decoder | Block):
                 layer.register_forward_pre_hook(self._pass_documents, with_kwargs=True)
@@ -78,7 +78,9 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
         """Return the output of this stage for the next micro-batch."""
         self.documents = (
-            self.describe(*self.upcoming_documents.popleft()) if self.upcoming_documents else None
+            self.describe_documents(*self.upcoming_documents.popleft())
+            if self.upcoming_documents
+            else None
         )
         return super().forward(forward_input)
 

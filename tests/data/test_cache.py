@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distributed_training.data import cache
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import find_corpus
 from distributed_training.data.samples import cut_samples
 from distributed_training.settings.cache import CACHE
 from distributed_training.settings.config import RunConfig
@@ -62,14 +62,14 @@ MEMORY = """
 import sys
 from pathlib import Path
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from tests.data.test_samples import prepare, read_corpus
+from tests.data.test_samples import prepare, find_corpus
 
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024  # of this program alone
 
 tokenizer, before = Tokenizer(EMBEDDED_DIR), peak()
-data = prepare(Path(sys.argv[2]), tokenizer, read_corpus(sys.argv[1]))
+data = prepare(Path(sys.argv[2]), tokenizer, find_corpus(sys.argv[1]))
 print(before, peak(), len(data.train.tokens))
 """
 
@@ -114,7 +114,7 @@ def test_fingerprint_depends_only_on_the_tokens(tokenizer, tmp_path):
 def test_all_records_are_parsed_before_any_is_tokenized(tokenizer, tmp_path, monkeypatch):
     lines = [json.dumps({"text": "a few words"})] * 500
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": oops}']))
-    monkeypatch.setattr(tokenizer, "encode_batch", None)
+    monkeypatch.setattr(tokenizer, "encode_texts", None)
     with refused("a.jsonl line 501 is not valid JSON at column 10"):
-        prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")))
+        prepare(tmp_path / "cache", tokenizer, find_corpus(str(tmp_path / "a.jsonl")))
     assert cache_folders(tmp_path / "cache") == []

@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.chats.prepare import Counts, read_pieces
-from distributed_training.data.corpus import Source, fingerprint, read_corpus
+from distributed_training.data.corpus import Source, find_corpus, fingerprint
 from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.support import refused
@@ -45,13 +45,13 @@ def write(path, *lines):
 def test_a_document_is_a_file_a_line_or_a_record(tmp_path):
     """Blank documents are skipped. The text of a JSON Lines record may contain Unicode line
     separators."""
-    corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
+    corpus = find_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
     assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
     assert texts_of(corpus["train"], by_line=True) == ["one", "two ä ☃"]
     rows = ['{"text": "1\\n2", "id": 1}', "", '{"text": "  "}', '{"text": "\\u2603\u2028b\x85"}\n']
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
-    source = read_corpus(str(tmp_path / "a.jsonl"))["train"]
+    source = find_corpus(str(tmp_path / "a.jsonl"))["train"]
     assert source.form == TEXT
     assert texts_of(source) == texts_of(source, by_line=True) == ["1\n2", "☃\u2028b\x85"]
 
@@ -62,7 +62,7 @@ def test_files_of_a_folder_are_read_in_name_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
-    assert texts_of(read_corpus(str(tmp_path))["train"]) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
+    assert texts_of(find_corpus(str(tmp_path))["train"]) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path), *words):
-        texts_of(read_corpus(str(tmp_path))["train"])
+        texts_of(find_corpus(str(tmp_path))["train"])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_unusable_path_is_refused(name, words, tmp_path):
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     (tmp_path / "a").touch()
     with refused("dataset", f"{tmp_path}/{name}", words):
-        read_corpus(str(tmp_path / name))
+        find_corpus(str(tmp_path / name))
 
 
 def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
     for split, rows in splits.items():
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), files[split])
     monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
-    corpus = read_corpus("wikitext-2")
+    corpus = find_corpus("wikitext-2")
     assert corpus["train"].form == RUNNING
     intro, *articles = texts_of(corpus["train"])
     assert intro == "intro \n"
@@ -110,7 +110,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
 def test_embedded_corpora_come_from_the_standard_library():
     """Embedded corpora contain no installed packages and no tests, so they are identical on all
     machines with the same Python."""
-    texts = texts_of(read_corpus("embedded")["train"])
+    texts = texts_of(find_corpus("embedded")["train"])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text() in texts
@@ -119,7 +119,7 @@ def test_embedded_corpora_come_from_the_standard_library():
         files = sorted(file for file in root.glob(f"{folder}/*.py") if file.stat().st_size > 999)
         for file in files[:5]:
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
-    lines = "".join(texts_of(read_corpus("embedded-prose")["train"])).splitlines()
+    lines = "".join(texts_of(find_corpus("embedded-prose")["train"])).splitlines()
     assert sum(map(len, lines)) > 200_000
     assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
@@ -137,8 +137,8 @@ def test_fingerprint_depends_on_texts_split_and_form(tmp_path):
         {"train": running("a", "b", "c")},
         {"train": running("a"), "validation": running("b", "c")},
         {"train": running("a", "b", form=TEXT), "validation": running("c")},
-        *(read_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
+        *(find_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
     ]
     assert len({*map(fingerprint, corpora)}) == len(corpora)
-    same_corpus = read_corpus(write(tmp_path / "same.md", "one"))
+    same_corpus = find_corpus(write(tmp_path / "same.md", "one"))
     assert fingerprint(same_corpus) == fingerprint(corpora[-2])

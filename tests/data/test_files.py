@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import files
-from distributed_training.data.corpus import Source, read_corpus
+from distributed_training.data.corpus import Source, find_corpus
 from distributed_training.data.files import read_records, read_text
 from distributed_training.data.pieces import PROMPT, RUNNING
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
@@ -37,7 +37,7 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
     text = mark + STORY.replace("\n", newline) + "\r"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
-        monkeypatch.setattr(files, "BLOCK", block)
+        monkeypatch.setattr(files, "BLOCK_SIZE", block)
         for by_line in (False, True):
             assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY + "\r"
 
@@ -82,7 +82,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     for name in ("a.parquet", "b.csv", "c.jsonl"):
         write_rows(tmp_path / name, rows)
-    source = read_corpus(str(tmp_path))["train"]
+    source = find_corpus(str(tmp_path))["train"]
     assert source.form == PROMPT
     texts = [piece.text for piece in pieces_of(source)]
     assert texts == 3 * [row["prompt"] + row["completion"] for row in rows]
@@ -116,7 +116,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
 def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
-        texts_of(read_corpus(str(tmp_path / name))["train"])
+        texts_of(find_corpus(str(tmp_path / name))["train"])
 
 
 def test_a_parquet_file_is_read_in_row_groups(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_any_damage_to_a_file_gives_a_one_line_error(name, tmp_path):
             if name == "plan.json":
                 load_plan(tmp_path)
             else:
-                texts_of(read_corpus(str(path))["train"])
+                texts_of(find_corpus(str(path))["train"])
         except UserError as error:
             messages.append(str(error))
     assert len(messages) > 5
@@ -183,7 +183,7 @@ def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     else:
         file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
     with refused(f"{file}, which is not a regular file"):
-        read_corpus(str(tmp_path))
+        find_corpus(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_sparse_file_is_refused_before_it_is_read(name, tmp_path):
     with refused(
         f"{path} cannot be read", "Part of the file, starting at byte 20,480, was never written"
     ):
-        read_corpus(str(path))
+        find_corpus(str(path))
 
 
 def test_a_line_of_gigabytes_is_refused(tmp_path, monkeypatch):

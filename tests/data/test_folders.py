@@ -8,7 +8,7 @@ import datasets
 import pyarrow
 import pytest
 
-from distributed_training.data.corpus import find_unread, read_corpus
+from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.report import describe
 from tests.data.test_corpus import texts_of
 from tests.support import refused
@@ -30,7 +30,7 @@ def write(file, *texts):
 
 
 def splits_of(folder):
-    return {split: texts_of(source) for split, source in read_corpus(str(folder)).items()}
+    return {split: texts_of(source) for split, source in find_corpus(str(folder)).items()}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "lines/b.json"])
@@ -46,7 +46,7 @@ def test_splits_are_recognized_by_file_names(tmp_path):
     assert splits_of(tmp_path) == {"train": ["train"], "validation": ["validation"]}
     (tmp_path / "train.jsonl").unlink()
     with refused("has no split called train", "validation, test"):
-        read_corpus(str(tmp_path))
+        find_corpus(str(tmp_path))
 
 
 def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
@@ -61,7 +61,7 @@ def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     (tmp_path / "README.md").write_text(card.format("../*.jsonl"))
     write(tmp_path.parent / "outside.jsonl", "outside")
     with refused("outside.jsonl, which is outside the folder"):
-        read_corpus(str(tmp_path))
+        find_corpus(str(tmp_path))
 
 
 def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
@@ -71,7 +71,7 @@ def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
         card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(f"{card}---\n")
     with refused("has several configurations: one, two", "default: true"):
-        read_corpus(str(tmp_path))
+        find_corpus(str(tmp_path))
     (tmp_path / "README.md").write_text(f"{card}  default: true\n---\n")
     assert splits_of(tmp_path) == {"train": ["two"]}
 
@@ -89,7 +89,7 @@ def test_a_pipe_in_a_folder_is_refused(tmp_path):
     write(tmp_path / "a.jsonl", "one")
     os.mkfifo(tmp_path / "b.jsonl")
     with refused("b.jsonl, which is not a regular file"):
-        read_corpus(str(tmp_path))
+        find_corpus(str(tmp_path))
 
 
 def test_files_that_are_not_read_are_named(tmp_path):
@@ -99,13 +99,13 @@ def test_files_that_are_not_read_are_named(tmp_path):
     for name in ("README.md", "notes.pdf", ".hidden", "state.json.bak"):
         (records / name).write_text("---\nlicense: mit\n---\n")
     unread = ["notes.pdf", "state.json.bak", "test.jsonl"]
-    assert find_unread(str(records), read_corpus(str(records))) == unread
+    assert find_unread(str(records), find_corpus(str(records))) == unread
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in ("README.md", "a.md", "b.txt"):
         (texts / name).write_text("A text.")
-    assert find_unread(str(texts), read_corpus(str(texts))) == ["README.md"]
-    assert find_unread(str(texts / "a.md"), read_corpus(str(texts / "a.md"))) == []
+    assert find_unread(str(texts), find_corpus(str(texts))) == ["README.md"]
+    assert find_unread(str(texts / "a.md"), find_corpus(str(texts / "a.md"))) == []
     counts = {"left_out": {}, "cut": 0, "notes": {}, "unread": ["a\x1b.pdf", "b", "c", "d"]}
     (line,) = describe(counts, 8)
     assert line == "files in the dataset's folder that are not read: 4 (a\\x1b.pdf, b, c, ...)"

@@ -30,7 +30,7 @@ def blocks_of(text, sizes):
 
 
 def ids_of(tokenizer, text_pieces):
-    return np.concatenate(tokenizer.encode_batch([piece.text for piece in text_pieces])).tolist()
+    return np.concatenate(tokenizer.encode_texts([piece.text for piece in text_pieces])).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_ids_of_pieces_equal_the_ids_of_the_whole_text(text, sizes, tokenizer, s
     assert text_pieces == list(cut_text([text]))  # independent of the block sizes
     assert [piece.ends for piece in text_pieces] == [False] * (len(text_pieces) - 1) + [True]
     assert [piece.begins for piece in text_pieces] == [True] + [False] * (len(text_pieces) - 1)
-    assert ids_of(tokenizer, text_pieces) == tokenizer.encode_batch([text])[0].tolist()
+    assert ids_of(tokenizer, text_pieces) == tokenizer.encode_texts([text])[0].tolist()
 
 
 def split_by(pattern):
@@ -105,7 +105,7 @@ def test_ids_of_pieces_equal_transformers_for_the_whole_text(text, sizes, kind, 
     ours, theirs = kind
     text += "x<|end|>y"
     text_pieces = list(cut_text(blocks_of(text, sizes), can_cut=ours.can_cut))
-    ids = np.concatenate([row for row, _ in ours.encode(text_pieces)])
+    ids = np.concatenate([row for row, _ in ours.encode_pieces(text_pieces)])
     assert ids.tolist() == theirs(text)["input_ids"]
 
 

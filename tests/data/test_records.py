@@ -11,7 +11,7 @@ import pytest
 from distributed_training.data.chats import prepare
 from distributed_training.data.chats.align import Rendered
 from distributed_training.data.chats.records import Shape
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import find_corpus
 from tests.support import refused
 
 CHAT = {
@@ -228,7 +228,7 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
     """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
     the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
 
-    def align(batch):
+    def render_samples(batch):
         for _, conversation in batch:
             call = conversation.messages[-1]["tool_calls"][0]["function"]
             yield [Rendered(quotes(call["arguments"]), [(0, 1)])]
@@ -237,14 +237,17 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
     row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
     (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
     tokenizer = SimpleNamespace(
-        align=align, is_chat_form=bool, is_templated=True, special_pattern=re.compile("(?!)")
+        render_samples=render_samples,
+        is_chat_form=bool,
+        facts=SimpleNamespace(has_template=True),
+        special_pattern=re.compile("(?!)"),
     )
     counts = prepare.Counts()
-    source = read_corpus(str(tmp_path / "a.jsonl"))["train"]
+    source = find_corpus(str(tmp_path / "a.jsonl"))["train"]
     assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 1
     assert counts.notes[prepare.QUOTED] == count
     assert counts.notes[prepare.COPIED] == 1
-    assert counts.notes[prepare.LEFT_OUT] == 1  # the function's name is not in the text
+    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 1  # the function's name is not in the text
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -253,7 +256,7 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
 
-    def align(batch):
+    def render_samples(batch):
         return [[Rendered(text, [(0, 1)])] for (text, _) in zip(texts, batch, strict=True)]
 
     call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
@@ -270,15 +273,18 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     else:
         file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = SimpleNamespace(
-        align=align, is_chat_form=bool, is_templated=True, special_pattern=re.compile("(?!)")
+        render_samples=render_samples,
+        is_chat_form=bool,
+        facts=SimpleNamespace(has_template=True),
+        special_pattern=re.compile("(?!)"),
     )
     counts = prepare.Counts()
-    source = read_corpus(str(file))["train"]
+    source = find_corpus(str(file))["train"]
     assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 3
-    assert counts.notes[prepare.LEFT_OUT] == 1
-    assert counts.notes[f"{prepare.UNREAD} 'label'"] == 3
+    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 1
+    assert counts.notes[f"{prepare.IGNORED_COLUMNS} 'label'"] == 3
     for text in ("2+2= 4", "Long document: 2+2="):  # without the document, without the answer
         texts[2] = text
         counts = prepare.Counts()
         list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
-        assert counts.notes[prepare.LEFT_OUT] == 2
+        assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 2

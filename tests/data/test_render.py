@@ -44,8 +44,8 @@ def test_template_errors_are_one_line_that_names_the_row(content, words, rendere
     good = ("a.jsonl line 1", Conversation(SAID))
     bad = Conversation([{**SAID[0], "content": content}, SAID[1]])
     with refused("a.jsonl line 2 cannot be rendered by the chat template", words):
-        renderer.align([good, ("a.jsonl line 2", bad)])
-    (((text, spans, *_),),) = renderer.align([good])
+        renderer.render_samples([good, ("a.jsonl line 2", bad)])
+    (((text, spans, *_),),) = renderer.render_samples([good])
     assert text[slice(*spans[0])] == "4<|e|>"
     assert renderer.render_prompt(SAID[:1]).endswith("2+2=<|a|>")
 
@@ -60,7 +60,7 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     ]
     dated = Renderer([template] * 2, {}, [])
     try:
-        ((sample,),) = dated.align([("a.parquet row 1", Conversation(messages))])
+        ((sample,),) = dated.render_samples([("a.parquet row 1", Conversation(messages))])
     finally:
         dated.close()
     (texts, _) = render_jinja_template(conversations=[messages], chat_template=template)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.data.samples import EMPTY, IGNORE_INDEX, Sampler, Samples
+from distributed_training.data.samples import IGNORE_INDEX, NO_SAMPLE, Sampler, Samples
 from distributed_training.models.attention import drop_empty
 
 counts = dict.fromkeys(("micro_batch_size", "num_microbatches", "num_replicas"), st.integers(1, 4))
@@ -43,7 +43,7 @@ def test_sample_order_equals_earlier_releases():
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
-        [[[1, 8], [EMPTY, EMPTY]], [[EMPTY, EMPTY], [EMPTY, EMPTY]]],
+        [[[1, 8], [NO_SAMPLE, NO_SAMPLE]], [[NO_SAMPLE, NO_SAMPLE], [NO_SAMPLE, NO_SAMPLE]]],
         [[[0, 8], [7, 4]], [[3, 1], [2, 9]]],  # next epoch, in another order
     ]
     for step, indices in enumerate(expected):
@@ -58,11 +58,11 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     assert steps == -(-shape["num_samples"] // sampler.global_batch_size)
     all_steps = [epoch * steps + step for step in range(steps)]
     used_indices = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
-    assert sorted(used_indices[used_indices != EMPTY]) == list(range(shape["num_samples"]))
+    assert sorted(used_indices[used_indices != NO_SAMPLE]) == list(range(shape["num_samples"]))
     # Only the end of an epoch's last step is padded.
-    assert (used_indices[: shape["num_samples"]] != EMPTY).all()
+    assert (used_indices[: shape["num_samples"]] != NO_SAMPLE).all()
     for step in all_steps:
-        assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
+        assert sampler.is_full(step) == bool((sampler.step_indices(step) != NO_SAMPLE).all())
 
 
 @given(shapes, st.integers(0, 50))
@@ -80,8 +80,8 @@ def test_replicas_share_a_step_without_overlap(shape, step):
         for number, (inputs, targets) in enumerate(batch.micro_batches):
             expected = indices[number, replica]
             np.testing.assert_array_equal((inputs, targets), samples.batch(expected))
-            assert ((inputs == samples.padding_id) | (expected != EMPTY)[:, None]).all()
-            assert ((targets == IGNORE_INDEX) | (expected != EMPTY)[:, None]).all()
+            assert ((inputs == samples.padding_id) | (expected != NO_SAMPLE)[:, None]).all()
+            assert ((targets == IGNORE_INDEX) | (expected != NO_SAMPLE)[:, None]).all()
             num_targets += int((targets != IGNORE_INDEX).sum())
             num_tokens += int((inputs != samples.padding_id).sum())
     assert {batch.num_targets for batch in batches} == {num_targets}
@@ -98,7 +98,7 @@ def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
     assert len({len(replica) for replica in calls}) == 1
     assert {micro.shape for replica in calls for micro in replica} == {(shape["micro_batch_size"],)}
     used_indices = np.concatenate([micro for replica in calls for micro in replica])
-    assert sorted(used_indices[used_indices != EMPTY]) == list(range(count))
+    assert sorted(used_indices[used_indices != NO_SAMPLE]) == list(range(count))
 
 
 @given(shapes, st.integers(1, 3))

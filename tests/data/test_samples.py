@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distributed_training.data import cache, pieces
-from distributed_training.data.corpus import Source, read_corpus
+from distributed_training.data.corpus import Source, find_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def without_padding(row):
 
 def jsonl(folder, rows):
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return read_corpus(str(folder))
+    return find_corpus(str(folder))
 
 
 QUESTIONS = [
@@ -107,7 +107,7 @@ def test_samples_equal_a_simple_implementation(
     for record in records:
         block = []
         for text, trained in record:
-            block += [(i, trained) for i in tokenizer.encode_batch([text])[0].tolist()]
+            block += [(i, trained) for i in tokenizer.encode_texts([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
     if pack and form == "running":  # tokens that do not fill the last block are dropped
         stream = [pair for block in blocks for pair in block]
@@ -179,7 +179,9 @@ def test_ids_above_16_bits_are_stored_correctly(tokenizer, tmp_path, monkeypatch
     ids = [np.full(40, 69_999, np.int32)]
     facts = replace(tokenizer.facts, num_tokens=70_000)
     monkeypatch.setattr(tokenizer, "_facts", facts)
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, special: ids * len(texts))
+    monkeypatch.setattr(
+        tokenizer, "encode_texts", lambda texts, add_special_tokens: ids * len(texts)
+    )
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
 
@@ -191,7 +193,7 @@ def test_cache_and_fingerprint_depend_on_content_and_settings(tokenizer, tmp_pat
     cache = tmp_path / "cache"
     first = prepare(cache, tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "encode_batch", None)
+        patch.setattr(tokenizer, "encode_texts", None)
         cut_anew = [prepare(cache, tokenizer, **{key: 5}) for key in ("max_length", "num_samples")]
         assert prepare(cache, tokenizer, eval_samples=1).fingerprint == first.fingerprint
     tokenizer.save(tmp_path / "fewer merges")
@@ -226,14 +228,14 @@ def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
 
 def test_concurrent_runs_build_one_cache(tokenizer, tmp_path, monkeypatch):
     calls = []
-    encode = tokenizer.encode_batch
+    encode = tokenizer.encode_texts
 
-    def slowly(texts, *, special):
+    def slowly(texts, *, add_special_tokens):
         calls.append(texts)
         time.sleep(0.2)
-        return encode(texts, special=special)
+        return encode(texts, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(tokenizer, "encode_batch", slowly)
+    monkeypatch.setattr(tokenizer, "encode_texts", slowly)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: all_rows(prepare(tmp_path, tokenizer).train), range(2))
     np.testing.assert_array_equal(first, second)

@@ -90,14 +90,14 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
     assert tokenizer.facts.kind == cls
     assert hf_tokenizer.is_fast == case.startswith(("fast", "T5", "vocab"))
     for text in TEXTS:
-        ((ids, mask),) = tokenizer.encode([Piece(text)])
+        ((ids, mask),) = tokenizer.encode_pieces([Piece(text)])
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
         assert mask is None
     text = hf_tokenizer.apply_chat_template(CHAT, tokenize=False)
     contents = [message["content"] for message in CHAT if message["role"] == "assistant"]
     answers = [content + "<|end|>\n" for content in contents]
     spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in answers]
-    ((ids, mask),) = tokenizer.encode([Piece(text, spans, templated=True)])
+    ((ids, mask),) = tokenizer.encode_pieces([Piece(text, spans, templated=True)])
     assert ids.tolist() == hf_tokenizer.apply_chat_template(CHAT)["input_ids"]
     edges = np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
     learned = [hf_tokenizer.decode(ids[first:last]) for first, last in edges]
@@ -141,5 +141,5 @@ def test_subword_sampling_is_refused(model, tmp_path):
         assert Tokenizer(tmp_path).facts
     file.write_text(json.dumps(settings))
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = Tokenizer(tmp_path).encode_batch([WORDS], special=True)[0]
+    ids = Tokenizer(tmp_path).encode_texts([WORDS], add_special_tokens=True)[0]
     assert ids.tolist() == hf_tokenizer(WORDS).input_ids

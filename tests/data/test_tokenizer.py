@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
 from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN
-from distributed_training.data.corpus import read_corpus, read_prose
+from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
 from distributed_training.data.text_bytes import count_bytes
@@ -85,7 +85,7 @@ def test_ids_equal_transformers(folder):
     assert tokenizer.answer_end_id == hf_tokenizer.convert_tokens_to_ids("<|end|>")
     for text in ("a<|end|>b", "", " a"):
         assert (
-            tokenizer.encode_batch([text], special=True)[0].tolist()
+            tokenizer.encode_texts([text], add_special_tokens=True)[0].tolist()
             == hf_tokenizer(text)["input_ids"]
         )
 
@@ -136,7 +136,7 @@ SAMPLES = [
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
 def test_any_text_survives_encoding_and_decoding(texts, tokenizer):
-    batch = tokenizer.encode_batch(texts)
+    batch = tokenizer.encode_texts(texts)
     assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
     assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
     assert all((ids < tokenizer.num_tokens).all() for ids in batch)
@@ -146,7 +146,7 @@ def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
     texts = [*SAMPLES, f"a{END_OF_TEXT}b"]
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+    for text, ids in zip(texts, tokenizer.encode_texts(texts), strict=True):
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
     assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
     assert tokenizer.num_tokens == len(hf_tokenizer)
@@ -171,10 +171,10 @@ CACHED = """
 import sys
 from pathlib import Path
 from distributed_training.data.tokenizer import Tokenizer
-from tests.data.test_samples import prepare, read_corpus
+from tests.data.test_samples import prepare, find_corpus
 
 tokenizer = Tokenizer(Path(sys.argv[1]))
-data = prepare(Path(sys.argv[3]), tokenizer, read_corpus(sys.argv[2]), max_length=200)
+data = prepare(Path(sys.argv[3]), tokenizer, find_corpus(sys.argv[2]), max_length=200)
 print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(data.form))
 """
 
@@ -182,7 +182,7 @@ print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(da
 def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": SAID})] * 4))
     tokenizer = Tokenizer(folder)
-    prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")), max_length=200)
+    prepare(tmp_path / "cache", tokenizer, find_corpus(str(tmp_path / "a.jsonl")), max_length=200)
     command = [sys.executable, "-c", CACHED, folder, tmp_path / "a.jsonl", tmp_path / "cache"]
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
 
@@ -196,7 +196,7 @@ def test_a_tokenizer_that_multiplies_the_text_length_is_refused(tmp_path):
     builder.normalizer = normalizers.Sequence(replacements)
     builder.save(str(tmp_path / "tokenizer.json"))
     with refused(str(tmp_path), "text 81 times as long"):
-        Tokenizer(tmp_path).encode_batch(["a"])
+        Tokenizer(tmp_path).encode_texts(["a"])
     builder.normalizer = normalizers.Replace("a", "aa")
     builder.post_processor = processors.TemplateProcessing(
         single="</s> " * 100 + "$A", special_tokens=[("</s>", 1)]
@@ -238,9 +238,9 @@ def test_unusable_tokenizers_are_refused(changes, words, folder, tmp_path):
     with refused(f"tokenizer {tmp_path} ", words):
         tokenizer = Tokenizer(tmp_path)
         assert tokenizer.added_ids
-        tokenizer.encode_batch(["What is a list?"])
+        tokenizer.encode_texts(["What is a list?"])
     with refused(f"tokenizer {tmp_path} ", words):
-        Tokenizer(tmp_path).encode([Piece("What is a list?", [(0, 4)], templated=True)])
+        Tokenizer(tmp_path).encode_pieces([Piece("What is a list?", [(0, 4)], templated=True)])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_bpe_dropout_is_refused(folder, tmp_path):
             with refused("gives different ids each time", "Remove dropout=0.1 from tokenizer.json"):
                 assert Tokenizer(tmp_path).facts
         else:
-            ids = Tokenizer(tmp_path).encode_batch([text], special=True)[0]
+            ids = Tokenizer(tmp_path).encode_texts([text], add_special_tokens=True)[0]
             assert ids.tolist() == hf_tokenizer(text).input_ids
 
 
@@ -309,7 +309,7 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
     (tmp_path / "rows").mkdir()
     corpus = jsonl(tmp_path / "rows", [{"text": text}] * 40)
     tokenizer = Tokenizer(EMBEDDED_DIR)
-    length = len(tokenizer.encode_batch([text])[0])
+    length = len(tokenizer.encode_texts([text])[0])
     config = build_config({"dataset": "made", "max_length": -(-length // 3)})
     folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
     counts = summarize(folder, config, can_pack=can_pack)
@@ -361,7 +361,7 @@ def test_answers_are_found_even_if_characters_without_a_token_are_dropped(tmp_pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     text = "a1b 22a:4b cd5| b"
     spans = [(text.index(":") + 1, text.index("|") + 1)]
-    ((ids, mask),) = Tokenizer(tmp_path).encode([Piece(text, spans, templated=True)])
+    ((ids, mask),) = Tokenizer(tmp_path).encode_pieces([Piece(text, spans, templated=True)])
     letters = AutoTokenizer.from_pretrained(tmp_path).convert_ids_to_tokens(ids.tolist())
     assert "".join(letters) == "aba:bcd|b"
     assert "".join(letters[i] for i in np.flatnonzero(mask)) == "bcd|"

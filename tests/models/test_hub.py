@@ -58,7 +58,7 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     assert_near(ours, loss)
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        (their_name,) = spec.name_rows(name.removesuffix(".weight"), parameter).keys()
+        (their_name,) = spec.split_by_hf_matrix(name.removesuffix(".weight"), parameter).keys()
         suffix = ".weight" if name.endswith(".weight") else ""
         assert_near(parameter.grad, theirs.pop(f"{their_name}{suffix}").grad)
     assert not theirs
@@ -115,7 +115,7 @@ def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, 
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     ends = torch.tensor(lengths).cumsum(0)[None]
     only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
-    monkeypatch.setattr(type(model), "describe", lambda *_: only_ends)
+    monkeypatch.setattr(type(model), "describe_documents", lambda *_: only_ends)
     packed = model(ids, positions=positions, ends=ends)
     separate_logits = [model(document) for document in ids.split(lengths, 1)]
     assert_near(packed, torch.cat(separate_logits, 1))

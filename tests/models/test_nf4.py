@@ -65,7 +65,7 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
     values. `generate` and `export --merge` must use exactly these values."""
     model = quantized_model()
     rounded = build_model()
-    source = nf4.rounded_source(
+    source = nf4.dequantized_source(
         lambda name, slices: values[name][slices], rounded.size, torch.float32
     )
     values = {name: weight.clone() for name, weight in rounded.state_dict().items()}
@@ -80,7 +80,7 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
         results.append((y.detach(), x.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
-    nf4.replace_by_dequantized(model)
+    nf4.dequantize_in_place(model)
     for name, weight in rounded.named_parameters():
         assert torch.equal(model.get_parameter(name), weight), name
 

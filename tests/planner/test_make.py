@@ -79,7 +79,7 @@ def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, mo
     expected = cut_data(plan).train
     (tmp_path / "mine.txt").write_text("another text " * 3000)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "read_corpus", None)
+        patch.setattr(data, "find_corpus", None)
         found = cut_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     # Tokens are not read from output_dir, because other users may be able to write to it.

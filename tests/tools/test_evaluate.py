@@ -166,7 +166,7 @@ def test_bytes_of_tokens_add_up_to_the_text(place, folder):  # noqa: F811
     bytes_per_token = tokenizer.count_bytes()
     assert (bytes_per_token[tokenizer.special_ids] == 0).all()
     for text in SAMPLES:
-        (ids,) = tokenizer.encode_batch([text])
+        (ids,) = tokenizer.encode_texts([text])
         assert bytes_per_token[ids].sum() == len(text.encode())
     assert np.flatnonzero(bytes_per_token == 0).tolist() == sorted(tokenizer.special_ids)
 

@@ -12,7 +12,7 @@ from distributed_training.settings.errors import UserError
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
-_STAND_IN = "qzWzqXy"  # replaces an answer to find its position in the text
+_PLACEHOLDER = "qzWzqXy"  # replaces an answer to find its position in the text
 
 
 class AlignmentError(ValueError):
@@ -27,7 +27,7 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     thoughts_removed: int = 0  # answers whose reasoning the template removes
-    unended: int = 0  # answers that the template ends without a special token
+    num_without_end_token: int = 0  # answers that the template ends without a special token
 
 
 class _Answer(NamedTuple):
@@ -78,7 +78,7 @@ def align(
     shared_spans = list[Span]()
     separate_samples = list[Rendered]()
     num_removed = 0
-    unended = 0
+    num_without_end_token = 0
     for index in trained_indices:
         text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
         if start == len(text) and messages[index].get("content"):
@@ -88,8 +88,8 @@ def align(
         elif not (is_prefix and start < end and full_text.startswith(text[:end])):
             num_lost = int(_lost_thoughts(messages[index], text[start:]))
             text += stop
-            unended_here = int(not special_pattern.search(text, start))
-            separate_samples.append(Rendered(text, [(start, len(text))], num_lost, unended_here))
+            lacks_end_token = int(not special_pattern.search(text, start))
+            separate_samples.append(Rendered(text, [(start, len(text))], num_lost, lacks_end_token))
             continue
         if stop:
             if end == len(full_text):
@@ -98,9 +98,12 @@ def align(
             end = next_mark.end() if next_mark else end
         shared_spans.append((start, end))
         num_removed += _lost_thoughts(messages[index], full_text[start:end])
-        unended += not (stop or special_pattern.search(text, start))
+        num_without_end_token += not (stop or special_pattern.search(text, start))
     if shared_spans:
-        return [Rendered(full_text, shared_spans, num_removed, unended), *separate_samples]
+        return [
+            Rendered(full_text, shared_spans, num_removed, num_without_end_token),
+            *separate_samples,
+        ]
     return separate_samples
 
 
@@ -112,14 +115,14 @@ def _find_answer(
     earlier_messages = list(messages[:index])
     answer = messages[index]
     text = render([*earlier_messages, answer])
-    stand_in = _STAND_IN
-    while stand_in in text:
-        stand_in += "q"
+    placeholder = _PLACEHOLDER
+    while placeholder in text:
+        placeholder += "q"
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
-    reply = {"role": ASSISTANT, "content": stand_in}
+    reply = {"role": ASSISTANT, "content": placeholder}
     probe = _try_render(render, [*earlier_messages, reply])
-    header, separator, tail = probe.partition(stand_in)
+    header, separator, tail = probe.partition(placeholder)
     stop = ""
     if separator and not special_pattern.search(tail):
         role = "tool" if answer.get("tool_calls") else "user"
@@ -149,9 +152,9 @@ def _find_answer(
     if header and prompt and earlier_messages:
         # The template renders a question without an answer differently from a question with an
         # answer.
-        probe_messages = [*earlier_messages[:-1], {**earlier_messages[-1], "content": stand_in}]
-        question_end = _try_render(render, probe_messages, ask=True).partition(stand_in)[2]
-        pieces = _try_render(render, [*probe_messages, reply]).split(stand_in)
+        probe_messages = [*earlier_messages[:-1], {**earlier_messages[-1], "content": placeholder}]
+        question_end = _try_render(render, probe_messages, ask=True).partition(placeholder)[2]
+        pieces = _try_render(render, [*probe_messages, reply]).split(placeholder)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
             return _Answer(prompt + answer_text, len(prompt), 0, False, stop)

@@ -21,7 +21,7 @@ from distributed_training.data.tokenizer import Tokenizer
 SPECIAL = "records contain text that matches special tokens and is tokenized as special tokens"
 UNKNOWN = "records contain characters that are missing from the tokenizer's vocabulary and are lost"
 THOUGHTS = "answers have reasoning that the chat template removes"
-UNENDED = "answers have no special token at the end, so the model does not learn where to stop"
+NO_END_TOKEN = "answers have no special token at the end, so the model does not learn where to stop"
 QUOTED = (
     "records have tool calls with arguments as a string, which the chat template quotes again; "
     "write the arguments as an object"
@@ -30,11 +30,11 @@ COPIED = (
     'records have both a "text" and an answer; to train on the "text" instead of the answer, add '
     "--columns text=text"
 )
-LEFT_OUT = (
+OMITTED_BY_TEMPLATE = (
     "records have messages, tool calls, tools or documents that the chat template omits from "
     "the text"
 )
-UNREAD = "records have columns that are ignored:"
+IGNORED_COLUMNS = "records have columns that are ignored:"
 NO_ANSWER = "no answer to train on"
 _BATCH_SIZE = 64  # conversations per request to the renderer
 
@@ -94,7 +94,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
         counts.records += 1
         counts.notes[COPIED] += shape.has_copy
         if shape.unread:
-            counts.notes[f"{UNREAD} {list_names(shape.unread)}"] += 1
+            counts.notes[f"{IGNORED_COLUMNS} {list_names(shape.unread)}"] += 1
         if is_chat_form:
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
@@ -130,8 +130,8 @@ def _render_batch(
     are left out and the notes that apply."""
     if not batch:
         return
-    templated = tokenizer.is_templated
-    for (_, conversation), samples in zip(batch, tokenizer.align(batch), strict=True):
+    templated = tokenizer.facts.has_template
+    for (_, conversation), samples in zip(batch, tokenizer.render_samples(batch), strict=True):
         if not samples:
             counts.left_out[NO_ANSWER] += 1
         contents = [message["content"] for message in join_parts(conversation.messages)]
@@ -151,10 +151,12 @@ def _render_batch(
         if samples:
             rendered = "\n".join(sample.text for sample in samples)
             counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
-            counts.notes[LEFT_OUT] += any(word not in rendered for word in expected_words)
+            counts.notes[OMITTED_BY_TEMPLATE] += any(
+                word not in rendered for word in expected_words
+            )
         for sample in samples:
             counts.notes[THOUGHTS] += sample.thoughts_removed
-            counts.notes[UNENDED] += sample.unended
+            counts.notes[NO_END_TOKEN] += sample.num_without_end_token
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
 
 

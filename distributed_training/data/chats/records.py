@@ -39,7 +39,9 @@ _ROLES = {
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys besides "content" whose values the model generates in an answer
 _OUTPUT_KEYS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
-_NOT_ANSWERS = "messages have a training mark that is ignored, because only answers are in the loss"
+_IGNORED_MARKS = (
+    "messages have a training mark that is ignored, because only answers are in the loss"
+)
 _TWO_SYSTEMS = (
     "records have a system column that is not read, because the messages already begin with a "
     "system message"
@@ -184,12 +186,12 @@ class Shape:
             if is_trained is False:
                 skip.append(index)
             elif is_trained and message["role"] != ASSISTANT:
-                notes[_NOT_ANSWERS] += 1
-        tools, documents, values = (
+                notes[_IGNORED_MARKS] += 1
+        tools, documents, template_kwargs = (
             self._check(_parse(fields.get(name)) or None, name, where, cls, optional=True)
             for name, cls in (("tools", list), ("documents", list), ("chat_template_kwargs", dict))
         )
-        return Conversation(messages, tools, documents, values or {}, skip)
+        return Conversation(messages, tools, documents, template_kwargs or {}, skip)
 
     def _question_messages(self, fields: Mapping[str, Any], where: str) -> list[Message]:
         """Return the messages that precede the answer in a record with a question and its answer:

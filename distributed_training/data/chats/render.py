@@ -34,7 +34,7 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: list[Any] | None = None
     documents: list[Any] | None = None
-    values: dict[str, Any] = {}  # noqa: RUF012, other variables of the template
+    template_kwargs: dict[str, Any] = {}  # noqa: RUF012, other variables of the template
     skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
 
@@ -77,33 +77,33 @@ class Renderer:
             self._process.communicate()
             self._process = None
 
-    def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
+    def render_samples(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
         """Return the samples of each conversation in `batch`, which contains pairs (location in the
         dataset, conversation). Raises UserError with the location of the first conversation that
         the template cannot render."""
-        answers = self._request([conversation for _, conversation in batch])
+        replies = self._request([conversation for _, conversation in batch])
         samples = []
-        for (where, _), answer in zip(batch, answers, strict=True):
-            if isinstance(answer, str):
-                if len(batch) > 1:  # The child may still send later answers.
+        for (where, _), reply in zip(batch, replies, strict=True):
+            if isinstance(reply, str):
+                if len(batch) > 1:  # The child may still send later replies.
                     self.close()
                 what = f"{where} cannot be rendered by the chat template"
-                raise UserError(what, answer, "change the record or the chat template")
-            samples.append([Rendered(*sample) for sample in answer])
+                raise UserError(what, reply, "change the record or the chat template")
+            samples.append([Rendered(*sample) for sample in reply])
         return samples
 
     def render_prompt(self, messages: list[Message]) -> str:
         """Return the text of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
-        (answer,) = self._request([Conversation(messages)], question=True)
-        if isinstance(answer, str):
-            raise UserError("the chat template cannot render this question", answer)
-        return answer[0]
+        (reply,) = self._request([Conversation(messages)], prompt_only=True)
+        if isinstance(reply, str):
+            raise UserError("the chat template cannot render this question", reply)
+        return reply[0]
 
-    def _request(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
+    def _request(self, batch: Sequence[Conversation], prompt_only: bool = False) -> Iterator[Any]:
         process = self.start()
         assert process.stdout is not None
-        request = {"question": question, "batch": batch}
+        request = {"prompt_only": prompt_only, "batch": batch}
         # Tables may contain values that JSON cannot represent, such as dates. As in transformers, a
         # template sees the name of the value's type instead.
         line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
@@ -126,21 +126,21 @@ class Renderer:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        except BrokenPipeError:  # The child has exited, which is detected when its answer is read.
+        except BrokenPipeError:  # The child has exited, which is detected when its reply is read.
             pass
 
 
 def main() -> None:
     """Answer requests in the child process until the parent closes the pipe."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    answer = build_responder(**json.loads(sys.stdin.readline()))
+    respond = build_responder(**json.loads(sys.stdin.readline()))
     _limit_memory()
     for line in sys.stdin:
         request = json.loads(line)
         for conversation in request["batch"]:
-            result = answer(Conversation(*conversation), request["question"])
-            print(json.dumps(result), file=answers, flush=True)
+            result = respond(Conversation(*conversation), request["prompt_only"])
+            print(json.dumps(result), file=replies, flush=True)
 
 
 def build_responder(
@@ -169,7 +169,7 @@ def build_responder(
         rendered: Any = render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
             documents=conversation.documents, chat_template=templates[bool(conversation.tools)],
-            **{**variables, **conversation.values}, **options,
+            **{**variables, **conversation.template_kwargs}, **options,
         )  # fmt: skip
         signal.setitimer(signal.ITIMER_PROF, 0)
         texts, spans = rendered
@@ -190,7 +190,7 @@ def build_responder(
             return False
         return re.search(r"Z\s*X", text) is not None
 
-    def answer(conversation: Conversation, question: bool) -> Any:
+    def respond(conversation: Conversation, prompt_only: bool) -> Any:
         def render(messages: Sequence[Message], *, ask: bool = False) -> str:
             return render_raw(conversation, messages, add_generation_prompt=ask)[0]
 
@@ -198,7 +198,7 @@ def build_responder(
             contents = (message.get("content") for message in conversation.messages)
             if any(isinstance(content, list) for content in contents) and not accepts_parts():
                 conversation = conversation._replace(messages=join_parts(conversation.messages))
-            if question:
+            if prompt_only:
                 return [render(conversation.messages, ask=True)]
             marked = None
             if has_marks(templates[bool(conversation.tools)]):
@@ -222,7 +222,7 @@ def build_responder(
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    return answer
+    return respond
 
 
 def has_marks(template: str) -> bool:

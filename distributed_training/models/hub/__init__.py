@@ -162,7 +162,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
             "document": document,
             "blocks": path,
             "embedding": next(n for n, p in net.named_parameters() if p is embedding),
-            "head": model.read_head(net),
+            "head": model.read_logit_transform(net),
         },
     )
 
@@ -189,26 +189,26 @@ def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, tor
     return {our_name.removeprefix("net."): tensor}
 
 
-def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
+def map_tensor_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
     """Map the names of tensors in a file to their names in the model. Tensors that transformers
     ignores are omitted. Raises UserError for a tensor that transformers would convert while
     loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    net = _outline(json.dumps(size.config["document"]))
+    net = _build_one_block_net(json.dumps(size.config["document"]))
     mapping: list[Any] = get_model_conversion_mapping(net)
     renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
     conversions = [item for item in mapping if not isinstance(item, WeightRenaming)]
-    module_names = {}
+    names_in_model = {}
     for name in names:
         new_name, converted = rename_source_key(name, renamings, conversions)
         if converted is not None:
             what = f"{name} is stored in a format that transformers converts while loading"
             raise UserError(what, fix="save the model again with a current transformers")
         if not any(re.search(key, new_name) for key in net._keys_to_ignore_on_load_unexpected):
-            module_names[name] = new_name
-    return module_names
+            names_in_model[name] = new_name
+    return names_in_model
 
 
 def file_name(name: str, size: ModelSize) -> str:
@@ -216,13 +216,13 @@ def file_name(name: str, size: ModelSize) -> str:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    net = _outline(json.dumps(size.config["document"]))
+    net = _build_one_block_net(json.dumps(size.config["document"]))
     (stored_name,) = revert_weight_conversion(net, {name: torch.empty(0)})
     return stored_name
 
 
 @functools.cache
-def _outline(text: str) -> Any:
+def _build_one_block_net(text: str) -> Any:
     """Return a model without weights and with only its first block. `text` is the model's config as
     JSON."""
     from distributed_training.models.hub.model import build_net, make_config

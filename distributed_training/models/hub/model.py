@@ -236,7 +236,7 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
     return type(cls.__name__, (cls,), members)
 
 
-def read_head(net: Any) -> dict[str, float]:
+def read_logit_transform(net: Any) -> dict[str, float]:
     """Return the "scale" and "cap" of the function that a model applies to the results z of its
     output layer. The model cannot be used afterwards.
 

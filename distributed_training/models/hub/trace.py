@@ -25,7 +25,7 @@ MAX_LENGTH = 256
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 # Operations that neither read nor write memory
-_FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem", "t", "slice"}
+_VIEW_OPS = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem", "t", "slice"}
 
 
 def trace(document: dict[str, Any]) -> TracedCosts:
@@ -40,11 +40,11 @@ def trace(document: dict[str, Any]) -> TracedCosts:
         long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
         short_length = long_length // 2
         for length in (short_length, long_length):
-            for mode, fused in (("eager", False), ("compiled", True)):
-                forward, backward = _graphs(net, length, fused=fused)
+            for mode, compiled in (("eager", False), ("compiled", True)):
+                forward, backward = _graphs(net, length, compiled=compiled)
                 costs[f"kept_{mode}"].append(_kept_bytes(forward) / length)
-                costs[f"forward_{mode}"].append(_traffic(forward, fused=fused) / length)
-                costs[f"backward_{mode}"].append(_traffic(backward, fused=fused) / length)
+                costs[f"forward_{mode}"].append(_traffic(forward, compiled=compiled) / length)
+                costs[f"backward_{mode}"].append(_traffic(backward, compiled=compiled) / length)
             result_bytes, attention_flops = _matrix_costs(forward)
             costs["kept_selective"].append(result_bytes / length)
     linear_costs: dict[str, Any] = {}
@@ -72,13 +72,14 @@ class _TracedError(Exception):
     """Exception that ends a forward pass once the model's first block has been traced."""
 
 
-def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
+def _graphs(net: Any, length: int, *, compiled: bool) -> list[Any]:
     """Return the forward and backward graphs of the first block for a sample of `length` tokens.
-    The graphs are split as in compiled mode if `fused` is True, and as in eager mode otherwise."""
+    If `compiled` is True, the graphs are split as in compiled mode, otherwise as in eager mode."""
     _, inner, (block, *_) = model.find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
-    partition = aot.min_cut_rematerialization_partition if fused else aot.default_partition
-    decompositions = select_decomp_table() if fused else None  # the operations that Inductor sees
+    partition = aot.min_cut_rematerialization_partition if compiled else aot.default_partition
+    # Compiled mode traces the operations that Inductor sees.
+    decompositions = select_decomp_table() if compiled else None
     graphs: list[Any] = []
 
     def run(x: torch.Tensor, args: Any, options: Any, tensors: Any) -> Any:
@@ -148,19 +149,19 @@ def _matrix_costs(forward: Any) -> tuple[int, int]:
     return sum(value.nbytes for value in results[:-1]), flops
 
 
-def _traffic(graph: Any, *, fused: bool) -> float:
-    """Return the number of bytes that element-wise kernels read and write. If `fused` is True,
+def _traffic(graph: Any, *, compiled: bool) -> float:
+    """Return the number of bytes that element-wise kernels read and write. If `compiled` is True,
     operations that feed each other form one kernel."""
     kernels: dict[Any, frozenset[Any]] = {}  # node -> all nodes of its kernel
     for node in graph.graph.nodes:
         if node.op == "call_function" and not _is_matmul(node) and not _is_attention(node):
-            inputs = node.all_input_nodes if fused else ()
+            inputs = node.all_input_nodes if compiled else ()
             kernel = frozenset({node}).union(*(kernels.get(source, ()) for source in inputs))
             kernels |= dict.fromkeys(kernel, kernel)
     # Node -> the kernels that read it. None means another operation or the graph's result.
     readers: dict[Any, set[frozenset[Any] | None]] = defaultdict(set)
     for node in graph.graph.nodes:
-        if not _is_free(node):
+        if not _is_view(node):
             for source in map(_origin, node.all_input_nodes):
                 readers[source].add(kernels.get(node))
     total = 0.0
@@ -173,14 +174,14 @@ def _traffic(graph: Any, *, fused: bool) -> float:
     return total
 
 
-def _is_free(node: Any) -> bool:
+def _is_view(node: Any) -> bool:
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    return node.op == "call_function" and name.removeprefix("_unsafe_") in _FREE
+    return node.op == "call_function" and name.removeprefix("_unsafe_") in _VIEW_OPS
 
 
 def _origin(node: Any) -> Any:
     """Return the node at the start of the chain of views that ends at `node`. If `node` is not a
     view, return `node`."""
-    while _is_free(node) and node.all_input_nodes:
+    while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

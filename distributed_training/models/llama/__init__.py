@@ -57,7 +57,7 @@ class Rope(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _normalize(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Remove redundant entries: the older name for `rope_type`, and a `partial_rotary_factor`
         of 1."""
         redundant = {"type": values.get("type"), "partial_rotary_factor": 1.0}
@@ -92,7 +92,7 @@ class Config(BaseModel, strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
+    def _normalize(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
         """Remove values that transformers ignores for this model type, and add `head_dim` if it is
         missing."""
         values = {key: value for key, value in raw_values.items() if value is not None}
@@ -125,7 +125,7 @@ class Config(BaseModel, strict=True):
         return self.attention_bias or self.model_type == "qwen2", self.attention_bias
 
     @property
-    def norms_heads(self) -> bool:
+    def has_qk_norm(self) -> bool:
         """Return whether each head of q and k is normalized."""
         return self.model_type == "qwen3"
 
@@ -142,7 +142,7 @@ def llama_size(config: Config) -> ModelSize:
     replicated_bias = d if config.biases[1] else 0
     split = sum(rows * columns for rows, columns in matrices) + split_bias
     norms = [d, d]
-    if config.norms_heads:
+    if config.has_qk_norm:
         norms += [config.head_dim, config.head_dim]
     return ModelSize(
         vocab_size=config.vocab_size,

@@ -37,7 +37,7 @@ class Rotary(nn.Module):
     def __init__(self, rope: Rope, positions: int, head_size: int) -> None:
         super().__init__()
         self.settings = (rope, positions, head_size)
-        self.register_buffer("table", angles(*self.settings), persistent=False)
+        self.register_buffer("table", cos_sin_table(*self.settings), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Rotate pairs of numbers in `x` [B, T, ..., K] by the angles of the tokens' `positions`.
@@ -55,11 +55,11 @@ class Rotary(nn.Module):
         device = fn(self.table).device
         if device != self.table.device:
             with device:
-                self.table = angles(*self.settings)
+                self.table = cos_sin_table(*self.settings)
         return self
 
 
-def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
+def cos_sin_table(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
     """Return the cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
 
     With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
@@ -92,7 +92,7 @@ class LlamaBlock(Block):
         heads = config.num_attention_heads
         groups = config.num_key_value_heads
         norm = partial(RMSNorm, eps=config.rms_norm_eps)
-        norm_heads = norm if config.norms_heads else nn.Identity
+        norm_heads = norm if config.has_qk_norm else nn.Identity
         self.queries_per_group = heads // groups  # query heads per group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)

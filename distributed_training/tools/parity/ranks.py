@@ -158,9 +158,9 @@ def _train_one_by_one(run: harness.Run) -> Values:
 def _train_dequantized(run: harness.Run) -> Values:
     """Call `_train` after replacing the frozen NF4 matrices with their dequantized values in the
     compute dtype."""
-    from distributed_training.models.nf4 import replace_by_dequantized
+    from distributed_training.models.nf4 import dequantize_in_place
 
-    replace_by_dequantized(run.engine.stages)  # type: ignore[attr-defined]
+    dequantize_in_place(run.engine.stages)  # type: ignore[attr-defined]
     return _train(run)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from distributed_training.data.cache import tokenize
-from distributed_training.data.corpus import read_corpus, read_embedded
+from distributed_training.data.corpus import find_corpus, read_embedded
 from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.records.record import provenance, write_json
@@ -64,7 +64,7 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, cached_folder: str = 
     folder = (
         cache / cached_folder
         if cached_folder
-        else tokenize(read_corpus(file), tokenizer, config, cache)
+        else tokenize(find_corpus(file), tokenizer, config, cache)
     )
     data = cut_samples(folder, tokenizer, config)
     measured = {
