@@ -23,18 +23,21 @@ from distributed_training.planner.checks import has_libaio
 def main() -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = _wanted()
+    build_key = _build_key()
     with (folder / "built").open("a+") as built:
         fcntl.flock(built, fcntl.LOCK_EX)
         built.seek(0)
-        if built.read() == wanted:
+        if built.read() == build_key:
             return
-        print("Compiling DeepSpeed's extensions for the tests (once, minutes) ...", file=sys.stderr)
+        print(
+            "Compiling DeepSpeed's extensions for the tests. This happens once and takes minutes.",
+            file=sys.stderr,
+        )
         for lock in folder.glob("*/lock"):
             lock.unlink()
         _load()
         built.truncate(0)
-        built.write(wanted)
+        built.write(build_key)
 
 
 def load_built() -> None:
@@ -47,7 +50,7 @@ def load_built() -> None:
     cpuinfo.get_cpu_info()
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     built = Path(folder, "built") if folder else None
-    if built is not None and built.is_file() and built.read_text() == _wanted():
+    if built is not None and built.is_file() and built.read_text() == _build_key():
         _load()
 
 
@@ -55,7 +58,7 @@ def _names() -> list[str]:
     return ["CPUAdamBuilder"] + ["AsyncIOBuilder"] * has_libaio()
 
 
-def _wanted() -> str:
+def _build_key() -> str:
     versions = (f"{name}=={version(name)}" for name in ("torch", "deepspeed"))
     return " ".join([*_names(), *versions])
 

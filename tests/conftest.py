@@ -26,8 +26,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Ignore earlier `plan --calibrate` measurements on this machine.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
-# Variables of clean_environment that a test may want to remove
-HIDDEN_HUB = "HF_HUB_OFFLINE"
+# clean_environment sets this variable to hide the Hub. Tests with a stub of the Hub remove it.
+HUB_OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
 
 # CONFIG for runs that are so small that they spend most of their time importing torch
 SMALL = {
@@ -58,8 +58,8 @@ def _no_launcher(monkeypatch):
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return a copy of the environment without launcher variables, GPUs or access to the Hub."""
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    own = [str(ROOT), str(ROOT / "results" / "lab")]
-    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    repository_paths = [str(ROOT), str(ROOT / "results" / "lab")]
+    path = os.pathsep.join([*repository_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment.update(extra)
@@ -132,7 +132,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Run the script in warm processes, as a launcher would start it. `values` override the CONFIG
     of a very small run."""
-    pool = hub_pool() if HIDDEN_HUB in options.get("unset", ()) else heavy_pool()
+    pool = hub_pool() if HUB_OFFLINE_VARIABLE in options.get("unset", ()) else heavy_pool()
     return pool.script(
         [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options
     )
@@ -168,7 +168,7 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long test files first, so that all workers finish at about the same time. Each worker
     runs one file at a time (see run.sh)."""
-    order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
+    order = {str(ROOT / name): position for position, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 

@@ -2,7 +2,7 @@
 job.
 
     pool = Pool(HEAVY)
-    result = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
+    result = pool.call("tests.parity.cases:train", arguments, num_processes=2)  # a Python function
     result = pool.script(["--dry-run"])                      # real_model_example.py, as a process
 
 The server only imports and forks, so that jobs share no threads and no torch or DeepSpeed state.
@@ -81,16 +81,16 @@ class Pool:
         Raises RuntimeError with the output of every rank if a rank fails or the time limit is
         exceeded."""
         job = {"function": function, "environment": {}, "launched": True, "grace_s": grace_s}
-        given = pickle.dumps(arguments)
-        codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
+        pickled_arguments = pickle.dumps(arguments)
+        codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, pickled_arguments)
         if -signal.SIGSEGV in codes:
-            # This crash occurred inside gloo in one of two runs of all tests. Our code is not the
-            # cause, because it has no native parts.
+            # This crash inside gloo occurred once in two runs of the whole test suite. Our code has
+            # no native parts, so it is not the cause.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
-            codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
+            codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, pickled_arguments)
         if any(codes):
-            said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
-            raise RuntimeError(f"{function}: exit codes {codes}\n{said[-30_000:]}")
+            output = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
+            raise RuntimeError(f"{function}: exit codes {codes}\n{output[-30_000:]}")
         return pickle.loads(result)
 
     def script(
@@ -158,8 +158,8 @@ def serve(modules: Iterable[str]) -> None:
         if function:
             getattr(module, function)()
         if star:
-            for found in pkgutil.walk_packages(module.__path__, f"{base}."):
-                importlib.import_module(found.name)
+            for module_info in pkgutil.walk_packages(module.__path__, f"{base}."):
+                importlib.import_module(module_info.name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork could hang"
     gc.collect()
@@ -179,17 +179,17 @@ def _fork(job: dict[str, Any]) -> list[int]:
         child = os.fork()
         if child == 0:
             os.setpgid(0, children[0] if children else 0)
-            _work(job, rank, port)
+            _run_rank(job, rank, port)
         with contextlib.suppress(OSError):  # parent and child both call it; the first call counts
             os.setpgid(child, children[0] if children else child)
         children.append(child)
     codes: dict[int, int] = {}
     end = time.monotonic() + job["limit_s"]
     while len(codes) < len(children):
-        found, status = os.waitpid(-children[0], os.WNOHANG)
-        if found:
-            codes[found] = os.waitstatus_to_exitcode(status)
-            if codes[found] != 0:
+        pid, status = os.waitpid(-children[0], os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid] != 0:
                 end = min(end, time.monotonic() + job.get("grace_s", GRACE_S))
         elif time.monotonic() > end:
             os.killpg(children[0], signal.SIGKILL)
@@ -201,7 +201,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
     return [codes[child] for child in children]
 
 
-def _work(job: dict[str, Any], rank: int, port: int) -> None:
+def _run_rank(job: dict[str, Any], rank: int, port: int) -> None:
     """Run one process of a job, then exit. This function does not return."""
     code = FAILED
     try:

@@ -1,6 +1,6 @@
 """Check docstrings, comments, messages, pages and names for wording that our style forbids.
 
-    python -m tests.prose              # fails if a folder has more findings than tests/prose.json
+    python -m tests.prose              # fails if findings exceed the limits in tests/prose.json
     python -m tests.prose --list PATH  # prints the findings in a file or folder
     python -m tests.prose --lower      # lowers the limits in tests/prose.json to current counts
 
@@ -71,7 +71,7 @@ PATTERNS = {re.compile(phrase.replace(" ", r"\s+")): hint for phrase, hint in PH
 Finding = tuple[Path, int, str]
 
 
-def phrases(text: str, first_line: int) -> Iterator[tuple[int, str]]:
+def find_phrases(text: str, first_line: int) -> Iterator[tuple[int, str]]:
     for pattern, hint in PATTERNS.items():
         for match in pattern.finditer(text):
             line = first_line + text.count("\n", 0, match.start())
@@ -88,22 +88,22 @@ def in_python(source: str, in_tests: bool) -> Iterator[tuple[int, str]]:
                 skip.add(docstring)
                 if match := OPENING.match(docstring.value.lstrip()):
                     yield docstring.lineno, f"docstring begins with '{match[0]}': begin with a verb"
-                yield from phrases(docstring.value, docstring.lineno)
+                yield from find_phrases(docstring.value, docstring.lineno)
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES and not in_tests:
                 yield node.lineno, f"'{node.id}' says nothing: name the thing"
         elif isinstance(node, ast.JoinedStr):
             skip.update(node.values)
             parts = [part.value if isinstance(part, ast.Constant) else "7" for part in node.values]
-            yield from ((node.lineno, message) for _, message in phrases("".join(parts), 1))
+            yield from ((node.lineno, message) for _, message in find_phrases("".join(parts), 1))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skip:
-            yield from ((node.lineno, message) for _, message in phrases(node.value, 1))
+            yield from ((node.lineno, message) for _, message in find_phrases(node.value, 1))
     paragraph: list[str] = []
     for i, line in enumerate(source.split("\n"), 1):
         if match := re.search(r"(^\s*|  )# ?(.*)", line):
             paragraph.append(match[2])
         if not match or match[1] == "  " or i == source.count("\n"):
-            yield from phrases("\n".join(paragraph), i - len(paragraph) + (1 if match else 0))
+            yield from find_phrases("\n".join(paragraph), i - len(paragraph) + (1 if match else 0))
             paragraph = []
 
 
@@ -115,7 +115,7 @@ def in_markdown(text: str) -> Iterator[tuple[int, str]]:
     """Yield findings in Markdown text, except in code and in generated parts."""
     text = re.sub(r"(?s)<!-- ?\[\[\[cog.*?\[\[\[end\]\]\].*?-->", blank, text)
     text = re.sub(r"(?ms)^\s*```.*?^\s*```|<!--(?! prose:).*?-->|^(    |>)[^\n]*", blank, text)
-    yield from phrases(re.sub(r"`[^`\n]+`|\]\([^)]*\)", blank, text), 1)
+    yield from find_phrases(re.sub(r"`[^`\n]+`|\]\([^)]*\)", blank, text), 1)
 
 
 def findings(path: Path) -> list[Finding]:
@@ -126,13 +126,15 @@ def findings(path: Path) -> list[Finding]:
             "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
         )
     if path.suffix == ".py":
-        found = in_python(text, "tests" in path.parts)
+        results = in_python(text, "tests" in path.parts)
     else:
-        found = in_markdown(text) if path.suffix in (".md", ".ipynb") else phrases(text, 1)
+        results = in_markdown(text) if path.suffix in (".md", ".ipynb") else find_phrases(text, 1)
     lines = ["", *text.split("\n")]
-    silent = re.compile(r"prose: \w+")
+    exemption = re.compile(r"prose: \w+")
     return [
-        (path, line, message) for line, message in sorted(found) if not silent.search(lines[line])
+        (path, line, message)
+        for line, message in sorted(results)
+        if not exemption.search(lines[line])
     ]
 
 

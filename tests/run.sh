@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets up Python if needed, checks style and types, and runs all tests that do not need a GPU.
-# With arguments, runs only pytest with these arguments: bash tests/run.sh tests/data -k sampler
+# This script sets up Python if needed, checks style and types, and runs all tests that do not need
+# a GPU. With arguments, it runs only pytest with these arguments:
+#     bash tests/run.sh tests/data -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -23,7 +24,7 @@ ruff format --check .
 mypy & # on one core, while the compiler uses the other
 types=$!
 lint-imports
-git ls-files -z | xargs -0 codespell # not the texts that people train on
+git ls-files -z | xargs -0 codespell # pyproject.toml excludes training data
 python -m tests.prose
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py

@@ -58,10 +58,10 @@ def small_text() -> Path:
     use the embedded corpus, because tokenizing it takes longer than most of their training runs."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
-    words = _WORDS.split()
-    weights = [1 / (place + 3) for place in range(len(words))]
+    kwargs = _WORDS.split()
+    weights = [1 / (place + 3) for place in range(len(kwargs))]
     lines = (
-        " ".join(draw.choices(words, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
+        " ".join(draw.choices(kwargs, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
         for _ in range(3000)
     )
     return _write_once(file, ".\n".join(lines) + ".\n")
@@ -73,11 +73,11 @@ def small_records() -> Path:
     records have only a few words."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
-    words = _WORDS.split()
+    kwargs = _WORDS.split()
     rows = []
     for _ in range(400):
-        prompt = " ".join(draw.choices(words, k=draw.choice((1, 2, 3, 5, 8))))
-        answer = " ".join(draw.choices(words, k=draw.choice((1, 1, 2, 4, 9, 40))))
+        prompt = " ".join(draw.choices(kwargs, k=draw.choice((1, 2, 3, 5, 8))))
+        answer = " ".join(draw.choices(kwargs, k=draw.choice((1, 1, 2, 4, 9, 40))))
         rows.append(json.dumps({"prompt": f"{prompt}?", "completion": f" {answer}"}) + "\n")
     return _write_once(file, "".join(rows))
 
@@ -91,14 +91,14 @@ def _write_once(file: Path, text: str) -> Path:
 
 
 @contextlib.contextmanager
-def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
+def refused(*kwargs: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """Check that the `with` block raises a UserError with a one-line message that contains each of
     `words`."""
     with pytest.raises(UserError) as caught:
         yield caught
     text = str(caught.value)
     assert text.splitlines() == [text]
-    for word in words:
+    for word in kwargs:
         assert word in text
 
 
@@ -196,28 +196,30 @@ def made_record(*, finished: bool = True, **changes: Any) -> Record:
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
     """Return the JSON values of the record of a finished run, or of a run that has just started.
     `a__b=1` sets values["a"]["b"]."""
-    return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
+    return with_changes({**_START, **_RESULTS} if finished else _START, changes, "__")
 
 
-def started(run_dir: Path) -> RunRecord:
+def start_test_record(run_dir: Path) -> RunRecord:
     """Create and return the record of a run that has just started."""
     values = record_values(finished=False)
     del values["started_at"]
     return start_record(run_dir, **values)
 
 
-def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
+def deepspeed_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
     """Return a strategy's DeepSpeed configuration after applying `changes`. A dotted key sets a
     nested value."""
-    return changed(named_strategy(name).document, changes, ".")
+    return with_changes(named_strategy(name).document, changes, ".")
 
 
-def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -> dict[str, Any]:
-    """Return a copy of `document` after applying `changes`. `dot` separates the parts of a key's
-    path."""
+def with_changes(
+    document: Mapping[str, Any], changes: Mapping[str, Any], separator: str
+) -> dict[str, Any]:
+    """Return a copy of `document` after applying `changes`. `separator` separates the parts of a
+    key's path."""
     values = copy.deepcopy(dict(document))
     for path, value in changes.items():
-        *parents, last = path.split(dot)
+        *parents, last = path.split(separator)
         section = values
         for part in parents:
             section = section[part]
@@ -225,13 +227,13 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -
     return values
 
 
-def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
+def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
     """Save a checkpoint, wait until it is complete, and return its folder. All ranks must call this
     function."""
     from distributed_training.checkpoint.saver import Saver
 
     saver = Saver(plan, topology)
-    saver.begin(engine, **words)
+    saver.begin(engine, **kwargs)
     return saver.finish()[0]
 
 

@@ -100,7 +100,7 @@ def run(tmp_path, monkeypatch):
     """Return a function that runs the script in this process, up to the start of training, as if on
     the given machine."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
-    monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
+    monkeypatch.setattr(launch, "single_process", lambda: rank_process(0, 1, local_world_size=1))
 
     def run_worker(given, process, _):
         return "planned" if isinstance(given, Plan) else "launched", given, process
@@ -120,23 +120,29 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-def rank(number, world_size=2, here=2):
-    local_values = {"local_rank": number % here, "local_world_size": here}
-    return Process(rank=number, world_size=world_size, **local_values)
+def rank_process(rank, world_size=2, local_world_size=2):
+    return Process(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
+        local_world_size=local_world_size,
+    )
 
 
 def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_path, capsys):
-    assert run("--dry-run", process=rank(0)) == 0
+    assert run("--dry-run", process=rank_process(0)) == 0
     out = capsys.readouterr().out
     assert "launch command\n  (this one)\n" in out
     assert "= 2 replicas x" in out
-    assert run("--dry_run", process=rank(1)) == 0
+    assert run("--dry_run", process=rank_process(1)) == 0
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
-    assert run("--num_gpus", "3", process=rank(0)) == 2
+    assert run("--num_gpus", "3", process=rank_process(0)) == 2
     assert "--num_gpus is 3, but the launcher started 2 processes" in capsys.readouterr().err
     # On several machines, the option is the number of processes per machine.
-    assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
+    assert (
+        run("--dry-run", machine=GPU_MACHINE, process=rank_process(0, 8, local_world_size=4)) == 0
+    )
     assert "= 8 replicas x" in capsys.readouterr().out
 
 
@@ -175,10 +181,10 @@ def test_an_environment_variable_that_a_library_rejects_is_named(
     monkeypatch.setattr(launch, "start", refuse)
     monkeypatch.setenv(name, "evil")
     assert run() == 2
-    said = (
+    error_text = (
         f"{name} has a value that is not accepted. {error.__name__}: {message} more. Unset {name}."
     )
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {error_text}\n"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,11 @@ def test_other_errors_are_not_blamed_on_an_environment_variable(name, message, r
 
 def test_one_process_trains_alone_and_reports_idle_gpus(run, capsys):
     kind, plan, process = run()
-    assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1, here=1))
+    assert (kind, plan.machine, process) == (
+        "planned",
+        CPU_MACHINE,
+        rank_process(0, 1, local_world_size=1),
+    )
     first = "planning the run and importing torch ...\n"
     assert capsys.readouterr().out == first
     assert run(machine=GPU_MACHINE)[1].num_processes == 1

@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # matplotlib always installs Pillow, pydantic installs the matching pydantic-core, and DeepSpeed
 # installs py-cpuinfo.
-BROUGHT_ALONG = {"pillow", "pydantic-core", "py-cpuinfo"}
+TRANSITIVE = {"pillow", "pydantic-core", "py-cpuinfo"}
 
 
 def requirements(lines: Iterable[str]) -> list[Requirement]:
@@ -35,11 +35,11 @@ def names(lines: Iterable[str]) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in requirements(lines)}
 
 
-def listed(file: str) -> list[Requirement]:
+def read_requirements(file: str) -> list[Requirement]:
     return requirements((ROOT / file).read_text().splitlines())
 
 
-def imported(*patterns: str) -> set[str]:
+def find_imported_packages(*patterns: str) -> set[str]:
     """Return the packages that matching files import, except the standard library and the modules
     in the checkout. A module that is not installed counts as a package with the same name."""
     packages = set()
@@ -68,23 +68,25 @@ def imported(*patterns: str) -> set[str]:
     ],
 )
 def test_imported_packages_are_declared(patterns, declared):
-    packages = imported(*patterns)
-    assert packages - names(PROJECT["dependencies"]) - names(declared) - BROUGHT_ALONG == set()
+    packages = find_imported_packages(*patterns)
+    assert packages - names(PROJECT["dependencies"]) - names(declared) - TRANSITIVE == set()
     assert {"torch", "numpy", "tokenizers"} <= packages
 
 
 def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():
     file = "pipedream_tutorial/requirements.txt"
-    packages = imported("pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py")
+    packages = find_imported_packages(
+        "pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py"
+    )
     assert (
         packages
-        - {canonicalize_name(requirement.name) for requirement in listed(file)}
-        - BROUGHT_ALONG
+        - {canonicalize_name(requirement.name) for requirement in read_requirements(file)}
+        - TRANSITIVE
         == set()
     )
-    pinned = {str(pin) for pin in listed(file) if len(pin.specifier)}
+    pinned = {str(pin) for pin in read_requirements(file) if len(pin.specifier)}
     assert pinned <= {
-        str(p) for f in ("requirements.txt", "tests/requirements.txt") for p in listed(f)
+        str(p) for f in ("requirements.txt", "tests/requirements.txt") for p in read_requirements(f)
     }
 
 
@@ -94,12 +96,16 @@ def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():
 )
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_declared_packages_are_pinned_once_within_their_range(declared, file, python):
-    here = {"python_version": python}
+    environment = {"python_version": python}
     wanted, pinned = (
-        [each for each in found if not each.marker or each.marker.evaluate(here)]
-        for found in (requirements(declared), listed(file))
+        [
+            requirement
+            for requirement in all_requirements
+            if not requirement.marker or requirement.marker.evaluate(environment)
+        ]
+        for all_requirements in (requirements(declared), read_requirements(file))
     )
-    ranges = {canonicalize_name(each.name): each.specifier for each in wanted}
+    ranges = {canonicalize_name(requirement.name): requirement.specifier for requirement in wanted}
     assert sorted(canonicalize_name(pin.name) for pin in pinned) == sorted(ranges)
     for pin in pinned:
         (exact,) = pin.specifier

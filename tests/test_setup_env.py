@@ -20,10 +20,10 @@ def installed(tmp_path, nvidia_smi, index):
     received."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
-    programs, told = tmp_path / "bin", tmp_path / "told"
+    programs, uv_log = tmp_path / "bin", tmp_path / "uv.log"
     programs.mkdir()
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    uv = f'#!/bin/sh\necho "$@" >> {told}\n'
+    uv = f'#!/bin/sh\necho "$@" >> {uv_log}\n'
     for name, text in {"nvidia-smi": nvidia_smi, "python3": python, "uv": uv}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -33,20 +33,20 @@ def installed(tmp_path, nvidia_smi, index):
         env={"PATH": path, "PYTORCH_CPU_INDEX": index, "HOME": os.environ["HOME"]},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 2, "nothing was installed"
-    (line,) = [line for line in Path(told).read_text().splitlines() if "pip install" in line]
+    assert done.returncode == 2, "setup_env.sh must fail, because the fake uv installs nothing"
+    (line,) = [line for line in Path(uv_log).read_text().splitlines() if "pip install" in line]
     return line, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("nvidia_smi", "reached", "taken"),
+    ("nvidia_smi", "is_index_reachable", "uses_cpu_build"),
     [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
 )
 def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
-    nvidia_smi, reached, taken, tmp_path
+    nvidia_smi, is_index_reachable, uses_cpu_build, tmp_path
 ):
     with serve({}) as hub:  # a package index that answers
-        address = f"{hub.endpoint if reached else 'http://127.0.0.1:1'}/whl/cpu"
+        address = f"{hub.endpoint if is_index_reachable else 'http://127.0.0.1:1'}/whl/cpu"
         line, said = installed(tmp_path, nvidia_smi, address)
-    assert (f"--extra-index-url {address}" in line) == taken
-    assert ("so the CPU build" in said) == taken
+    assert (f"--extra-index-url {address}" in line) == uses_cpu_build
+    assert ("so the CPU build" in said) == uses_cpu_build

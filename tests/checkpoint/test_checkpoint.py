@@ -24,7 +24,7 @@ from distributed_training.records.folder import list_checkpoints
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32_of
-from tests.support import refused, save_now, started
+from tests.support import refused, save_now, start_test_record
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
 SPREAD = {"strategy": "zero2", "num_processes": 1, "mesh": "dp_shard 1"}
@@ -100,7 +100,7 @@ def find_resume(given, output_dir, work=WORK, strategy="zero2"):
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
     run_dir = output_dir / name
     run_dir.mkdir(parents=True)
-    started(run_dir).update(status=status)
+    start_test_record(run_dir).update(status=status)
     for step in steps:
         save(run_dir, step, work=work)
     return run_dir

@@ -17,7 +17,7 @@ from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
 from tests.checkpoint.test_checkpoint import FakeEngine, plan_of
 from tests.conftest import heavy_pool
-from tests.support import refused, save_now, started
+from tests.support import refused, save_now, start_test_record
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
@@ -129,10 +129,10 @@ def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_p
     for resume in ("auto", str(run_dir)):
         with refused("record.json of", "It is on the run's first node"):
             find_on(resume, tmp_path)
-    started(run_dir).update(status="interrupted")
+    start_test_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
         assert find_on(resume, tmp_path).parents[1] == run_dir
         with pytest.raises(ElsewhereError, match="is not complete"):
             find_on(resume, tmp_path, has_node_local_files=False)
-    started(run_dir).update(status="ok")
+    start_test_record(run_dir).update(status="ok")
     assert find_on("auto", tmp_path, has_node_local_files=False) is None

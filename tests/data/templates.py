@@ -6,7 +6,7 @@ it. This text was derived by hand from the published format, not from the templa
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class Case(NamedTuple):
     """A template, and the text that a model generates before and after an answer's content."""
 
     template: str
@@ -16,7 +16,7 @@ class Shape(NamedTuple):
     alternates: bool = False  # roles must take turns
     system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether whitespace is stripped from contents
-    apart: bool = False  # whether an answer is rendered differently once later turns follow
+    differs_in_history: bool = False  # whether later turns change how an answer is rendered
     next_turn: str = ""  # token that begins the next turn; nothing else ends an answer
 
 
@@ -164,7 +164,7 @@ HARMONY = (
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 NEMOTRON = turns("<extra_id_1>ROLE\n", "\n", name="message.role | capitalize",
-                 ask="<extra_id_1>Assistant\n")  # fmt: skip
+                ask="<extra_id_1>Assistant\n")  # fmt: skip
 SMOLLM_3 = (
     "{{ '<|im_start|>system\n## Metadata\n\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content }}{% set rest = messages[1:] %}{% else %}"
@@ -187,49 +187,49 @@ GREETING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endi
 
 IM = ("", "<|im_end|>\n")
 TEMPLATES = {
-    "llama-2": Shape(LLAMA_2, " ", " </s>", alternates=True, strips=True),
-    "llama-3": Shape(LLAMA_3, "", "<|eot_id|>", strips=True),
-    "llama-3.1": Shape(LLAMA_31, "", "<|eot_id|>", strips=True),
-    "llama-4": Shape(turns("<|header_start|>ROLE<|header_end|>\n\n", "<|eot|>",
-                           first="{{ bos_token }}"), "", "<|eot|>"),
-    "mistral-0.1": Shape(ALTERNATE + pairs("[INST] {{ message.content }} [/INST]",
-                         "{{ message.content ~ eos_token }}", system="{{ raise_exception('no') }}"),
-                         "", "</s>", alternates=True, system=False),
-    "mistral-0.2": Shape(INST_LAST.replace("SPACE", " "), " ", "</s>", apart=True),
-    "mistral-0.3": Shape(INST_LAST.replace("SPACE", " ").replace("loop.last", "loop.index0 == 0"),
-                         " ", "</s>"),
-    "mistral-small": Shape(pairs("[INST]{{ message.content }}[/INST]",
-                           "{{ message.content ~ eos_token }}",
-                           system="[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]"),
-                           "", "</s>"),
-    "mistral-nemo": Shape(INST_LAST.replace("SPACE", ""), "", "</s>", apart=True),
-    "qwen-2": Shape(CHATML, *IM),
-    "qwen-2.5": Shape(QWEN_25, *IM),
-    "qwen-3": Shape(QWEN_3, THINK, "<|im_end|>\n", apart=True),
-    "phi-3": Shape(PHI_3, "", "<|end|>", last="\n</s>"),
-    "phi-4": Shape(PHI_4, "", "<|im_end|>"),
-    "gemma-2": Shape(GEMMA_2, "", "<end_of_turn>\n", alternates=True, system=False, strips=True),
-    "gemma-3": Shape(GEMMA_3, "", "<end_of_turn>\n", strips=True),
-    "zephyr": Shape(turns("<|ROLE|>\n", "{{ eos_token }}\n"), "", "</s>\n"),
-    "chatml-trimmed": Shape(turns("<|im_start|>ROLE\n", "<|im_end|>\n", trim=" | trim"), *IM,
-                            strips=True),
-    "deepseek-2": Shape(DEEPSEEK_2, " ", "</s>"),
-    "deepseek-r1": Shape(DEEPSEEK_R1, "", "<|end_of_sentence|>"),
-    "granite": Shape(GRANITE, "", "<|end_of_text|>\n"),
-    "command-r": Shape(COMMAND_R, "", "<|END_OF_TURN_TOKEN|>", strips=True),
-    "olmo-2": Shape(OLMO_2, "", "</s>"),
-    "falcon": Shape(FALCON, " ", "</s>"),
-    "alpaca": Shape(BRACKETED, "", "</s>\n\n"),
-    "gpt-oss": Shape(HARMONY, "<|channel|>final<|message|>", "<|return|>", apart=True),
-    "nemotron": Shape(NEMOTRON, "", "\n"),
-    "smollm-3": Shape(SMOLLM_3, "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "chatml-marked": Shape(MARKED, "", "<|im_end|>"),
-    "thinking-begun": Shape(GREETING, "", "<|im_end|>\n"),
-    "glm-4": Shape(OPEN_TURNS, "", "", next_turn="<|user|>"),
-    "yi": Shape(turns("<|im_start|>ROLE\n", "<|im_end|>", ask="<|im_start|>assistant\n"), "",
-                "<|im_end|>"),
+    "llama-2": Case(LLAMA_2, " ", " </s>", alternates=True, strips=True),
+    "llama-3": Case(LLAMA_3, "", "<|eot_id|>", strips=True),
+    "llama-3.1": Case(LLAMA_31, "", "<|eot_id|>", strips=True),
+    "llama-4": Case(turns("<|header_start|>ROLE<|header_end|>\n\n", "<|eot|>",
+                          first="{{ bos_token }}"), "", "<|eot|>"),
+    "mistral-0.1": Case(ALTERNATE + pairs("[INST] {{ message.content }} [/INST]",
+                        "{{ message.content ~ eos_token }}", system="{{ raise_exception('no') }}"),
+                        "", "</s>", alternates=True, system=False),
+    "mistral-0.2": Case(INST_LAST.replace("SPACE", " "), " ", "</s>", differs_in_history=True),
+    "mistral-0.3": Case(INST_LAST.replace("SPACE", " ").replace("loop.last", "loop.index0 == 0"),
+                        " ", "</s>"),
+    "mistral-small": Case(pairs("[INST]{{ message.content }}[/INST]",
+                          "{{ message.content ~ eos_token }}",
+                          system="[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]"),
+                          "", "</s>"),
+    "mistral-nemo": Case(INST_LAST.replace("SPACE", ""), "", "</s>", differs_in_history=True),
+    "qwen-2": Case(CHATML, *IM),
+    "qwen-2.5": Case(QWEN_25, *IM),
+    "qwen-3": Case(QWEN_3, THINK, "<|im_end|>\n", differs_in_history=True),
+    "phi-3": Case(PHI_3, "", "<|end|>", last="\n</s>"),
+    "phi-4": Case(PHI_4, "", "<|im_end|>"),
+    "gemma-2": Case(GEMMA_2, "", "<end_of_turn>\n", alternates=True, system=False, strips=True),
+    "gemma-3": Case(GEMMA_3, "", "<end_of_turn>\n", strips=True),
+    "zephyr": Case(turns("<|ROLE|>\n", "{{ eos_token }}\n"), "", "</s>\n"),
+    "chatml-trimmed": Case(turns("<|im_start|>ROLE\n", "<|im_end|>\n", trim=" | trim"), *IM,
+                           strips=True),
+    "deepseek-2": Case(DEEPSEEK_2, " ", "</s>"),
+    "deepseek-r1": Case(DEEPSEEK_R1, "", "<|end_of_sentence|>"),
+    "granite": Case(GRANITE, "", "<|end_of_text|>\n"),
+    "command-r": Case(COMMAND_R, "", "<|END_OF_TURN_TOKEN|>", strips=True),
+    "olmo-2": Case(OLMO_2, "", "</s>"),
+    "falcon": Case(FALCON, " ", "</s>"),
+    "alpaca": Case(BRACKETED, "", "</s>\n\n"),
+    "gpt-oss": Case(HARMONY, "<|channel|>final<|message|>", "<|return|>", differs_in_history=True),
+    "nemotron": Case(NEMOTRON, "", "\n"),
+    "smollm-3": Case(SMOLLM_3, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "chatml-marked": Case(MARKED, "", "<|im_end|>"),
+    "thinking-begun": Case(GREETING, "", "<|im_end|>\n"),
+    "glm-4": Case(OPEN_TURNS, "", "", next_turn="<|user|>"),
+    "yi": Case(turns("<|im_start|>ROLE\n", "<|im_end|>", ask="<|im_start|>assistant\n"), "",
+               "<|im_end|>"),
 }  # fmt: skip
-MARKS = [
+SPECIAL_TOKENS = [
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|eot_id|>", "<|eot|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|end|>", "<|user|>",
     "<|assistant|>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|User|>",

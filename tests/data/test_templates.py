@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from distributed_training.data.chats.render import Conversation, build_responder
-from tests.data.templates import MARKS, TEMPLATES
+from tests.data.templates import SPECIAL_TOKENS, TEMPLATES
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CONTENTS = [
@@ -29,7 +29,9 @@ def theirs():
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=MARKS, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet
+    )
     built.train_from_iterator(["a"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=built, **NAMES)
 
@@ -54,7 +56,7 @@ def conversations(shape, name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_are_found_under_published_templates(name, theirs):
     shape = TEMPLATES[name]
-    answer = build_responder([shape.template] * 2, NAMES, MARKS)
+    answer = build_responder([shape.template] * 2, NAMES, SPECIAL_TOKENS)
     theirs.chat_template = shape.template
     is_marked = "generation %}" in shape.template
     for messages in conversations(shape, name):
@@ -85,7 +87,7 @@ def test_answers_are_found_under_published_templates(name, theirs):
         full_text = theirs.apply_chat_template(messages, tokenize=False)
         if messages[-1]["role"] == "assistant":
             full_text += shape.next_turn
-        if not shape.apart:
+        if not shape.differs_in_history:
             assert [sample.text for sample in samples] == [full_text]
         if is_marked:
             options = {"return_assistant_tokens_mask": True, "return_dict": True}

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from tests.conftest import HIDDEN_HUB
+from tests.conftest import HUB_OFFLINE_VARIABLE
 
 TOKEN = "hf_of_the_stub"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -59,7 +59,7 @@ def hub_environment(endpoint: str, home: Path, token: str = "") -> dict[str, Any
     """Return options for `script` and `train` that make a run use the Hub at `endpoint` and cache
     downloads in `home`."""
     variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
-    return {"unset": [HIDDEN_HUB], **variables, "NO_PROXY": "127.0.0.1"}
+    return {"unset": [HUB_OFFLINE_VARIABLE], **variables, "NO_PROXY": "127.0.0.1"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.closing.wait(120)
             self.close_connection = True
         elif path.startswith("api/datasets/") and hub.behavior != "refuses":
-            self._send_about_dataset(path.removeprefix("api/"))
+            self._send_dataset_info(path.removeprefix("api/"))
         elif path.startswith("api/models/"):
             self._send_about_model(path.removeprefix("api/models/").partition("?")[0])
         elif "/resolve/" not in path:
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": key} for key in names]
         self._send_json({"id": name, "sha": COMMIT, "siblings": siblings})
 
-    def _send_about_dataset(self, path: str) -> None:
+    def _send_dataset_info(self, path: str) -> None:
         """Send the description of a dataset in the format of the Hub's API."""
         name, _, tree_path = path.partition("?")[0].partition("/tree/")
         name, _, is_paths_info = name.partition("/paths-info/")

@@ -67,9 +67,9 @@ def find_command(document: str, start: str) -> list[str]:
     """Find a document's only command that begins with `start`, and return the command's words. The
     command may be in a code block or in a sentence."""
     text = (ROOT / document).read_text()
-    found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
-    assert len(found) == 1, f"{document}: {sorted(found)}"
-    return shlex.split(found.pop())
+    matches = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
+    assert len(matches) == 1, f"{document}: {sorted(matches)}"
+    return shlex.split(matches.pop())
 
 
 def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
@@ -143,9 +143,9 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[subpr
     try:
         yield process
     finally:
-        for left in processes_with(log):  # including orphans, and workers in other sessions
+        for remaining in processes_with(log):  # including orphans, and workers in other sessions
             with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
+                remaining.kill()
         process.wait()
 
 
@@ -176,11 +176,15 @@ def remaining_processes(text: str, *, patience_s: float = 60) -> list[str]:
     Return the command lines of the remaining processes."""
     end = time.monotonic() + patience_s
     while True:
-        others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())
-        lines = [" ".join([str(each.pid), *(each.info["cmdline"] or [])]) for each in others]
-        found = [line for line in lines if text in line]
-        if not found or time.monotonic() > end:
-            return found
+        others = (
+            process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid()
+        )
+        lines = [
+            " ".join([str(process.pid), *(process.info["cmdline"] or [])]) for process in others
+        ]
+        remaining = [line for line in lines if text in line]
+        if not remaining or time.monotonic() > end:
+            return remaining
         time.sleep(0.1)
 
 

@@ -135,7 +135,7 @@ def _resume(
             for saved, resumed in pairs
             if resumed in names
         }
-        results = run_cases(cases, count, function="go_on", steps=NUM_STEPS, pool=pool)
+        results = run_cases(cases, count, function="continue_training", steps=NUM_STEPS, pool=pool)
         for pair_name, actual in results.items():
             saved, resumed = pair_name.split(" -> ")
             differences[saved, resumed] = _distance(actual, expected)
@@ -173,13 +173,26 @@ def split_into_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, help="draw this many pairs (default: all)")
-    parser.add_argument("--ring", action="store_true", help="each layout once on either side")
+    parser.add_argument(
+        "--ring",
+        action="store_true",
+        help="save each layout once, and resume with each layout once",
+    )
     parser.add_argument("--work", choices=WORKS, default="gpt2")
-    parser.add_argument("--only", help="pairs with a layout whose name begins so")
-    parser.add_argument("--jobs", type=int, default=1, help="jobs of 4 processes at a time")
+    parser.add_argument(
+        "--only", metavar="START", help="use only pairs with a layout whose name begins with START"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of jobs to run at the same time, each with up to 4 processes (default: 1)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
-    parser.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the command without starting it"
+    )
     a = parser.parse_args()
     if a.dry_run:
         print("The command is accepted. Nothing was started.")
@@ -218,7 +231,7 @@ def main() -> None:
             )
     for key, limit in (("loss", LOSS_TOLERANCE), ("weight", WEIGHT_TOLERANCE)):
         worst = max(rows, key=lambda row: row[key])
-        print(f"largest difference of a {key}: {worst[key]:.1e} ({worst})")
+        print(f"Largest difference in any {key}: {worst[key]:.1e} ({worst})")
         assert worst[key] <= limit
 
 

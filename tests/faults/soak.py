@@ -160,7 +160,9 @@ class Mission:
                 return "ok"
         row = self._start("none", 0, 0)
         if row["status"] != "ok":
-            self.failures.append(f"without a fault the run ended as {row['status']}: {row['tail']}")
+            self.failures.append(
+                f"without a fault, the run ended with status {row['status']!r}: {row['tail']}"
+            )
         return row["status"]
 
     def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
@@ -236,7 +238,9 @@ class Mission:
             if time.monotonic() > end:
                 if self.time_left() > 0:
                     remaining = sorted(running_pids(processes))
-                    self.failures.append(f"processes {remaining} were there after {limit_s:.0f} s")
+                    self.failures.append(
+                        f"processes {remaining} were still running after {limit_s:.0f} s"
+                    )
                 launcher.kill()
                 for process in running_pids(processes):
                     with contextlib.suppress(ProcessLookupError):
@@ -298,10 +302,10 @@ class Soak:
     def time_left(self) -> float:
         return self.end - time.monotonic()
 
-    def run(self, done: Callable[[], None] = lambda: None) -> None:
-        """Run all missions. Call `done` after each mission."""
+    def run(self, on_mission_end: Callable[[], None] = lambda: None) -> None:
+        """Run all missions. Call `on_mission_end` after each mission."""
         threads = [
-            threading.Thread(target=self._run_missions, args=(slot, done), daemon=True)
+            threading.Thread(target=self._run_missions, args=(slot, on_mission_end), daemon=True)
             for slot in range(self.jobs)
         ]
         threads += [] if self.extensions else [threading.Thread(target=self._build, daemon=True)]
@@ -338,7 +342,7 @@ class Soak:
             self.num_begun[name] += 1
             return name, self.num_begun[name] - 1
 
-    def _run_missions(self, slot: int, done: Callable[[], None]) -> None:
+    def _run_missions(self, slot: int, on_mission_end: Callable[[], None]) -> None:
         while self.time_left() > RESERVE_S and self.struck < self.num_faults:
             mission = self._next()
             if mission is None:
@@ -354,7 +358,7 @@ class Soak:
                         {"mission": mission, "error": traceback.format_exc()[-2000:]}
                     )
             with self.lock:
-                done()
+                on_mission_end()
 
     def run_mission(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
         """Run mission `number` of a strategy, and return its row for the record."""
@@ -387,7 +391,7 @@ class Soak:
             row["failures"].append(f"weights differ by {row['largest_difference']:.1e}")
         self.missions.append(row)
         kinds = ", ".join(start["kind"] for start in row["starts"][:FAULTS_PER_MISSION])
-        end = "; ".join(row["failures"]) or "as if nothing had been"
+        end = "; ".join(row["failures"]) or "passed"
         print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
 
     def record(self) -> dict[str, Any]:
@@ -542,7 +546,7 @@ def exclude_unsupported(soak_run: Soak) -> None:
         soak_run.not_run["infinity"] = "libaio is not installed"
     if "disk full" in soak_run.kinds and not can_mount():
         soak_run.kinds.remove("disk full")
-        soak_run.not_run["disk full"] = "no disk of its own can be mounted here"
+        soak_run.not_run["disk full"] = "a separate disk cannot be mounted on this machine"
 
 
 def main() -> None:
@@ -550,12 +554,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--faults", type=int, default=10**6, help="end after this many faults")
     parser.add_argument("--seconds", type=float, default=WEEK_S)
-    parser.add_argument("--jobs", type=int, default=1, help="missions at a time")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of missions to run at the same time (default: 1)",
+    )
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
-    parser.add_argument("--repeat", metavar="STRATEGY:NUMBER", help="one mission again, its logs")
+    parser.add_argument(
+        "--repeat",
+        metavar="STRATEGY:NUMBER",
+        help="repeat one mission, and print its result with the ends of its logs",
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the command without starting it"
+    )
     a = parser.parse_args()
     if a.dry_run:
         print("The command is accepted. Nothing was started.")

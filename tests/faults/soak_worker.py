@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import real_model_example
 from distributed_training.checkpoint import saver
@@ -102,7 +102,7 @@ def strike_at(owner: Any, name: str) -> None:
     setattr(owner, name, method)
 
 
-def strike_in_save(checkpoint: Any, is_target: bool) -> None:
+def strike_in_save(is_target: bool) -> None:
     """Cause the fault while a checkpoint is being written. `is_target` is true on the rank that the
     fault affects. The fault "no quota" affects all ranks, because they share one quota."""
     if KIND == "no quota":
@@ -145,7 +145,7 @@ def inject_faults(rank: int) -> None:
 
     def begin(self: Any, engine: Any, **options: Any) -> None:
         if options["step"] >= JOB["step"]:
-            strike_in_save(saver, is_target)
+            strike_in_save(is_target)
         original_begin(self, engine, **options)
 
     Trainer._run_step = update  # type: ignore[method-assign]

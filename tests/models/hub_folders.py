@@ -13,7 +13,9 @@ _SHAPE = {
     "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 _HEADS = {"head_dim": 8}
-_ONE_KIND = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+_SHAPE_WITHOUT_KV_HEADS = {
+    key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"
+}
 # Name -> (class, config values that differ from the defaults). Windows are shorter than samples.
 KINDS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {**_SHAPE, **_HEADS}),
@@ -34,13 +36,14 @@ KINDS: dict[str, tuple[str, dict]] = {
         **_SHAPE, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
     }),
-    "gpt_neox": ("GPTNeoX", {**_ONE_KIND, "rotary_pct": 0.5}),
+    "gpt_neox": ("GPTNeoX", {**_SHAPE_WITHOUT_KV_HEADS, "rotary_pct": 0.5}),
     "stablelm": ("StableLm", {**_SHAPE, "use_qkv_bias": True, "qk_layernorm": True}),
     "starcoder2": ("Starcoder2", {**_SHAPE, "sliding_window": 16}),
     "falcon": ("Falcon", {
-        **_ONE_KIND, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48,
+        **_SHAPE_WITHOUT_KV_HEADS, "new_decoder_architecture": True, "num_kv_heads": 2,
+        "ffn_hidden_size": 48,
     }),
-    "falcon-alibi": ("Falcon", {**_ONE_KIND, "alibi": True, "multi_query": True}),
+    "falcon-alibi": ("Falcon", {**_SHAPE_WITHOUT_KV_HEADS, "alibi": True, "multi_query": True}),
     "opt": ("OPT", {
         "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 96, "word_embed_proj_dim": 24,
@@ -74,7 +77,7 @@ KINDS: dict[str, tuple[str, dict]] = {
     "arcee": ("Arcee", _SHAPE),
     "seed_oss": ("SeedOss", {**_SHAPE, **_HEADS}),
     "helium": ("Helium", {**_SHAPE, **_HEADS}),
-    "persimmon": ("Persimmon", _ONE_KIND),
+    "persimmon": ("Persimmon", _SHAPE_WITHOUT_KV_HEADS),
     "xglm": ("XGLM", {
         "vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2,
         "attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": 1,
@@ -90,7 +93,7 @@ KINDS: dict[str, tuple[str, dict]] = {
     "granite_swa": ("GraniteSWA", {  # has attention sinks
         **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
     }),
-    "biogpt": ("BioGpt", _ONE_KIND),  # names its dropout options dropout_prob
+    "biogpt": ("BioGpt", _SHAPE_WITHOUT_KV_HEADS),  # names its dropout options dropout_prob
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
     "llama": ("Llama", _SHAPE),
     "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),

@@ -1,4 +1,5 @@
-"""Break important lines one at a time and check whether the tests notice. Not part of CI.
+"""Break important lines one at a time and check whether the tests notice. CI does
+not run this program.
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
@@ -34,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 CLEAN_LIMIT_S = 600.0
 # The time limit catches mutations that make processes wait for one another.
-SLOWER, PATIENCE_S = 4.0, 60.0
+TIME_LIMIT_FACTOR, EXTRA_TIME_S = 4.0, 60.0
 PASSED, FAILED = 0, 1  # pytest's exit codes
-CAUGHT, DIRTY = "caught", "tests fail without it"
+CAUGHT, ALREADY_FAILING = "caught", "tests already fail"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ def read_list() -> list[Mutation]:
         tests = tuple(test for name in entry["tests"] for test in values["tests"][name])
         mutations.append(Mutation(**{**entry, "tests": tests}))
     names = [mutation.name for mutation in mutations]
-    assert len(set(names)) == len(names), "two mutations have one name"
+    assert len(set(names)) == len(names), "two mutations have the same name"
     return mutations
 
 
@@ -71,7 +72,7 @@ def find_stale(mutation: Mutation) -> str:
         file, _, function = test.partition("::")
         function = function.partition("[")[0]
         if not (ROOT / file).is_file():
-            return f"{file} is not there"
+            return f"{file} does not exist"
         if function and f"def {function}(" not in (ROOT / file).read_text():
             return f"{file} has no {function}"
     return ""
@@ -104,8 +105,8 @@ def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[i
         output.seek(0)
         lines = output.read().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    said = late or (failed or lines or [""])[0 if failed else -1]
-    return code, time.monotonic() - began, said
+    reason = late or (failed or lines or [""])[0 if failed else -1]
+    return code, time.monotonic() - began, reason
 
 
 def end_processes(process: subprocess.Popen[bytes]) -> None:
@@ -125,37 +126,41 @@ def write(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def try_group(mutations: list[Mutation]) -> list[str]:
+def run_group(mutations: list[Mutation]) -> list[str]:
     """Run the tests that these mutations share: first without a mutation and then, if the tests
     pass, with each mutation. Return one line per mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         checkout = clone(Path(folder))
-        clean, clean_seconds, said = run_tests(tests, checkout, CLEAN_LIMIT_S)
+        clean, clean_seconds, reason = run_tests(tests, checkout, CLEAN_LIMIT_S)
         for mutation in mutations:
-            outcome = DIRTY
+            outcome = ALREADY_FAILING
             seconds = clean_seconds
             if clean == PASSED:
                 path = checkout / mutation.file
                 before = path.read_text()
                 write(path, before.replace(mutation.old, mutation.new))
-                limit_s = SLOWER * clean_seconds + PATIENCE_S
-                code, seconds, said = run_tests(tests, checkout, limit_s)
+                limit_s = TIME_LIMIT_FACTOR * clean_seconds + EXTRA_TIME_S
+                code, seconds, reason = run_tests(tests, checkout, limit_s)
                 write(path, before)
                 outcome = {PASSED: "survived", FAILED: CAUGHT}.get(code, "tests could not run")
             if outcome != CAUGHT:
                 missed.append(f"{outcome}: {mutation.name}: {mutation.breaks}")
-            print(f"{outcome:<21} {seconds:5.0f} s  {mutation.name:<36} {said}", flush=True)
+            print(f"{outcome:<21} {seconds:5.0f} s  {mutation.name:<36} {reason}", flush=True)
     return missed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("names", nargs="*", metavar="NAME", help="those to try; all by default")
-    parser.add_argument("--jobs", type=int, default=1, help="how many to try at a time")
-    parser.add_argument("--check", action="store_true", help="only say which no longer apply")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to test (default: all)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of test runs at the same time (default: 1)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only list the mutations that no longer apply"
+    )
     arguments = parser.parse_args()
     mutations = read_list()
     if unknown := set(arguments.names) - {mutation.name for mutation in mutations}:
@@ -173,7 +178,7 @@ def main() -> int:
     if arguments.check:
         return int(stale > 0)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        missed = [line for found in pool.map(try_group, groups.values()) for line in found]
+        missed = [line for lines in pool.map(run_group, groups.values()) for line in lines]
     print(f"\n{len(chosen) - stale - len(missed)} of {len(chosen)} caught", *missed, sep="\n")
     return int(bool(missed) or stale > 0)
 

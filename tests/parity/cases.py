@@ -35,7 +35,7 @@ from distributed_training.tools.harness import Run, each_accepted_run, open_grou
 from distributed_training.tools.parity.apart import unpack_rows
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
-from tests.support import save_now, started
+from tests.support import save_now, start_test_record
 
 # Name -> (vocabulary size, number of blocks, width) of small models. The models are deep enough for
 # stages of unequal length, or for two stages on each of four processes.
@@ -84,7 +84,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
-def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
+def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but without Inductor's generated code, because compiling C++ takes
     seconds per kernel. Compiled functions are still traced, decomposed and partitioned as they
     would be for Inductor."""
@@ -92,7 +92,7 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
     return train(arguments)
 
 
-def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
+def train_unpacked(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but with each record of a packed block as a separate padded sample."""
     return all_cases(
         arguments, lambda run: _train(run, arguments["steps"], transform=_separate_records)
@@ -138,8 +138,8 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
         cache := engine.new_kv_cache()
     ) is not None:  # with a cache: first a prompt, then single tokens
         half = PROMPT.shape[1] // 2
-        texts = [PROMPT[:, :half], *PROMPT[:, half:].split(1, dim=1)]
-        cached_logits = torch.cat([engine.logits(text, cache) for text in texts], dim=1)
+        chunks = [PROMPT[:, :half], *PROMPT[:, half:].split(1, dim=1)]
+        cached_logits = torch.cat([engine.logits(chunk, cache) for chunk in chunks], dim=1)
         torch.testing.assert_close(
             cached_logits.float().cpu(), logits, rtol=tolerance, atol=tolerance
         )
@@ -149,7 +149,7 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
     state = engine.full_state()
     if state is not None:
         assert all(torch.equal(state[name], state_before[name]) for name in state_before), (
-            "evaluation"
+            "the evaluation changed the weights"
         )
     return {"evaluation": evaluation, "logits": rank_0_logits}
 
@@ -157,7 +157,7 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
     """Return the mean loss over the global batch. `sums` contains the summed loss of each of this
     rank's micro-batches."""
-    total = torch.stack([each.double().cpu() for each in sums]).sum()
+    total = torch.stack([loss_sum.double().cpu() for loss_sum in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
 
@@ -236,7 +236,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
         step = arguments["steps"] // 2
         _train(run, arguments["steps"], range(step))
         if dist.get_rank() == 0:
-            started(run.plan.run_dir).update(status="interrupted")
+            start_test_record(run.plan.run_dir).update(status="interrupted")
         plan, topology, fingerprint = run.plan, run.topology, run.data.fingerprint
         save_now(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
         return str(run.plan.run_dir)
@@ -244,13 +244,13 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(arguments, use)
 
 
-def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
+def continue_training(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but from the checkpoint in each case's `resume` to step `steps`."""
 
     def use(run: Run) -> dict[str, Any]:
         assert any("is resharded" in note for note in run.plan.notes)
-        whose = (run.engine, run.plan, run.topology, run.data)
-        step = load_checkpoint(run.plan.checkpoint, *whose)
+        load_arguments = (run.engine, run.plan, run.topology, run.data)
+        step = load_checkpoint(run.plan.checkpoint, *load_arguments)
         return _train(run, arguments["steps"], range(step, arguments["steps"]))
 
     return all_cases(arguments, use)
@@ -264,11 +264,11 @@ def _recording_functional(seen: dict[str, list[str]], kinds: dict[str, str]) -> 
     generator's state before they draw numbers."""
 
     def record(name: str) -> Any:
-        def recorded(*arguments: Any, **words: Any) -> Any:
-            if words["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
+        def recorded(*arguments: Any, **kwargs: Any) -> Any:
+            if kwargs["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
                 state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
                 seen.setdefault(kinds[name], []).append(state)
-            return getattr(torch.nn.functional, name)(*arguments, **words)
+            return getattr(torch.nn.functional, name)(*arguments, **kwargs)
 
         return recorded
 
@@ -296,12 +296,12 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
     step, in order."""
 
     def use(run: Run) -> dict[str, Any]:
-        found = _train(run, arguments["steps"])
+        results = _train(run, arguments["steps"])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             run.engine.train_step(run.batch(arguments["steps"]))
         events = sorted(profiler.events() or [], key=lambda event: event.time_range.start)
         names = [event.name for event in events]
-        return {**found, "names": [name for name in names if name.startswith("FSDP::")]}
+        return {**results, "names": [name for name in names if name.startswith("FSDP::")]}
 
     return all_cases(arguments, use)
 

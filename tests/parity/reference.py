@@ -142,7 +142,7 @@ def train(
     return results
 
 
-def train_apart(
+def train_with_local_steps(
     model: GPT2LMHeadModel,
     records: Records,
     validation: Records,

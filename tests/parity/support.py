@@ -61,7 +61,7 @@ def run_cases(
     for values in cases.values():
         if "global_batch" in values:
             values["batch_size"], remainder = divmod(values.pop("global_batch"), num_processes)
-            assert remainder == 0, "the global batch is the same on any number of processes"
+            assert remainder == 0, "the number of processes must divide the global batch size"
     return (pool or _pool(**environment)).call(
         f"{module}:{function}",
         {"cases": cases, "steps": steps, "failing": failing},
@@ -107,16 +107,16 @@ def _reference(values: str, steps: int, function: str) -> dict[str, Any]:
 
 
 def assert_same_bits(
-    found: dict[str, Any],
+    actual: dict[str, Any],
     expected: dict[str, Any],
     keys: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
     """Check that the results named in `keys` and the final weights are bitwise equal in two
     runs."""
     for key in keys:
-        assert found[key] == expected[key]
+        assert actual[key] == expected[key]
     for name, weight in expected["state"].items():
-        assert torch.equal(found["state"][name], weight), name
+        assert torch.equal(actual["state"][name], weight), name
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **options: Any) -> None:

@@ -137,7 +137,7 @@ TRACED = {
     },
     4: {"packed/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V, **COMPILED}},
 }
-TABLES = {"train": CASES, "train_without_code": TRACED}
+TABLES = {"train": CASES, "train_without_inductor": TRACED}
 NAMED = [
     (what, count, name)
     for what, table in TABLES.items()

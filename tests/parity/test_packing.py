@@ -81,14 +81,14 @@ def results(request):
             for name, values in CASES[count].items()
             if any(f"[{count}-{name}]" in item for item in chosen)
         }
-        return run_cases(cases, count, function="train_without_code", steps=NUM_STEPS)
+        return run_cases(cases, count, function="train_without_inductor", steps=NUM_STEPS)
 
     return run
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)
 def test_packed_records_equal_separate_records(count, name, results):
-    alone = reference(MODELS[name.split("/")[0]], function="train_apart", steps=NUM_STEPS)
+    alone = reference(MODELS[name.split("/")[0]], function="train_unpacked", steps=NUM_STEPS)
     found = results(count)[name]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(found, alone)
@@ -101,7 +101,7 @@ def test_local_sgd_with_packed_records_equals_separate_records():
         "local": {**MODELS["gpt2"], "strategy": "local_sgd", **micro_batches(1), "local_steps": 2}
     }
     packed, alone = (
-        run_cases(case, 2, function=what, steps=4)["local"] for what in ("train", "train_apart")
+        run_cases(case, 2, function=what, steps=4)["local"] for what in ("train", "train_unpacked")
     )
     assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(packed, alone)

@@ -142,7 +142,9 @@ def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
     model is evaluated between two exchanges."""
     model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
-    expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)
+    expected = reference.train_with_local_steps(
+        model, *records, SETTINGS, num_replicas=2, **options
+    )
     found = run(folder, tmp_path, strategy="local_sgd", **options)
     assert_follows(found, expected | {"state": model.state_dict()})
 

@@ -23,7 +23,7 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
-# Possible results of `plan --calibrate` on a CPU, without those for training steps
+# Possible results of `plan --calibrate` on a CPU, without the times of training steps
 CPU_CALIBRATION: dict[str, Any] = {
     "matrix_products": [
         {
@@ -40,7 +40,7 @@ CPU_CALIBRATION: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LaidOut(NamedTuple):
+class LayoutResult(NamedTuple):
     """The mesh, layout and batch of a plan."""
 
     mesh: Mapping[str, int]
@@ -48,11 +48,11 @@ class LaidOut(NamedTuple):
     batch: Batch
 
 
-def lay_out(world_size: int, *overrides: str, **config: Any) -> LaidOut:
+def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
     """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
     `overrides`. Raises UserError if there is no valid layout."""
     requested = candidate(*overrides, **config)
-    return LaidOut(*divide(requested, world_size))
+    return LayoutResult(*divide(requested, world_size))
 
 
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:

@@ -12,7 +12,7 @@ from distributed_training.planner.deepspeed_sections import check_sections
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.planner.helpers import NAMES, plan_for
-from tests.support import named_strategy, own_json, refused
+from tests.support import deepspeed_json, named_strategy, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
 # CONFIG values and the batch for the tests below. DECIDED maps each filled-in path of the DeepSpeed
@@ -63,7 +63,7 @@ def test_every_auto_is_filled_in_from_config(name):
 def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
     path = "zero_optimization.offload_param.nvme_path"
     for given, expected in (("auto", "/fast/disk"), ("/own", "/own")):
-        filled = fill(tmp_path, own_json("infinity", **{path: given}), "infinity")
+        filled = fill(tmp_path, deepspeed_json("infinity", **{path: given}), "infinity")
         assert value_at(filled, path) == expected
         assert value_at(filled, path.replace("param", "optimizer")) == "/fast/disk"
 
@@ -82,18 +82,18 @@ def test_conflicts_name_both_sources(path, wrong, config_text, config, tmp_path)
     with refused(
         "given.json", f"{path}={wrong!r}", config_text, f"change {config_text.split('=')[0]}"
     ):
-        fill(tmp_path, own_json(**{path: wrong}), **config)
+        fill(tmp_path, deepspeed_json(**{path: wrong}), **config)
 
 
 def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
-    document = own_json(
+    document = deepspeed_json(
         **{path: value for path, (_, value) in DECIDED.items()},
         train_batch_size=60,
         optimizer={"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.1}},
         scheduler={},
     )
     filled = fill(tmp_path, document)
-    assert filled == fill(tmp_path, own_json())
+    assert filled == fill(tmp_path, deepspeed_json())
     assert not {"train_batch_size", "optimizer", "scheduler"} & set(filled)
     bare = fill(tmp_path, {"zero_optimization": {"stage": 2}}, precision="fp16")
     assert (bare["fp16"], bare["bf16"]) == ({**FP16, "enabled": True}, {"enabled": False})
@@ -146,7 +146,7 @@ def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
 )
 def test_json_sections_that_config_decides_are_refused(changes, messages, tmp_path):
     with refused("given.json", *messages):
-        fill(tmp_path, own_json(**changes))
+        fill(tmp_path, deepspeed_json(**changes))
 
 
 def test_a_json_may_repeat_the_constants_of_every_engine():
@@ -154,7 +154,7 @@ def test_a_json_may_repeat_the_constants_of_every_engine():
 
     assert OPTIMIZER["betas"] == ([*ADAM["betas"]],)
     assert OPTIMIZER["eps"] == (ADAM["eps"],)
-    assert own_json()["fp16"] == {**FP16, "enabled": "auto"}
+    assert deepspeed_json()["fp16"] == {**FP16, "enabled": "auto"}
 
 
 def test_json_values_without_effect_are_accepted(tmp_path):
@@ -162,8 +162,8 @@ def test_json_values_without_effect_are_accepted(tmp_path):
     off = {"amp": {"enabled": False}, "wandb": {"enabled": False, "project": "p"}, "elasticity": {}}
     none = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     passed_on = {"wall_clock_breakdown": True, "steps_per_print": 1}
-    filled = fill(tmp_path, own_json(optimizer=usual, **off, **none, **passed_on))
-    assert filled == fill(tmp_path, own_json(**passed_on))
+    filled = fill(tmp_path, deepspeed_json(optimizer=usual, **off, **none, **passed_on))
+    assert filled == fill(tmp_path, deepspeed_json(**passed_on))
 
 
 def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
@@ -174,7 +174,7 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
     )
     open_sizes = {f"zero_optimization.{name}": "auto" for name in names}
     path = tmp_path / "given.json"
-    path.write_text(json.dumps(own_json("zero3", **open_sizes)))
+    path.write_text(json.dumps(deepspeed_json("zero3", **open_sizes)))
     config = {
         "strategy": "zero3",
         "deepspeed_config": str(path),
@@ -196,7 +196,7 @@ def test_unusual_values_are_checked_by_deepspeed(tmp_path):
     assert check_sections({"zero_optimization": {"reduce_bucket_size": 0}}, "") == unusual
     path = "zero_optimization.stage3_prefetch_bucket_size"
     with refused("given.json: DeepSpeed does not accept", path.rpartition(".")[2], "integer"):
-        fill(tmp_path, own_json("zero3", **{path: 15099494.4}), "zero3")
+        fill(tmp_path, deepspeed_json("zero3", **{path: 15099494.4}), "zero3")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from distributed_training.records.record import (
     truncate_metrics,
 )
 from distributed_training.settings.files import ROOT
-from tests.support import record_values, refused, started
+from tests.support import record_values, refused, start_test_record
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_records_with_invalid_values_are_refused(changes, tmp_path):
 def test_a_run_is_alive_while_its_record_says_running_and_its_process_exists(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
-    record = started(tmp_path)
+    record = start_test_record(tmp_path)
     assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
     state = load_record(tmp_path)
     assert (state.status, state.error, state.finished_at) == ("running", None, None)
@@ -73,7 +73,7 @@ def test_a_run_is_alive_while_its_record_says_running_and_its_process_exists(tmp
     ):  # fmt: skip
         record.update(**{key: value})
         assert not is_alive(load_record(tmp_path)), key
-        record.update(**started(tmp_path).values)
+        record.update(**start_test_record(tmp_path).values)
 
 
 def test_free_path_adds_a_number_to_names_in_use(tmp_path):
@@ -128,7 +128,7 @@ def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch)
         loaded = load_record(tmp_path)
         return loaded.status, loaded.error, loaded.step
 
-    record = started(tmp_path)
+    record = start_test_record(tmp_path)
     lost = f"rank 0 {LOST_PEER}: closed"
     assert not mark_stopped(tmp_path, "failed", lost, consequence=True, ago_s=9)
     assert state() == ("failed", lost, 0)
@@ -153,7 +153,7 @@ def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch)
 
 
 def test_a_recorded_cause_is_kept_without_the_faults_file(tmp_path):
-    started(tmp_path)
+    start_test_record(tmp_path)
     mark_stopped(tmp_path, "failed", "rank 1: no room")
     (tmp_path / FAULTS_FILE).unlink()
     mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)

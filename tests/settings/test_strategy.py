@@ -15,7 +15,7 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 from tests.planner.helpers import NAMES
-from tests.support import named_strategy, own_json, refused
+from tests.support import deepspeed_json, named_strategy, refused
 
 
 def test_shipped_strategies_have_their_order_and_meaning():
@@ -34,14 +34,18 @@ def test_shipped_strategies_have_their_order_and_meaning():
 @pytest.mark.parametrize(
     ("strategy", "document", "messages"),
     [
-        ("zero2", own_json("zero3"), ("describes ZeRO stage 3", "zero2' needs ZeRO stage 2")),
-        ("hybrid", own_json("zero1"), ("describes ZeRO stage 1", "needs a pipeline", "to zero1")),
-        ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
-        ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
+        ("zero2", deepspeed_json("zero3"), ("describes ZeRO stage 3", "zero2' needs ZeRO stage 2")),
+        (
+            "hybrid",
+            deepspeed_json("zero1"),
+            ("describes ZeRO stage 1", "needs a pipeline", "to zero1"),
+        ),
+        ("zero2", deepspeed_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
+        ("dp", deepspeed_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
         ("zero2", [], ("is not a JSON object",)),
         ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
         ("zero2", {"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
-        ("zero2", own_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
+        ("zero2", deepspeed_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
     ],
 )
 def test_json_of_another_strategy_is_refused(strategy, document, messages, tmp_path):
@@ -53,7 +57,7 @@ def test_json_of_another_strategy_is_refused(strategy, document, messages, tmp_p
 
 def test_pp_may_be_set_together_with_a_deepspeed_json(tmp_path):
     path = tmp_path / "given.json"
-    path.write_text(json.dumps(own_json("hybrid")))
+    path.write_text(json.dumps(deepspeed_json("hybrid")))
     values = {"strategy": "hybrid", "deepspeed_config": str(path), "pp": 4}
     assert load_strategy(build_config(values)).mesh["pp"] == 4
 

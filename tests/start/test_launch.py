@@ -31,7 +31,7 @@ from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.planner.helpers import plan_for
 from tests.pool import run_script
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, started
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, start_test_record
 
 
 def test_number_of_processes():
@@ -101,7 +101,8 @@ def spawn(tmp_path, monkeypatch):
 def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
     for codes, signum, code in ((SUCCEEDED, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
-    started(tmp_path).update(status="interrupted")  # the record of another attempt is ignored
+    # The record of another attempt is ignored.
+    start_test_record(tmp_path).update(status="interrupted")
     assert spawn({0: 2}, recorded=False) == 2
 
 
@@ -127,7 +128,7 @@ def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
     ],
 )
 def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, tmp_path, capsys):
-    started(tmp_path).update(status=status)
+    start_test_record(tmp_path).update(status=status)
     assert spawn(codes) == code
     printed = capsys.readouterr().err
     assert printed.startswith(message)
@@ -141,7 +142,7 @@ def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, t
 
 
 def test_a_rank_that_was_killed_is_recorded_as_the_cause(spawn, tmp_path):
-    started(tmp_path)
+    start_test_record(tmp_path)
     mark_stopped(tmp_path, "failed", f"rank 0 {LOST_PEER}: closed", consequence=True)
     assert spawn({0: 1}) == 1
     assert load_record(tmp_path).error == f"rank 0 {LOST_PEER}: closed"

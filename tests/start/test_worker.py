@@ -19,7 +19,7 @@ from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
 from distributed_training.train.build import build_engine
 from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, started
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start_test_record
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])
@@ -63,7 +63,7 @@ def test_the_cause_of_a_failure_is_known_on_all_nodes(tmp_path, monkeypatch):
     for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
         run_dir = tmp_path / str(rank)
         run_dir.mkdir()
-        started(run_dir)
+        start_test_record(run_dir)
         plan = SimpleNamespace(run_dir=run_dir, has_node_local_files=True, offload_dir=None)
         with pytest.raises(SystemExit):
             ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
