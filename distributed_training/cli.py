@@ -195,7 +195,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             if value is None:
                 continue
             if not arguments.dry_run:
-                what = f"--{option} describes machines to plan for, so training cannot use it"
+                what = f"--{option} describes the machines of a plan, so training cannot use it"
                 raise UserError(what, fix="add --dry-run, or use the plan command")
             omitted_words |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in omitted_words]
@@ -235,14 +235,19 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add --model to the parser of a command that reads a run. A run may use the user's own model
     code, which is executed only if the user names its folder with --model."""
-    family = "folder of your own model family, if the run trained one"
+    family = "folder with the code of your own model family, if the run trained such a model"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
 
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Make tables and plots from run records."""
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
+    add(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="runs, folders of runs, or records (default: output_dir)",
+    )
     add(
         "--all",
         action="store_true",
@@ -288,7 +293,13 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     seconds = "seconds per measurement (default: 0.15)"
     add("--seconds", metavar="S", type=at_least(0.0), default=0.15, help=seconds)
     folder = program.output_dir / "links"
-    add("--out", metavar="FOLDER", type=Path, default=folder, help="folder for the results")
+    add(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=folder,
+        help="folder for the results (default: links/ in output_dir)",
+    )
 
     def act(a: argparse.Namespace) -> int:
         process = current_process()
@@ -316,19 +327,23 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Generate text with a trained model."""
     add = parser.add_argument
-    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face format")
+    add(
+        "run",
+        help="folder of a run, such as runs/latest, folder of a model in "
+        "Hugging Face format, or name of a model on the Hub",
+    )
     add_model(parser)
     add("--prompt", help="text to continue (default: read prompts from the terminal)")
     add("--best", action="store_true", help=USE_BEST)
     length = "number of tokens to generate (default: 100)"
-    add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)
+    add("--num_tokens", "--max_new_tokens", metavar="N", type=at_least(1), default=100, help=length)
     likeliest = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
     add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
     add(
         "--top_k",
         type=at_least(1),
         default=40,
-        help="sample from this number of most likely tokens (default: 40)",
+        help="sample only from the N most likely tokens (default: 40)",
     )
     add("--seed", type=int, default=42, help="random seed for sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
@@ -337,17 +352,20 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
 def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
     add = parser.add_argument
-    run = "folder of a run, such as runs/latest, or of an export, adapters or a model"
+    run = (
+        "folder of a run, such as runs/latest, folder of an export, "
+        "adapters or a model, or name of a model on the Hub"
+    )
     add("run", help=run)
     add_model(parser)
     dataset = "data to evaluate on. If it has a validation split, that split is used (default: "
     add("--dataset", metavar="D", help=f"{dataset}the run's validation samples)")
     columns = "columns of the dataset to use, such as prompt=question,completion=answer"
-    add("--columns", metavar="OURS=THEIRS", help=columns)
+    add("--columns", metavar="NAME=COLUMN", help=columns)
     length = "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
     add("--max_length", metavar="N", type=at_least(1), help=length)
     add("--best", action="store_true", help=USE_BEST)
-    tasks = "lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
+    tasks = "run these lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
     add("--tasks", metavar="NAMES", help=tasks)
     return lambda a: _load("tools.models").evaluate(a)
 
@@ -355,7 +373,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
 def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face format."""
     add = parser.add_argument
-    add("run", help="a checkpoint's folder, or a run's folder, to export its newest checkpoint")
+    add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
     add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
     merge = "after LoRA training, export the whole model instead of the adapters"
@@ -366,7 +384,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
 def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Upload a run's model to the Hub."""
     add = parser.add_argument
-    add("run", help="a run's folder, such as runs/latest, or its hf/")
+    add("run", help="folder of a run, such as runs/latest, or its hf/ or best/")
     add("name", help="user/name on the Hub")
     add_model(parser)
     add("--best", action="store_true", help=USE_BEST)
@@ -376,7 +394,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Measure this machine. `plan --calibrate` starts processes that run this command."""
     add = parser.add_argument
-    add("file", type=Path, help="JSON file to write")
+    add("file", metavar="FILE", type=Path, help="JSON file to write the measurements to")
     return lambda a: _load("tools.calibrate").main(a.file)
 
 

@@ -247,6 +247,9 @@ def push_folder(folder: Path, repo_id: str) -> str:
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = f"run: python real_model_example.py push {short_path(folder)} {repo_id}"
         if status in (401, 403):
-            fix = f"log in with a token that may write there (hf auth login), then {fix}"
+            fix = (
+                "log in with a token that has write access to the "
+                f"repository (hf auth login), then {fix}"
+            )
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
     return url

@@ -270,7 +270,10 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
                 run_path = relative_path(run_dir)
-                why = f"used different settings: {differences}. To continue that run, add --resume "
+                why = (
+                    f"used different settings: {differences}. To continue that "
+                    "run, restore these settings and use --resume "
+                )
                 why += run_path
             else:
                 why = "has finished" if load_run_record(checkpoint, meta).status == "ok" else ""

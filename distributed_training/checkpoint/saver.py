@@ -223,7 +223,10 @@ def load_checkpoint(
         saved_fingerprint, plan.config, data
     ):
         what = f"The dataset differs from the one used to train {folder}"
-        why = "its files have changed, or this Python version has a different embedded corpus"
+        why = (
+            "the dataset's files have changed, or this Python "
+            "version has a different embedded corpus"
+        )
         raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint:
         what = f"The adapters in {folder} do not match the weights {plan.config.weights}"

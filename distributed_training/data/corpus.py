@@ -173,7 +173,10 @@ def parse_columns(text: str | None) -> dict[str, str]:
     ]
     if unknown:
         what = f"columns={shown(text)} is not accepted"
-        why = f"{unknown[0]!r} is not a supported column. Supported columns: {', '.join(COLUMNS)}"
+        why = (
+            f"{unknown[0]!r} is not a supported column. The "
+            f"supported columns are {', '.join(COLUMNS)}"
+        )
         raise UserError(what, why, "write --columns prompt=question,completion=answer")
     return names
 

@@ -95,7 +95,10 @@ def _find_splits_by_convention(folder: Path, what: str) -> Splits:
                 name = configs.get_default_config_name()
                 if name is None:
                     what = f"{what} has several configurations: {', '.join(configs)}"
-                    fix = f"set dataset to the files of one of them, or mark one in {CARD} with "
+                    fix = (
+                        "set dataset to the files of one configuration, "
+                        f"or mark a configuration in {CARD} with "
+                    )
                     raise UserError(what, "none of them is the default", f"{fix}default: true")
                 chosen_config = configs[name]
                 base = (base / chosen_config.get("data_dir", "")).resolve()

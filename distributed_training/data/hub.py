@@ -21,8 +21,8 @@ _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekk
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES_FOLDER = "additional_chat_templates/"
 _DOWNLOAD_ADVICE = (
-    "on a machine with internet access, run the command below, and copy ~/.cache/huggingface from "
-    "there to this machine. Run"
+    "copy ~/.cache/huggingface to this machine from a machine with internet access, on which you "
+    "first run"
 )
 
 
@@ -71,7 +71,7 @@ def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[P
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)
         what = f"{key}={dataset!r} is neither a path nor an available dataset on the Hub"
         command = f'python -c "import datasets; datasets.load_dataset({arguments})"'
-        fix = f"if it exists, {_DOWNLOAD_ADVICE}: {command}"
+        fix = f"if the dataset exists, {_DOWNLOAD_ADVICE}: {command}"
         raise UserError(what, describe(error), fix) from None
     finally:
         if connection_error:  # The run may upload its model to the Hub when it ends.
@@ -134,7 +134,7 @@ def check_push(repo_id: str) -> None:
         fix = "write user/name with only letters, digits, hyphens, underscores and periods"
         raise UserError(what, fix=fix) from None
     if get_token() is None:
-        what = f"push={repo_id!r} needs a Hugging Face token"
+        what = f"uploading to {repo_id!r} needs a Hugging Face token"
         raise UserError(what, fix="set HF_TOKEN, or run: hf auth login")
 
 

@@ -129,7 +129,7 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
             line += " within an answer"
         elif counts["ends_cut"]:
             line += f", {counts['ends_cut']:,} of them within an answer"
-        lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
+        lines.append(f"{line}; the longest record has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""
         names = ", ".join(shown(name)[1:-1] for name in unread[:3])
@@ -154,7 +154,7 @@ def _format_count(count: int, noun: str) -> str:
 
 
 def _remedy(counts: dict[str, Any]) -> str:
-    return f"Set max_length to {counts['longest_prompt'] + 1} or more to avoid this"
+    return f"To use all of them, set max_length to {counts['longest_prompt'] + 1} or more"
 
 
 def read_samples(

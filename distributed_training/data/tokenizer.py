@@ -27,7 +27,7 @@ from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_ID
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json
+from distributed_training.settings.files import load_json, shown
 
 # Maximum factor by which a tokenizer may lengthen a string. Published tokenizers at most triple the
 # length of a space.
@@ -82,9 +82,15 @@ class Facts:
         embedding of `model`."""
         if self.num_tokens > rows:
             tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
-            what = f"the tokenizer has {self.num_tokens} tokens, but {model} has only {rows} rows"
+            what = (
+                f"the tokenizer has {self.num_tokens:,} tokens, but the "
+                f"embedding of {model} has only {rows:,} rows"
+            )
             fix = "remove these tokens, or add rows in transformers: call "
-            fix += "model.resize_token_embeddings(len(tokenizer)) and save both"
+            fix += (
+                "model.resize_token_embeddings(len(tokenizer)), "
+                "and save the model and the tokenizer"
+            )
             raise UserError(what, f"the embedding has no row for {tokens}", fix)
 
 
@@ -258,7 +264,7 @@ class Tokenizer:
             if growth > MAX_GROWTH:
                 times = f"{min(growth, 1e18):.3g} times as long"
                 what = f"tokenizer {self.folder} may make text {times}"
-                raise UserError(what, f"at most {MAX_GROWTH} times the length is accepted")
+                raise UserError(what, f"the limit is {MAX_GROWTH} times")
         return backend
 
     def _find_facts(self) -> Facts:
@@ -559,7 +565,7 @@ class Tokenizer:
             raise UserError(what, str(error)) from None
         if not isinstance(plain, str) or not isinstance(with_tools, str):
             what = f"the chat template of tokenizer {self.folder} is not a string"
-            raise UserError(what, repr(plain))
+            raise UserError(what, f"the template is {shown(plain)}")
         return plain, with_tools
 
     @cached_property

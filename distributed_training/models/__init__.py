@@ -501,7 +501,7 @@ def find_model(name: str) -> ModelSpec:
         )
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
-        fix = f"to continue training them, leave model at auto and set weights to {shown(name)}"
+        fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
         raise UserError(what, "adapters need a base model", fix)
     path, _, chosen_size = name.partition(":")
     folder = Path(path).resolve()
@@ -514,11 +514,11 @@ def find_model(name: str) -> ModelSpec:
         names = [f"{folder}:{size}" for size in sizes]
         full_name = f"{folder}:{label}"
     if chosen_size == "" and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
-        what = f"the folder model={shown(name)} does not exist"
+        what = f"model={shown(name)} does not exist"
         if folder.is_dir():
             what = f"the folder model={shown(name)} has neither config.json nor __init__.py"
         raise UserError(what, fix="set model to a model's folder or its name on the Hub")
-    why = f"it must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
+    why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
     what = f"model={shown(name)} is not accepted"
     raise UserError(what, why, typed=full_name, known=names)

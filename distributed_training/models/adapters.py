@@ -80,7 +80,7 @@ def base_name(folder: Path) -> str:
     if not hub.is_repo_id(name):
         what = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={shown(name)} is not available"
         why = "it is neither a folder nor the name of a model on the Hub"
-        raise UserError(what, why, "set it to the folder of the base model")
+        raise UserError(what, why, "set base_model_name_or_path to the folder of the base model")
     return name
 
 

@@ -274,7 +274,10 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
     note += adapters.base_model_name_or_path
     if initial.rank != adapters.r:
-        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
+        note += (
+            ". They need as much memory as adapters of rank "
+            f"{initial.rank}, because q, k and v (or gate "
+        )
         note += "and up) each have their own A matrix"
     return keys, note
 

@@ -192,7 +192,7 @@ def stored_dtype(folder: Path) -> str:
         sizes[tensor.dtype] += math.prod(tensor.shape)
     (dtype, _), *_ = sizes.most_common(1) or [("none", 0)]
     if dtype not in TORCH_DTYPES:
-        why = f"most of them are {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
+        why = f"most of the weights are {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
     return TORCH_DTYPES[dtype]
 

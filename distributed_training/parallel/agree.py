@@ -57,7 +57,7 @@ def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
         while not store.check(keys):
             if time.monotonic() > end:
                 raise RunError(
-                    f"Another rank has not answered for {GATHER_TIMEOUT_S / 3600:g} hours"
+                    f"Another rank did not answer within {GATHER_TIMEOUT_S / 3600:g} hours"
                 )
             time.sleep(pause)
             pause = min(1.0, 1.2 * pause)

@@ -84,7 +84,10 @@ def check_gpus(plan: Draft) -> None:
     num_gpus = plan.machine.num_gpus
     processes_here = plan.processes_here
     if num_gpus and processes_here > num_gpus:
-        what = f"{processes_here} processes were requested, but this machine has {num_gpus} GPU"
+        what = (
+            f"{processes_here} processes were requested, but this "
+            f"machine has only {plural(num_gpus, 'GPU')}"
+        )
         what += "s" if num_gpus > 1 else ""
         raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
 
@@ -115,7 +118,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB"
         suggestions = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, "; or ".join([*suggestions, "add --force to try anyway"]))
+        raise UserError(what, why, ", or ".join([*suggestions, "add --force to try anyway"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         num_processes = plan.processes_here
@@ -221,5 +224,5 @@ def refuse_stale_lock(name: str) -> None:
         if age_s > STALE_LOCK_S and str(lock.parent) not in folders:
             what = f"{lock} is {age_s / 60:.0f} minutes old, but no process on this machine is "
             what += "building in that folder"
-            fix = f"if no other machine is building there either, run:  rm {lock}"
+            fix = f"if no other machine is building in that folder either, run: rm {lock}"
             raise UserError(what, "a build would wait forever for the lock to disappear", fix)

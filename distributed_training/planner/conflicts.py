@@ -56,11 +56,13 @@ NEEDS = (
     ),
     Need(
         keys=("bucket_cap_mb",), is_met=_uses_ddp, is_strict=True,
-        why="only PyTorch's DDP has buckets", fix="strategy to dp",
+        why="this layout does not use PyTorch's DDP, whose bucket size the key sets",
+        fix="strategy to dp",
     ),
     Need(
         keys=("gradient_compression",), is_met=_uses_ddp, off_values=("none",), is_strict=True,
-        why="only PyTorch's DDP compresses gradients", fix="strategy to dp",
+        why="this layout does not use PyTorch's DDP, whose communication hook the key selects",
+        fix="strategy to dp",
     ),
     Need(
         keys=("pipeline_schedule",), is_met=lambda candidate: candidate.mesh["pp"] > 1,

@@ -183,7 +183,8 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
             f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
         )
         notes.append(
-            f"records are padded, because {limiting_part} cannot keep packed records apart"
+            "records are padded instead of packed, because "
+            f"{limiting_part} cannot keep packed records apart"
         )
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
@@ -191,7 +192,8 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     if len(train) < batch_size:
         note = f"each step trains on the whole dataset, because the batch of {batch_size} samples "
         notes.append(
-            f"{note}is larger than the dataset ({len(train)}). Consider a lower batch_size"
+            f"{note}is larger than the dataset ({plural(len(train), 'sample')}). "
+            "Consider a smaller batch_size"
         )
     steps_per_epoch = math.ceil(len(train) / batch_size)
     num_steps = config.epochs * steps_per_epoch

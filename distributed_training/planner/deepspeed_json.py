@@ -95,7 +95,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         if changed:
             what = f"{', '.join(changed)} in {source.name}"
             notes.append(
-                f"{what}: this run may not skip the same steps as runs with other strategies"
+                f"because of {what}, this run may skip other steps than runs with other strategies"
             )
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # memory_efficient_linear is slower if blocks are compiled

@@ -97,7 +97,11 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         fix = "set " + ", or ".join(map(format_settings, alternatives))
         if not alternatives:
             needed_settings = format_settings(_changed_settings(candidate.config, OPEN_SETTINGS))
-            fix = f"use fsdp with {needed_settings}" if needed_settings else "use fsdp"
+            fix = (
+                f"set strategy to fsdp, with {needed_settings}"
+                if needed_settings
+                else "set strategy to fsdp"
+            )
         raise UserError(str(error), fix=fix) from None
     return axes
 

@@ -102,7 +102,7 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     changed = [name for name in open_keys if requested.get(name) != earlier_requested.get(name)]
     if changed:
         values = ", ".join(f"{name}={earlier_settings[name]!r}" for name in changed)
-        notes.append(f"settings of the resumed run: {values}")
+        notes.append(f"these settings come from the resumed run: {values}")
     inherited: dict[str, Any] = {name: earlier_settings[name] for name in open_keys if name in KEYS}
     # The resolved values depend on the earlier dataset, so use the requested values instead. A
     # resolved num_samples of -1 (all samples) is kept.
@@ -136,7 +136,10 @@ def share_batch(config: Request, earlier: Plan, num_processes: int, notes: list[
     per_process, remainder = divmod(size, num_processes)
     if remainder:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = f"the run in {earlier.run_dir} trained with it on {earlier.num_processes} processes"
+        why = (
+            f"the run in {earlier.run_dir} trained with this "
+            f"batch on {earlier.num_processes} processes"
+        )
         raise UserError(what, why, f"use a number of processes that divides {size}")
     max_batch_size = earlier.config.batch_size if config.batch_size == AUTO else config.batch_size
     if int(max_batch_size) * config.grad_accum_steps == per_process:

@@ -55,7 +55,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     name = match[3]
     if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
         what = f"--cluster {shown(text)} is not accepted"
-        why = "it must be NODESxGPUSxGPU, GPUSxGPU, or NODESxGPUS with --gpu"
+        why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
     if nodes * gpus_per_node > MAX_PROCESSES:
@@ -90,7 +90,7 @@ def this_machine(
     this machine's GPU."""
     rates = None
     if machine.num_gpus == 0:
-        name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
+        name = f"a CPU with {plural(machine.num_cpus, 'core')} ({plural(num_processes, 'process')})"
         estimated_rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
         rates = measured_rates(f"cpu-x{processes_here}", estimated_rates)
     else:

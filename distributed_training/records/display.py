@@ -315,7 +315,7 @@ def describe_prediction(
     if seconds is None:
         return f"{text}; time unknown, because this GPU is not in the planner's table"
     low, high = prediction["likely_s"]
-    text += f"; {seconds:.3g} s per step (likely {low:.3g} to {high:.3g})"
+    text += f"; {seconds:.3g} s per step (typically {low:.3g} to {high:.3g} s)"
     if num_steps is not None:
         text += f", {duration(num_steps * seconds)} in total"
     return f"{text}; bottleneck: {bottleneck(prediction['bound_by'])}"

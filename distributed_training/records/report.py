@@ -263,7 +263,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 continue
             records_here[file] = record.model_copy(update={"run_dir": str(run_dir)})
         if not records_here:
-            print_error(f"note: {path} is skipped because it has no {RECORD_FILE}.")
+            print_error(f"note: {path} is skipped because it contains no record of a run.")
         records |= records_here
     return list(records.values())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from distributed_training.records.display import best_if_overfitted, bottleneck, gib, short_name
 from distributed_training.records.record import Record, is_alive
+from distributed_training.settings.files import plural
 
 Value = Callable[[Record], float | None]
 EMPTY_CELL = "-"
@@ -109,7 +110,7 @@ MEASURED = {
     "bits per byte": NumberColumn(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
 }
 PREDICTED = {  # name -> heading, measured, predicted
-    "time": ("ms", STEP_MS, PREDICTED_STEP_MS),
+    "time": ("ms per step", STEP_MS, PREDICTED_STEP_MS),
     "memory": ("peak", NumberColumn(_peak_bytes, gib), NumberColumn(_predicted_peak_bytes, gib)),
 }
 
@@ -200,7 +201,8 @@ class Comparison:
                 notes.append(f"{layout.name} {r.status}: {error[:_LONGEST_ERROR]}{end}")
             for r in layout.records:
                 if best := best_if_overfitted(r):
-                    text = f"{layout.name} overfitted: its validation loss was {best['loss']:.3f} "
+                    result = "overfitted" if best["step"] else "did not learn"
+                    text = f"{layout.name} {result}: its validation loss was {best['loss']:.3f} "
                     text += (
                         f"after step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
                     )
@@ -300,11 +302,14 @@ def build_results_table(comparison: Comparison) -> Table:
         for layout in layouts
     ]
     columns["status"] = [layout.status_text for layout in layouts]
-    about = "Times are for the median step of each run."
+    about = "Each time is the median over the steps of a run."
     if any(len(layout.records) > 1 for layout in layouts):
         about += " Cells show the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += " Peak RAM is for the process that uses the most memory, and includes libraries."
+        about += (
+            " Peak RAM is the value of the process that uses "
+            "the most memory. It includes libraries."
+        )
     return _table("Results", about, columns)
 
 
@@ -314,7 +319,7 @@ def build_predictions_table(comparison: Comparison) -> Table:
     memory = "the peak RAM, including libraries, of the process that uses the most memory"
     if any(r.machine["gpu_name"] for r in records):
         memory = "the peak memory of tensors on the fullest GPU"
-    about = f"Memory is {memory}. Each prediction was made before its run."
+    about = f"The peak memory is {memory}. Each prediction was made before its run."
     layouts = comparison.finished if any(r.prediction for r in records) else []
     columns = {comparison.rows: [layout.name for layout in layouts]}
     for name, (heading, measurement, prediction) in PREDICTED.items():
@@ -329,7 +334,10 @@ def build_predictions_table(comparison: Comparison) -> Table:
         run_errors = [_error(prediction, measurement, [r]) for r in records]
         if sizes := [abs(error) for error in run_errors if error is not None]:
             num_close = sum(size <= 0.10 for size in sizes)
-            about += f" {name.capitalize()}: {num_close} of {len(sizes)} predictions within 10%, "
+            about += (
+                f" {name.capitalize()}: {num_close} of "
+                f"{plural(len(sizes), 'prediction')} within 10%, "
+            )
             about += f"median error {statistics.median(sizes):.0%}."
     columns["bottleneck"] = []
     for layout in layouts:

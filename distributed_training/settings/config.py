@@ -220,7 +220,7 @@ class RunConfig(Options):
     """After training, upload hf/ to this repository (user/name) on the Hugging Face Hub."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
-    rollback: return to the last checkpoint and skip the batch, at most once per run."""
+    rollback: return to the last checkpoint and skip the failed batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: no limit for a single
     process. With several processes, the limit is 600 s. After the first steps, the limit of a step

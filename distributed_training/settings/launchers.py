@@ -93,7 +93,10 @@ def describe_ignored_settings(environment: Mapping[str, str], precision: str) ->
     if mixed_precision not in ("no", precision):
         settings.append(f"mixed_precision={mixed_precision}")
     ignored = " and ".join(settings)
-    return ignored and f"accelerate launch's {ignored} will be ignored. CONFIG takes precedence"
+    return (
+        ignored
+        and f"accelerate launch's {ignored} will have no effect, because CONFIG takes precedence"
+    )
 
 
 def find_launcher(environment: Mapping[str, str]) -> Launcher | None:

@@ -101,7 +101,11 @@ def _visible_gpus() -> list[_VisibleGpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     if visible is not None and visible.strip().startswith("MIG-"):
-        raise UserError("CUDA_VISIBLE_DEVICES names a MIG instance", fix="list whole GPUs by index")
+        raise UserError(
+            "CUDA_VISIBLE_DEVICES names a MIG instance",
+            "MIG instances are not supported",
+            "list whole GPUs by index",
+        )
     query = "--query-gpu=index,uuid,name,memory.total,compute_cap,power.limit"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:

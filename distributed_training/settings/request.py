@@ -93,7 +93,7 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     document = files.load_json(path, "preset", unique=True)
     if not isinstance(document, dict):
         raise UserError(
-            f"preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'
+            f"the preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'
         )
     return {name: value for name, value in document.items() if name != "_comment"}
 

@@ -228,7 +228,7 @@ class Strategy:
             sharded_state = ["optimizer state", "gradients", "parameters"]
             phrases.append(f"shards {', '.join(sharded_state[: self.zero.stage])}")
         elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
-            phrases.append("shards parameters, gradients, optimizer state over dp_shard")
+            phrases.append("shards parameters, gradients and optimizer state over dp_shard")
         phrases = phrases or ["replicates all state"]
         if self.steps_on_host:
             phrases.append(f"keeps optimizer state {_OFFLOAD_LOCATIONS[self.offload['optimizer']]}")

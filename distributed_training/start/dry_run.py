@@ -62,7 +62,7 @@ def print_plan(
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, relative_path(script), arguments)
-    print(describe_plan(plan, "(this one)" if process else command))
+    print(describe_plan(plan, "(the command that started this dry run)" if process else command))
     return 0
 
 
@@ -93,6 +93,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     source = relative_path(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
+    num_steps = f"{plan.num_steps:,}" if plan.num_steps else "unknown until the data is tokenized"
     lines = ["resolved CONFIG"]
     for key, value in plan.settings.items():
         origin = "" if requested[key] == value else f"    (was {requested[key]!r})"
@@ -101,10 +102,10 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         lines.append(f"  {key:<24} {value!r}{origin}")
     lines += [
         f"  batch: {plan.batch.describe()}",
-        f"  steps: {plan.num_steps or 'unknown until the data is tokenized'}",
+        f"  steps: {num_steps}",
         f"  predicted: {predicted}",
         *(f"  note: {printable(note)}" for note in plan.notes),
-        *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
+        *([f"  resumes from: {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {printable(typed_command)}",
         *(

@@ -89,7 +89,10 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
     machine = cluster.machine
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:
-        print(f"using 1 of {machine.num_gpus} GPUs. To use all GPUs, add --num_gpus all")
+        print(
+            f"note: this run uses 1 of {machine.num_gpus} GPUs. "
+            "To use all GPUs, add --num_gpus all."
+        )
     is_auto = AUTO in (request.strategy, request.batch_size)
     if count == 1 and not max_restarts and not (is_auto and machine.num_gpus):
         plan = plan_run(request, cluster)

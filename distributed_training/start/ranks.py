@@ -91,7 +91,8 @@ def current_process() -> Process | None:
             started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
         fix = "on one machine, use --num_gpus N without a launcher. On several machines, start one "
         fix += (
-            "torchrun per node, as sbatch --nodes=2 configs/train.slurm does. Or set MASTER_ADDR "
+            "torchrun per node, as sbatch --nodes=2 configs/train.slurm "
+            "does. Alternatively, set MASTER_ADDR "
         )
         fix += "to the host of rank 0, and MASTER_PORT to a free port on that host"
         missing = f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set"
@@ -113,7 +114,7 @@ def _read_number(name: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         what = f"{name}={shown(text)} is not a number"
         why = "the launcher must set this variable to a number"
-        raise UserError(what, why, "start with torchrun, or unset RANK")
+        raise UserError(what, why, f"correct {name}, or start with torchrun")
     return int(text)
 
 

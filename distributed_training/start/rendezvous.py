@@ -318,7 +318,10 @@ def standalone_note(process: Process) -> list[str]:
             why = (
                 "torchrun --standalone listens on all interfaces and unpickles the data it receives"
             )
-            return [f"{why}. python with --num_gpus {process.world_size} does not"]
+            return [
+                f"{why}. To avoid this risk, start the command with "
+                f"python and --num_gpus {process.world_size}"
+            ]
     return []
 
 
@@ -420,7 +423,9 @@ def _create_own_folder(plan: Plan, disk_marker: Path, label: str) -> None:
     except FileExistsError:
         what = f"{label} shares {plan.run_dir} with another node"
         raise UserError(
-            what, "shared_disk=False needs a separate folder on each node", "set it to True"
+            what,
+            "shared_disk=False needs a separate folder on each node",
+            "set shared_disk to True",
         ) from None
     except OSError as error:
         what = f"{label} cannot create {plan.run_dir}"

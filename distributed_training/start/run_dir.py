@@ -112,4 +112,4 @@ def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first
         if checkpoint.stat().st_mtime >= planned_at:
             saved = checkpoint
-    return saved, f"restarted{attempt} from {saved.name if saved else 'the beginning'}"
+    return saved, f"the run was restarted{attempt} from {saved.name if saved else 'the beginning'}"

@@ -55,7 +55,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
         changes = {"max_steps": 2 * config.max_steps}
     purpose = "train a new run for twice as long"
     if is_resumed:
-        purpose = "continue this run"
+        purpose = "train this run for twice as long"
         changes["resume"] = short_path(plan.run_dir)
     return {**suggestions, purpose: build_repeat_command(plan, **changes)}
 

@@ -88,10 +88,10 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         status = "interrupted"
         reason = f"{rank}: {summary}"
         code = 128 + signal.Signals[summary]
-        message = "Interrupted. Nothing was saved."
+        message = "Stopped. Nothing was saved."
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.build_continue_command(plan)
-            message = f"Interrupted. {sentence}\n{pasteable(command)}"
+            message = f"Stopped. {sentence}\n{pasteable(command)}"
     if plan.has_node_local_files:  # other nodes cannot read this node's record
         with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
             if not lost_connection:
@@ -134,7 +134,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in components[:3])
     fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto  # same batch": micro > 1,
+        f"micro_batch_size={micro // 2} num_microbatches=auto  # keeps the global batch": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
         f"max_length={config.max_length // 2}": config.max_length > 128,
         f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}": micro * config.max_length > GOOD_CHUNK_TOKENS
@@ -147,7 +147,8 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     suggestions = [f"\n    --set {fix}" for fix, helps in fixes.items() if helps]
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  The peak was {peak}. Predicted: {gib(predicted['peak_bytes'])} per process "
+        f"  The peak was {peak}. The plan predicted "
+        f"{gib(predicted['peak_bytes'])} of GPU memory per process "
         f"({largest}), {gib(predicted['host_bytes'])} of RAM.\n"
-        f"  Try these in order:{''.join(suggestions)}"
+        f"  Try these options in this order:{''.join(suggestions)}"
     )

@@ -268,7 +268,7 @@ class Watch:
             self._slow_count = self._num_activities
             text = f"{self._activity} has taken {seconds:.0f} s: {describe_late_ranks(states)}."
             if limit_s:
-                text += f" The run ends after {limit_s:g} s (hang_timeout_s)."
+                text += f" The run ends after {limit_s:g} s without progress (hang_timeout_s)."
             print_error(f"note: {text}")
         if limit_s and seconds > limit_s:
             reason = f"{self._activity} has hung for {seconds:.0f} s: {describe_late_ranks(states)}"

@@ -114,14 +114,19 @@ class Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `compare` that are not CONFIG keys."""
     add = parser.add_argument
-    add("plan", nargs="?", metavar="PLAN.json", help="runs to compare, as in results/plans/")
+    add(
+        "plan",
+        nargs="?",
+        metavar="PLAN.json",
+        help="JSON file that lists the runs to compare. results/plans/ has examples",
+    )
     add("--strategies", metavar="A,B", help="strategies to compare instead of a plan")
     seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
     add("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
     add(
         "--out",
         metavar="FOLDER",
-        help="folder for the records and the page (default: in output_dir)",
+        help="folder for the records and the page (default: a subfolder of output_dir)",
     )
     # Commit hash, for checkouts without a .git folder
     add("--git_commit", help=argparse.SUPPRESS)
@@ -135,16 +140,19 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     attach_finished_records(runs, out)
     num_finished = count(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
-    summary = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(out)}."
+    summary = (
+        f"The comparison has {plural(len(runs), 'run')} with "
+        f"{processes} each. Its folder is {short_path(out)}."
+    )
     remaining = [
         (run.config, run.num_processes) for run in runs if run.config and run.status == "remaining"
     ]
     if num_finished:
-        summary += f" Already finished: {num_finished}."
+        summary += f" {num_finished} of the runs have already finished."
     if remaining:
         on_gpus = detect_machine().num_gpus > 0
         seconds = predicted_s(remaining, run_s=START_S["cuda" if on_gpus else "cpu"])
-        summary += f" Remaining: {len(remaining)}, {duration(seconds)}."
+        summary += f" The remaining {plural(len(remaining), 'run')} will take {duration(seconds)}."
     print(summary, flush=True)
     if arguments.dry_run:
         print_settings(runs)
@@ -351,7 +359,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
-            line += f" ({num_remaining} remaining, {duration(seconds)})"
+            line += f" ({plural(num_remaining, 'run')} remaining, {duration(seconds)})"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
 
 

@@ -111,14 +111,14 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     if used_mebibytes:
         text = "No GPU is in use."
         if busy:
-            text = f"Other programs use the memory of these GPUs: {busy}."
+            text = f"Other programs use memory on GPU {busy}."
         yield check(not busy, "in use", text, "Find the programs with `nvidia-smi`.")
     topology = run_program("nvidia-smi", "topo", "-m").splitlines()
     rows = [line.split() for line in topology if line.startswith("GPU")]
     if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
         text = f"{', '.join(sorted(links))} between GPUs"
         if slow_links := links & {"SYS", "NODE", "PHB"}:
-            text += ". Some pairs have no NVLink, so prefer dp or pp to tp."
+            text += ". Some pairs of GPUs have no NVLink, so prefer dp or pp to tp."
         yield check(not slow_links, "links", text)
 
 
@@ -150,12 +150,10 @@ def check_memory_and_files() -> Iterator[Finding]:
     """Check cores, RAM, shared memory and the limit on open files."""
     cores = available_cpus()
     num_cores = os.cpu_count() or cores
-    text = (
-        f"{cores} of {num_cores} cores are available, given CPU affinity and the container's quota"
-    )
+    text = f"{cores} of {num_cores} cores are available to this process"
     yield ok("cores", text)
     ram = available_ram_bytes()
-    text = f"{ram / GIB:.1f} GiB is available within the container's limit"
+    text = f"{ram / GIB:.1f} GiB is available to this process"
     yield check(ram > 4 * GIB, "RAM", text, "End other programs.")
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free_bytes / MIB:,.0f} MiB free"
@@ -187,7 +185,7 @@ def check_disk(output_dir: Path) -> Iterator[Finding]:
             file.flush()
             os.fsync(file.fileno())
         speed = PROBE_BYTES / (time.perf_counter() - start)
-        text += f", writes {speed / MIB:,.0f} MiB/s"
+        text += f" and writes {speed / MIB:,.0f} MiB/s"
         yield check(free_bytes >= 20 * GIB and speed >= SLOW_DISK, "disk", text, fix)
 
 
@@ -243,7 +241,7 @@ def check_launching() -> Iterator[Finding]:
         text = f"The name {name} does not resolve to an address."
         yield warn("host", text, f"Add {name} to /etc/hosts.")
     interfaces = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
-    text = f"interfaces {', '.join(sorted(interfaces)) or 'none'}"
+    text = f"active interfaces: {', '.join(sorted(interfaces)) or 'none'}"
     if chosen_interface := os.environ.get("NCCL_SOCKET_IFNAME"):
         text += f"; NCCL_SOCKET_IFNAME={chosen_interface}"
     yield ok("network", text)
@@ -255,7 +253,9 @@ def check_launching() -> Iterator[Finding]:
 def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache_text = f"The cache is {cache}" + ("." if cache.exists() else " (empty).")
+    cache_text = f"The cache is {cache}" + (
+        "." if cache.exists() else ", which does not exist yet."
+    )
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         text = f"HF_HUB_OFFLINE=1 prevents downloads. {cache_text}"
         yield warn("Hub", text, "To allow downloads, run:\nunset HF_HUB_OFFLINE")

@@ -44,7 +44,7 @@ SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, 
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
-HEADERS = ("operation", "latency us", "GB/s", "fit error", "algorithm", "bus")
+HEADERS = ("operation", "latency (us)", "GB/s", "fit error", "algorithm", "bus")
 SLOW_RANK_FIX = (
     "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
 )
@@ -336,9 +336,12 @@ def describe(links: Sequence[Link]) -> str:
         latency = min(link.latency_s for link in similar_links)
         rate = max(link.bytes_per_s for link in similar_links)
         best = Link(ends={}, latency_s=latency, bytes_per_s=rate)
-        lines.append(f"{plural(len(similar_links), 'link')} {location}. Best values: {best}")
+        lines.append(
+            f"{plural(len(similar_links), 'link')} {location}. "
+            f"The best latency and bandwidth are {best}."
+        )
         for link in similar_links:
-            ends = " - ".join(f"{rank} ({host})" for rank, host in link.ends.items())
+            ends = " to ".join(f"{rank} ({host})" for rank, host in link.ends.items())
             text = f"  rank {ends}: {link}"
             latency_ratio = link.latency_s / latency
             rate_ratio = rate / link.bytes_per_s

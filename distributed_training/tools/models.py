@@ -322,7 +322,10 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
             model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
         )
     except Exception as error:  # lm-eval, its tasks or their datasets may raise anything
-        fix = "each task downloads its dataset once. To list the tasks, run: lm_eval ls tasks"
+        fix = (
+            "check the names of the tasks. Each task also needs to download its "
+            "dataset once. To list the tasks, run: lm_eval ls tasks"
+        )
         raise UserError(f"lm-eval cannot evaluate {names}", describe(error), fix) from None
     print(make_table(results))
     return 0
@@ -350,7 +353,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
             else "does not exist"
         )
         if (run / PLAN_FILE).is_file():
-            why = "it was not interrupted, or it used checkpoint_every=0"
+            why = "it used checkpoint_every=0, or it ended before its first checkpoint"
             raise UserError(f"the run {name} saved no checkpoint", why, "train again")
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} {what}", fix=fix)

@@ -62,12 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that are not CONFIG keys."""
     add = parser.add_argument
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
-    add("--calibrate", action="store_true",
-        help="measure this machine first (about a minute). Later plans use the result")  # fmt: skip
+    calibrate = "measure this machine for about a minute first. Later plans use the result"
+    add("--calibrate", action="store_true", help=calibrate)
     add(
         "--tokens",
         metavar="N",
-        help="also print how long training on N tokens takes, such as 300M or 1B",
+        help="also print how long training on N tokens takes. N can be written as 300M or 1B",
     )
     add("--price", type=float, metavar="P", help="also print the cost at this price per GPU-hour")
     add("--json", action="store_true", help="print all layouts as JSON")
@@ -142,7 +142,8 @@ def run(
         num_hidden = len(fitting) - len(listed)
         num_too_large = len(choices) - len(fitting)
         too_large = f", and {num_too_large} do not fit" if num_too_large else ""
-        print(f"{num_hidden} more layouts fit{too_large}. --all lists them.")
+        fit = "layout fits" if num_hidden == 1 else "layouts fit"
+        print(f"{num_hidden} more {fit}{too_large}. --all lists all layouts.")
     gbit = None
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9

@@ -38,14 +38,14 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
     }
     if offloads:
         sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
-    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bound by"), "-")
+    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bottleneck"), "-")
     if choice.step is not None:
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": count(choice.tokens_per_s or 0.0),
             "error": likely if choice.validated else f"not validated, {likely}",
-            "bound by": bottleneck(choice.step.bound_by),
+            "bottleneck": bottleneck(choice.step.bound_by),
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
@@ -84,8 +84,9 @@ def legend(
         lines.append("1f1b, gpipe, interleaved, zb-...: pipeline schedules")
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: the layout fits only with this activation_checkpointing")
-    components = " (total, state, activations, copies and buffers)" if every else ""
-    lines.append(f"GiB: memory of the process with the highest memory use{components}")
+    lines.append("GiB: memory of the process with the highest memory use")
+    if every:
+        lines.append("acts: activations and logits. other: copies, buffers and the CUDA context")
     if any(choice.memory_fit == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
     if any(choice.memory_fit == "unlikely" for choice in choices):
@@ -131,7 +132,7 @@ def describe_requested_work(
         text += (
             ""
             if price is None
-            else f", which cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
+            else f", and cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
         )
     return f"{text}."
 

@@ -375,7 +375,9 @@ class Trainer:
         self._pending = []  # If a save found non-finite values, later steps may be pending.
         self.peak_memory.end()
         self.restore(checkpoint)
-        self.display.note(f"{error.what}; returned to step {self.step} to skip that batch")
+        self.display.note(
+            f"{error.what}. Training returned to step {self.step} and will skip that batch"
+        )
         self._begin_measuring()
 
     def restore(self, folder: Path) -> None:

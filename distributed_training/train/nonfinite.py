@@ -81,7 +81,7 @@ class NonFiniteHandler:
             holders = [rank for rank, (_, name) in enumerate(reports) if name == names[0]]
             location = f"{names[0]} on {format_numbers('rank', holders)}"
             faults.append(f"the first non-finite gradient is {location}")
-        what = f"step {step}: {' and '.join(faults) or 'the gradients are not finite'}"
+        what = f"step {step}: {', and '.join(faults) or 'the gradients are not finite'}"
         if may_skip and too_many:
             what += f", as in the previous {MAX_CONSECUTIVE_SKIPS} steps"
         return what

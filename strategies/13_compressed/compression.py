@@ -32,7 +32,8 @@ class OPTIONS(Options):
     compression_k: Annotated[float, Field(ge=1e-6, le=1)] = config_key(
         0.01,
         work=True,
-        help="With topk-int8: fraction of the values sent exactly. The others are sent in 8 bits.",
+        help="With topk-int8: fraction of the values that are sent "
+        "exactly. The other values are sent in 8 bits.",
     )
 
     def num_exact(self, num_values: int) -> int:

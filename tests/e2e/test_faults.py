@@ -106,7 +106,7 @@ def test_a_signal_inside_a_library_call_is_reported_as_an_interruption(signum, t
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
     said = run_case("fault_cases:with_a_signal_in_a_library", values, 1, signum=int(signum))
     assert f"exit codes [{128 + signum}]" in said
-    assert "Interrupted. Nothing was saved." in said
+    assert "Stopped. Nothing was saved." in said
     assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
 

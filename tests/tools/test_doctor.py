@@ -51,7 +51,7 @@ def test_problems_with_gpus_are_reported(machine):
     findings = {finding.what: finding for finding in doctor.check_gpus(unknown)}
     expected_levels = dict.fromkeys(("rates", "in use", "links"), "warn")
     assert levels(findings.values()) == {"GPUs": "ok", **expected_levels}
-    assert "these GPUs: 1." in findings["in use"].text
+    assert "memory on GPU 1." in findings["in use"].text
     assert levels(doctor.check_gpus(CPU_MACHINE)) == {"GPUs": "warn"}
     machine.torch = {"available": False, "cuda": None}
     (finding,) = doctor.check_torch_and_driver(GPU_MACHINE)

@@ -75,7 +75,7 @@ class Shape:
         missing = [name for name in columns.values() if name not in record]
         if missing:
             what = f"--columns names {shown(missing[0])}, but {where} has no such column"
-            raise UserError(what, f"it has {list_names(record)}", "choose one of these")
+            raise UserError(what, f"the columns are {list_names(record)}", "choose one of these")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()), None)
         messages_column = next(
@@ -274,7 +274,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
             what = f"{where} is a function_call, but its content is not a JSON object"
-            raise UserError(what, shown(content))
+            raise UserError(what, f"the content is {shown(content)}")
         message |= {
             "content": "",
             "tool_calls": [{"type": "function", "function": c} for c in calls],

@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         if len(finished) > 2 and not trials[0].why:
             from distributed_training.tools.parity.page import write_page  # the import loads torch
 
-            write_page(out, finished, machine)
+            num_missing = sum(trial.is_layout and not trial.verdict for trial in trials)
+            write_page(out, finished, machine, num_missing=num_missing)
     return exit_code([trial.verdict for trial in trials])
 
 
@@ -120,7 +121,7 @@ def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -
     ]
     seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
     text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
-    text += f"process: {duration(seconds)}."
+    text += f"process takes {duration(seconds)}."
     print(fold(f"{text} The output of libraries is in {short_path(out)}/log.txt."))
     sys.stdout.flush()
 

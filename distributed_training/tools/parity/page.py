@@ -17,9 +17,9 @@ from distributed_training.tools.parity.ranks import LIMITS, ROUNDING_FACTOR
 from distributed_training.tools.parity.trials import OK, Trial
 
 
-def summary(trials: Sequence[Trial]) -> list[str]:
-    """Return the result in one sentence, then one line per layout with the reason for the layout's
-    verdict."""
+def summary(trials: Sequence[Trial], num_missing: int = 0) -> list[str]:
+    """Return the result in one line, then one line per layout with the reason for the layout's
+    verdict. `num_missing` is the number of layouts that were not checked."""
     names: dict[str, list[str]] = {}
     for trial in trials:
         names.setdefault(trial.verdict, []).append(trial.name)
@@ -27,21 +27,26 @@ def summary(trials: Sequence[Trial]) -> list[str]:
     text = f"{num_ok} of {plural(len(trials), 'layout')} {'agrees' if num_ok == 1 else 'agree'} "
     text += "with the single-process run."
     for verdict, adjective in (
-        ("differs", "Differing"), ("failed", "Failed"), ("skipped", "Skipped"),
+        ("differs", "Different results"), ("failed", "Failed"), ("skipped", "Skipped"),
         ("other work", "Not comparable by design"),
     ):  # fmt: skip
         if layouts := names.get(verdict):
             text += f" {adjective}: {len(layouts)} ({', '.join(layouts)})."
+    if num_missing:
+        text += f" Not checked: {num_missing}."
     reasons = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in trials if trial.why]
     return [text, *reasons]
 
 
-def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
+def write_page(
+    out: Path, trials: Sequence[Trial], machine: Machine, *, num_missing: int = 0
+) -> None:
     """Write parity.json and parity.html, and print the table. The first two entries in `trials` are
-    the single-process reference runs."""
+    the single-process reference runs. `num_missing` is the number of layouts that were not
+    checked."""
     reference, layouts = trials[0].about, trials[2:]
     config = reference["config"]
-    heading, *notes = summary(layouts)
+    heading, *notes = summary(layouts, num_missing)
     title = (
         f"model {config['model']}, dataset {config['dataset']}, precision {config['precision']}; "
         f"{reference['num_steps']} steps, each with {reference['global_batch_size']} x "
@@ -52,7 +57,8 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     explanation = (
         "Each value is the largest relative difference from the single-process run, over all "
         "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
-        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the difference between the two "
+        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the "
+        "difference between the two runs of one process "
         "single-process runs."
     )
     columns = {"layout": [trial.name for trial in trials]}
