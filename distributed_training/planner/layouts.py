@@ -96,12 +96,8 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         alternatives = nearest_layouts(candidate, world_size)[:3]
         fix = "set " + ", or ".join(map(format_settings, alternatives))
         if not alternatives:
-            needed_settings = format_settings(_changed_settings(candidate.config, OPEN_SETTINGS))
-            fix = (
-                f"set strategy to fsdp, with {needed_settings}"
-                if needed_settings
-                else "set strategy to fsdp"
-            )
+            changes = _changed_settings(candidate.config, OPEN_SETTINGS)
+            fix = f"set {format_settings({'strategy': 'fsdp', **changes})}"
         raise UserError(str(error), fix=fix) from None
     return axes
 

@@ -306,10 +306,7 @@ def build_results_table(comparison: Comparison) -> Table:
     if any(len(layout.records) > 1 for layout in layouts):
         about += " Cells show the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += (
-            " Peak RAM is the value of the process that uses "
-            "the most memory. It includes libraries."
-        )
+        about += " Peak RAM is that of the process that uses the most, and it includes libraries."
     return _table("Results", about, columns)
 
 

@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         (run.config, run.num_processes) for run in runs if run.config and run.status == "remaining"
     ]
     if num_finished:
-        summary += f" {num_finished} of the runs have already finished."
+        summary += f" {plural(num_finished, 'run')} already finished."
     if remaining:
         on_gpus = detect_machine().num_gpus > 0
         seconds = predicted_s(remaining, run_s=START_S["cuda" if on_gpus else "cpu"])

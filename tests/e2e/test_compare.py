@@ -37,7 +37,7 @@ def test_an_interrupted_comparison_continues(tmp_path):
     assert "1 of 3 runs" in (out / "compare.md").read_text()
     again = run_command([*command(out, *words), "max_steps=200", "num_samples=1200"])
     assert_ok(again)
-    assert "Already finished: 1." in again.stdout
+    assert "1 run already finished." in again.stdout
     assert kept in finished(out).items()
     assert len(finished(out)) == 2
     page = (out / "compare.md").read_text()

@@ -138,7 +138,7 @@ def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         kill_rank_1(log)
         assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
-    assert "note: restarted (1) from step-000" in log.read_text()
+    assert "note: the run was restarted (1) from step-000" in log.read_text()
     (run_dir,) = run_folders(output_dir)
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
     assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))

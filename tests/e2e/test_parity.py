@@ -72,7 +72,7 @@ def test_every_layout_is_compared_with_one_process(tmp_path):
     assert verdicts == {**good, "3d": "skipped", "forgetful": "differs"}
     assert "Gradient norm of step " in page["runs"][-1]["why"]
     text = (repository / "runs/parity-x2/parity.html").read_text()
-    heading = "4 of 6 layouts agree with the single-process run. Differing: 1 (forgetful). "
+    heading = "4 of 6 layouts agree with the single-process run. Different results: 1 (forgetful). "
     heading += "Skipped: 1 (3d)."
     assert heading in text
     assert "1e-05 for loss" in text

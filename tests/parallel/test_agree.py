@@ -66,7 +66,7 @@ def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, m
 
 def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(agree, "GATHER_TIMEOUT_S", 0.1)
-    with pytest.raises(agree.RunError, match="Another rank has not answered"):
+    with pytest.raises(agree.RunError, match="Another rank did not answer"):
         agree.build_store_gather(dist.HashStore(), 0, 2)("here")
 
 

@@ -71,10 +71,10 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     ("num_processes", "config", "messages"),
     [
         (8, {"strategy": "tp", **XL},
-         ("tp=8 does not divide num_heads=25", ". Use fsdp")),
+         ("tp=8 does not divide num_heads=25", ". Set strategy=fsdp")),
         # A suggested layout includes the other settings that it requires.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
-         ("Use fsdp with num_microbatches=auto",)),
+         ("Set strategy=fsdp num_microbatches=auto",)),
         # The model has fewer blocks than the layout has stages.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2, or")),

@@ -51,9 +51,6 @@ def suggestions(text):
     choices = re.search(r" Set (.+)\.$", text)
     for choice in choices[1].split(", or ") if choices else []:
         yield choice.split()
-    fsdp = re.search(r" Use fsdp(?: with (.+))?\.$", text)
-    if fsdp:
-        yield ["strategy=fsdp", *(fsdp[1] or "").split()]
 
 
 @pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2", "gpt2-xl"])

@@ -159,7 +159,9 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     file = tmp_path / "big" / "vocab.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
     tokenizer = str(tmp_path / "big")
-    with refused("has 2049 tokens, but gpt2-tiny has only 2048 rows", "no row for 'extra'"):
+    with refused(
+        "has 2,049 tokens, but the embedding of gpt2-tiny has only 2,048 rows", "no row for 'extra'"
+    ):
         decide(model="gpt2-tiny", tokenizer=tokenizer)
     resolved, _ = decide(model="gpt2", tokenizer=tokenizer, weights="random")
     assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)

@@ -72,7 +72,7 @@ def test_restarting_continues_the_run_of_the_same_launchers(start_run, tmp_path)
     )
     config, notes = continue_run(requested, AGENTS[1:], 2)
     assert config == requested.model_copy(update={"resume": str(saved)})
-    assert notes == ["restarted from step-00000007"]
+    assert notes == ["the run was restarted from step-00000007"]
 
 
 def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
@@ -85,7 +85,7 @@ def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
         folder.mkdir()
         os.utime(folder, (1, 1))
     plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
-    assert plan_restart(plan) == (older, "restarted from step-00000002")
+    assert plan_restart(plan) == (older, "the run was restarted from step-00000002")
     newer.rmdir()
     saved.mkdir()
     assert plan_restart(plan)[0] == saved
@@ -116,7 +116,7 @@ def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
     assert config.hang_timeout_s != 50  # the key is not part of the work
     assert config.checkpoint_every == "signal"
     assert notes[0].startswith(
-        "settings of the resumed run: strategy='local_sgd', model='gpt2-tiny', "
+        "these settings come from the resumed run: strategy='local_sgd', model='gpt2-tiny', "
     )
     assert "seed=7" in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)

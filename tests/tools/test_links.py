@@ -87,7 +87,7 @@ def test_few_processes_measure_every_pair_and_many_measure_a_chain():
     result = heavy_pool().script(["doctor", "--nodes"], num_processes=3)
     assert_ok(result)
     summary, *links = result.stdout.splitlines()[:4]
-    assert summary.startswith("3 links within a node. Best values: ")
+    assert summary.startswith("3 links within a node. The best latency and bandwidth are ")
     found = [re.match(r"  rank (\d) \(\S+\) - (\d) \(\S+\): ([\d,]+) us, ([\d.]+) GB/s", line)
              for line in links]  # fmt: skip
     assert [(int(match[1]), int(match[2])) for match in found] == [(0, 1), (0, 2), (1, 2)]
