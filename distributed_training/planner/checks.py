@@ -88,7 +88,6 @@ def check_gpus(plan: Draft) -> None:
             f"{processes_here} processes were requested, but this "
             f"machine has only {plural(num_gpus, 'GPU')}"
         )
-        what += "s" if num_gpus > 1 else ""
         raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
 
 

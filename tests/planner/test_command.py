@@ -45,8 +45,7 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
         "tok/s",
         "MFU",
         "error",
-        "bound",
-        "by",
+        "bottleneck",
     ]
     rows = [row for row in rest if " not validated, -15/+35% " in row]
     assert len(rows) == 10
@@ -166,12 +165,12 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     ("arguments", "messages"),
     [
         (["--cluster", "4xH201"], ["'H201' is not known", "Did you mean 'H20'?", "--gpu '{"]),
-        (["--cluster", "0x8xH200"], ["NODESxGPUSxGPU", "8xH200"]),
+        (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["Leave out --num_gpus"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
         (["--cluster", "2x8", "--gpu", "{"], ["is not valid JSON"]),
-        (["--cluster", "8xH200", "--gpu", OWN], ["GPUSxGPU, or NODESxGPUS with --gpu"]),
+        (["--cluster", "8xH200", "--gpu", OWN], ["MxGPU, or NxM with --gpu"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
          ["The model has 1024 positions"]),

@@ -88,7 +88,7 @@ def test_few_processes_measure_every_pair_and_many_measure_a_chain():
     assert_ok(result)
     summary, *links = result.stdout.splitlines()[:4]
     assert summary.startswith("3 links within a node. The best latency and bandwidth are ")
-    found = [re.match(r"  rank (\d) \(\S+\) - (\d) \(\S+\): ([\d,]+) us, ([\d.]+) GB/s", line)
+    found = [re.match(r"  rank (\d) \(\S+\) to (\d) \(\S+\): ([\d,]+) us, ([\d.]+) GB/s", line)
              for line in links]  # fmt: skip
     assert [(int(match[1]), int(match[2])) for match in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(float(match[4]) > 0.01 for match in found)
