@@ -96,7 +96,7 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
     with refused("5 processes", "has only 4 GPUs", "--num_gpus 4"):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
-    with refused("has 1 GPU."):
+    with refused("has only 1 GPU."):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
 
 
