@@ -32,13 +32,13 @@ from pipedream.plan.profile import (
 )
 
 CONFIG: dict[str, Any] = {
-    "profile": "profiles/gpt2_cpu.json",  # a profile's .json, or gpt2 or gpt2-medium to measure it
-    "workers": 8,  # number of workers that the layers are partitioned over
+    "profile": "profiles/gpt2_cpu.json",  # profile's .json, or model to measure: gpt2, gpt2-medium
+    "workers": 8,  # number of workers among which the layers are partitioned
     # 1.25e8 is 1 Gbit/s.
     "bandwidth": 1.25e8,  # bytes per second between two workers; None: sending takes no time
-    "replication": True,  # True: several workers may run the same stage
-    # As in PipeDream's formula:
-    "use_all_workers": False,  # True: use all workers, even if fewer workers are as fast
+    "replication": True,  # True: a stage may be replicated on several workers
+    # PipeDream's formula uses all workers.
+    "use_all_workers": False,  # True: use all workers, even if fewer workers would be faster
     # 2: ring all-reduce over full-duplex links. 4: PipeDream's links, one direction at a time
     "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m times the weights
     "num_microbatches": 128,  # number of microbatches to simulate

@@ -33,22 +33,22 @@ CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: number of processes, each with one stage of the model
     "num_microbatches": [4, 8],  # m: microbatches per batch; one run for each number
     "num_batches": 2,  # batches per run; schedules without a flush run them without a pause
-    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run each; all: schedules with one model copy
-    "memory": None,  # schedule=search: microbatches per rank at most, one run for each; None: p
+    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run for each; all: every trainable schedule
+    "memory": None,  # schedule=search: maximum microbatches held by a rank, one run each; None: p
     "model": "mlp",  # mlp (small, for the CPU), gpt2-tiny or gpt2-medium (blocks only)
-    "layers_per_stage": None,  # None: 2 for mlp, an even share of the blocks for a gpt2
-    "microbatch_size": None,  # samples or sequences per microbatch; None: 8 for mlp, 4 for a gpt2
-    "dtype": None,  # None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on a CPU
-    "device": "auto",  # auto: GPUs if there are any
+    "layers_per_stage": None,  # None: 2 for mlp, an equal share of the blocks for GPT-2 models
+    "microbatch_size": None,  # samples or sequences per microbatch; None: 8 for mlp, 4 for GPT-2
+    "dtype": None,  # None: float64 for mlp; for GPT-2, bfloat16 on a GPU, float32 on a CPU
+    "device": "auto",  # auto: GPUs if there is one for each stage, otherwise the CPU
     "forward_ms": 10,  # on a CPU, each forward pass also sleeps this long to emulate a device
-    "backward_ms": 20,  # the same for a whole backward pass; 0 and 0: real computation only
+    "backward_ms": 20,  # sleep per whole backward pass, on a CPU; to never sleep, set both to 0
     "learning_rate": 0.1,  # learning rate of plain SGD
     "seed": 0,  # seed of weights and data
     "repeats": 1,  # timed runs of each case; the run with the median makespan is reported
     "warmups": 1,  # untimed runs of each case before the timed runs
     "receive_depth": 2,  # receives that are posted in advance
     "nccl_max_ctas": 4,  # multiprocessors that a pending receive may use; None: NCCL decides
-    "calibrate_on": None,  # durations come from the first schedule's run with this m; None: first
+    "calibrate_on": None,  # durations come from the first schedule's run with this m; None: first m
     "check_weights": True,  # also train in one process and compare the final weights bit for bit
     "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
     "go_on": False,  # if a schedule other than the first fails, start again without it
@@ -93,7 +93,7 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
     for key in ("schedule", "num_microbatches"):
-        config[key] = list(dict.fromkeys(config[key]))  # each case once
+        config[key] = list(dict.fromkeys(config[key]))  # remove duplicates
     if config["calibrate_on"] is None:
         config["calibrate_on"] = config["num_microbatches"][0]
     if config["calibrate_on"] not in config["num_microbatches"]:
@@ -118,10 +118,11 @@ def _check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "create it first")
-    replaced = path.is_file() or not path.exists()  # records are also replaced by a new file
-    if not replaced and option.startswith("--record"):
+    # A record is written to a new file in the same folder, which then replaces a file at `path`.
+    is_file_or_new = path.is_file() or not path.exists()
+    if not is_file_or_new and option.startswith("--record"):
         raise UserError(f"{option} is not a file", "give one")
-    if not os.access(path.resolve().parent if replaced else path, os.W_OK):
+    if not os.access(path.resolve().parent if is_file_or_new else path, os.W_OK):
         raise UserError(f"{option} cannot be written", "give another path")
 
 
@@ -137,7 +138,7 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
                 layers_of_a_stage(config["layers_per_stage"] or 0, schedule.stages_per_rank)
             fitting.append(name)
         except UserError as error:
-            if os.environ.get("RANK", "0") == "0":  # printed once
+            if os.environ.get("RANK", "0") == "0":  # print the note only once
                 print(f"note: left out: {name}: {error}", file=sys.stderr)
     return fitting
 
@@ -171,7 +172,7 @@ def start(arguments: list[str]) -> NoReturn:
 
 def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> None:
     """Run a stage. Rank 0 also prints and writes the results."""
-    from pipedream.runtime.session import run_session  # torch
+    from pipedream.runtime.session import run_session  # imports torch
 
     run_session(config, " ".join(["python pipedream_runtime.py", *arguments]), rank)
 

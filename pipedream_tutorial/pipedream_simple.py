@@ -50,7 +50,7 @@ def need(op: Op, last_stage: int) -> Op | None:
     if kind == "W":
         return ("I", stage, i)
     if stage == last_stage:
-        return ("F", stage, i)  # the loss connects the two
+        return ("F", stage, i)  # the loss connects F and B (or I)
     return (kind, stage + 1, i)  # F of this stage has run before
 
 
@@ -81,7 +81,7 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     # Backwards run as early as possible. Rank r starts with p - r forwards and never holds the
     # activations of more than p - r microbatches.
     "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
-    # The same order for all batches, without a flush between them.
+    # 1F1B's order over all batches, without a flush between them.
     "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
     "interleaved": ("Interleaved 1F1B", None),  # has no word, because rank r has v stages
     # W fills idle time. Rank r delays W by r microbatches, so that all ranks hold as many
@@ -132,8 +132,8 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
-        # Forwards before the first backward: a round on all stages of the rank but one, 2 per later
-        # rank, and 1.
+        # Before its first backward, the rank runs a round of forwards on all of its stages but one,
+        # two forwards per later rank, and one more.
         orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r) + 1)))
     return orders
 
@@ -198,13 +198,14 @@ class Row(NamedTuple):
     orders: list[Order]  # drawn orders: a batch or, for PipeDream, the stream
     times: Times
     makespan: Fraction
-    idle: Fraction  # share of all ranks' time until the last one ends
-    span_idle: Fraction  # share of the time between a rank's own first start and last end
+    idle: Fraction  # idle share of all ranks' time until the last rank ends
+    span_idle: Fraction  # idle share of the time between each rank's first start and last end
     stream: Fraction
     stream_idle: Fraction
-    activations: list[Fraction]  # most held by rank, in microbatches
-    versions: list[int]  # by rank: most weight versions kept
-    staleness: list[int]  # by rank: most updates between a microbatch's weights and its own update
+    activations: list[Fraction]  # by rank: maximum number of microbatches held
+    versions: list[int]  # by rank: maximum number of weight versions kept
+    # By rank: maximum number of updates between a microbatch's weights and its own update
+    staleness: list[int]
 
 
 def measure(name: str, config: dict[str, Any]) -> Row:
@@ -278,7 +279,7 @@ that is not its first"""
 
 Cell = tuple[int, str, Fraction, Fraction]  # rank, text, start and end
 Paint = Callable[[str, str], Iterable[str]]  # colors the letters of a cell's text
-MOST_COLUMNS = 1000  # longer timelines have narrower cells, with a letter or nothing
+MOST_COLUMNS = 1000  # longer timelines get narrower cells, which show one letter or nothing
 
 
 def number(value: Fraction | int) -> str:
@@ -289,14 +290,18 @@ def percent(share: Fraction) -> str:
     return f"{float(100 * share):.1f}%"
 
 
-# Name, width, function of a Row that returns text (the largest value over ranks or stages), and
-# meaning.
+# Name -> width, function that formats a value as text (the largest value, if there is one per rank
+# or stage), and meaning
 COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
     "time": (6, number, "time of one batch"),
     "bubble": (7, percent, "idle share of all ranks' time in one batch"),
-    "span": (6, percent, "the same share, but only from each rank's own start to its own end"),
+    "span": (6, percent, "idle share of the time from each rank's first start to its last end"),
     "in-a-row": (9, number, "time of {num_batches} batches; a rank starts its next batch at once"),
-    "used": (7, lambda idle: percent(1 - idle), "busy share of that time"),
+    "used": (
+        7,
+        lambda idle: percent(1 - idle),
+        "busy share of all ranks' time in {num_batches} batches",
+    ),
     "activ.": (
         7,
         lambda held: number(max(held)),
@@ -550,6 +555,7 @@ if __name__ == "__main__":
     if Path(__file__).with_name("pipedream").is_dir():
         from pipedream.__main__ import run_script
 
-        # This reads the options, and runs those that this file does not support.
+        # Read the options, and call `main` if this file supports them. Otherwise, run
+        # `python -m pipedream`.
         run_script(main, CONFIG)
     main(read_arguments(sys.argv[1:]))

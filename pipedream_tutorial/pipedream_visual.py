@@ -20,11 +20,11 @@ CONFIG: dict[str, Any] = {
     "input_gradient": 1,  # time of the half of the backward pass that computes the input's gradient
     "weight_gradient": 1,  # time of the half that computes the weights' gradients
     "communication": 0,  # time of a message between two ranks, which keep computing meanwhile
-    "overlap_saving": 0,  # share of the shorter pass hidden when F and B overlap (DualPipeV)
-    "stage_scale": None,  # uneven stages: one factor per stage or chunk, such as [1, 1, 2, 1]
+    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipe and -V)
+    "stage_scale": None,  # one factor per stage or chunk, such as [1, 1, 2, 1]; None: equal stages
     "weight_size": 1,  # memory of a rank's weights, relative to a microbatch's activations
     "output": "figures",  # folder for the pictures, created if necessary
-    "only": None,  # the pictures to draw; None: all of them
+    "only": None,  # pictures to draw; None: all pictures
 }
 
 PICTURES = {
@@ -40,7 +40,7 @@ PICTURES = {
 }
 """Picture -> module of pipedream.draw with its function."""
 
-SUFFIXES = {"all_schedules": ".svg"}  # larger than a page, and sharp at any width
+SUFFIXES = {"all_schedules": ".svg"}  # larger than a page; an SVG is sharp at any width
 
 SHARED = (
     "chunks", "forward", "input_gradient", "weight_gradient", "communication", "overlap_saving",

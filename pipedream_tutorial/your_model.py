@@ -1,4 +1,5 @@
-"""Train your own module in PyTorch's pipeline, in two processes on the CPU: python your_model.py"""
+"""Run your own module in PyTorch's pipeline, in two processes on the CPU, and compare its gradients
+and its time: python your_model.py"""
 
 from argparse import ArgumentParser
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=2, rank=rank)
     module = MODEL[CUT:] if rank else MODEL[:CUT]
     x = X.chunk(M)[0]
-    if rank == 1:  # its input comes from stage 0 and needs a gradient
+    if rank == 1:  # the input of stage 1 comes from stage 0 and needs a gradient
         x = MODEL[:CUT](x).detach().requires_grad_()
     f = median_us(lambda: module(x))
     b = median_us(lambda: module(x).sum().backward()) - f
@@ -42,7 +43,7 @@ def run(rank: int, folder: str) -> None:
     off = max((a - b).norm() / b.norm() for a, b in zip(ours, alone, strict=True))
     stages = [None, None]
     dist.all_gather_object(stages, (f, b, off.item()))
-    if rank == 0:  # prints for both, because lines of two processes could mix
+    if rank == 0:  # rank 0 prints for both ranks, because the lines of two processes could mix
         forward, backward, off = zip(*stages, strict=True)
         verdict = "equal" if max(off) < 1e-5 else "DIFFER from"
         print(f"gradients {verdict} those of one process; errors: {off[0]:.1e} and {off[1]:.1e}")

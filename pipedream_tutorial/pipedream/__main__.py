@@ -40,13 +40,13 @@ CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys; the schedule and the steps differ
     "layers_per_stage": 2,  # residual blocks per stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
-    "schedule": "all",  # a schedule, all, an order found by search, or the order in a CSV file
-    "memory": None,  # with schedule=search: microbatches per rank at most; None: num_stages
+    "schedule": "all",  # a schedule, all, search (find an order), or the path of an order's CSV
+    "memory": None,  # with schedule=search: maximum microbatches held per rank; None: num_stages
     "prove": 0,  # with schedule=search: seconds for OR-Tools to prove the shortest order
-    "overlap_saving": 0,  # share of the shorter pass hidden when F and B overlap (DualPipeV)
-    "recompute": None,  # run R before each backward pass; share of activations kept until then
+    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipe and -V)
+    "recompute": None,  # share of activations that F keeps if R recomputes the rest; None: no R
     "reorder": True,  # True: V-Half and V-Min as published; False: only their block, repeated
-    "stage_scale": None,  # uneven stages: one factor per stage or chunk, such as [1, 1, 2, 1]
+    "stage_scale": None,  # one factor per stage or chunk, such as [1, 1, 2, 1]; None: equal stages
     "learning_rate": 0.5,  # learning rate of plain SGD
     "steps": 20,  # number of batches to train on; 0: do not train
     "seed": 0,  # seed of the initial weights and the data
@@ -139,7 +139,7 @@ def show(config: dict[str, Any]) -> None:
         if name == "search":
             print("searching ...", file=sys.stderr, flush=True)
         row = comparison.measure(name, config)
-        _ = row.staleness  # raises an error for too few microbatches for 2BW
+        _ = row.staleness  # raises UserError if 2BW has too few microbatches
         export(row, config)
         schedule = row.batch.schedule
         sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own sizes
@@ -188,7 +188,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid and figures. `drawn` maps orders to the title of the schedule whose
+    """Print a schedule's grid and costs. `drawn` maps orders to the title of the schedule whose
     grid shows them. If `drawn` contains this schedule's orders, refer to that grid instead of
     drawing it again. If a schedule has no flush, draw several batches, because the first batch
     alone looks the same with and without a flush."""
@@ -344,5 +344,5 @@ def print_training(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # tables create millions of tuples without cycles; the search for cycles takes 20%
+    gc.disable()  # saves 20% of the run time: tables create millions of tuples, but no cycles
     main_with_errors(lambda: show(read_config(CONFIG)))

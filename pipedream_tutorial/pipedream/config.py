@@ -1,8 +1,8 @@
 """Read a script's CONFIG and apply `--set key=value` to it. This module does not import torch.
 
 A script defines CONFIG, a plain dict with a comment after each key that explains the key. It also
-defines one Rule per key for the accepted values. The same rules check typed values and values that
-were edited in the file.
+defines one Rule per key for the accepted values. The rules check both values from the command line
+and values that were edited in the file.
 """
 
 import argparse
@@ -40,9 +40,9 @@ class Rule:
     is_list: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
     nullable: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
-    or_file: str = ""  # suffix of files that are accepted besides `choices`
+    or_file: str = ""  # if set, also accept paths with this suffix and paths of existing files
     low: float | Fraction = -math.inf
-    high: float = math.inf  # given together with `low`
+    high: float = math.inf  # also set `low` if you set `high`; describe() shows both
 
     def check(self, key: str, value: object) -> Any:
         """Convert `value`, from the command line or CONFIG, to `kind`. Raises UserError if the
@@ -117,7 +117,7 @@ SHARED_RULES: dict[str, Rule] = {
     "chunks": Rule(kind=int, low=1, high=16),
 }
 
-# Hints for names that are not keys
+# Hints for keys of earlier versions
 RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
 
 
@@ -170,7 +170,7 @@ def parse_arguments(
         raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
     for change in parsed.set:
-        key, equals, value = str(change).partition("=")  # argparse makes a list of "--"
+        key, equals, value = str(change).partition("=")  # argparse passes "--" as a list
         key = key.strip()
         if not equals:
             raise UserError(f"--set {_shown(change)} has no equals sign", "write --set key=value")

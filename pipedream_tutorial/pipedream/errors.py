@@ -15,8 +15,8 @@ class UserError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return advice on an unknown word: 'did you mean ...?' with the most similar element of
-    `known` or, if none is similar, all elements."""
+    """Return advice on an unknown word: 'did you mean ...?' if an element of `known` is
+    similar, otherwise 'choose from ...' with all elements."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     if close:

@@ -1,4 +1,5 @@
-"""Solution: rank r holds p - r microbatches under 1F1B, so it may delay its W by r microbatches."""
+"""Solution: under 1F1B, rank 0 holds p microbatches and rank r holds p - r. Therefore rank r may
+delay W by r microbatches."""
 
 
 def zero_bubble_order(p, m, r):

@@ -1,4 +1,4 @@
-"""Solution to exercise 9: the slower stage sets the pace."""
+"""Solution: the slower stage sets the pace, so choose the cut whose slower stage is fastest."""
 
 
 def best_cut(layer_ms):

@@ -1,6 +1,7 @@
 """Control a headless Chromium through a pipe, using the DevTools protocol.
 
-To make the README's picture of explorer.html: python tests/browser.py figures/explorer.png"""
+To make the README's picture of explorer.html, run
+`python tests/browser.py figures/explorer.png`."""
 
 import base64
 import json
@@ -31,7 +32,7 @@ class Browser:
 
     def __init__(self, profile):
         command = [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(  # Chromium reads from descriptor 3, writes to 4
+        self.process = subprocess.Popen(  # Chromium reads from descriptor 3 and writes to 4
             ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null', *command], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
-# (pattern, replacement): reduces the work of long commands. Their output is still compared.
+# (pattern, replacement) pairs that shorten long commands. The output is still compared.
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),

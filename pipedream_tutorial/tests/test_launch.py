@@ -16,7 +16,7 @@ from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is
 
 ENDS_WITHIN_S = 10
 
-# The first case is short and reports its end. The second takes minutes.
+# The first case is short and reports its end. The second case takes minutes.
 ENDLESS = [
     "--num_stages=3", "--schedule=pipedream", "--num_microbatches=4,4096", "--num_batches=1",
     "--warmups=0", "--check_weights=False",

@@ -64,7 +64,7 @@ def test_weights_equal_one_process_bitwise(p, tmp_path):
             assert ours.keys() == theirs.keys() == before.keys()
             for key, tensor in ours.items():
                 assert torch.equal(tensor, theirs[key]), (name, m, key)
-                assert not torch.equal(tensor, before[key]), "nothing was learned"
+                assert not torch.equal(tensor, before[key]), f"training did not change {key}"
         uses = weight_use(schedule, policy, m)
         expected = [uses[stage].peak_versions for stage in range(p * v)]
         assert versions[name, m] == alone.peak_versions == expected
@@ -174,7 +174,7 @@ def test_event_clock_measures_execution_and_not_launches(monkeypatch):
             return (later.at_ns - self.at_ns) / 1e6
 
     monkeypatch.setattr(time, "perf_counter_ns", look)
-    for _ in range(2):  # each run relates the clocks again
+    for _ in range(2):  # each Clock measures the clocks' offset again
         clock = Clock(Event)
         launched, marks = host, []
         for ns in (50_000_000, 3_000_000, 5_000_000):

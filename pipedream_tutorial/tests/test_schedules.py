@@ -112,8 +112,8 @@ def test_unsupported_sizes_are_refused(name: str, p: int, m: int, words: str) ->
 
 
 def test_gpipe_is_limited_by_the_slowest_stage_in_each_direction() -> None:
-    """The forward half and the backward half each fill the pipeline once and then run at the pace
-    of their slowest stage. Every hop adds its time once per half."""
+    """The forward passes and the backward passes each fill the pipeline once and then run at the
+    pace of their slowest stage. Every hop adds its time once in each direction."""
     rng = random.Random(1)
     for _ in range(150):
         p, m = rng.randint(1, 7), rng.randint(1, 12)

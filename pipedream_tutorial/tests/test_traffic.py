@@ -76,7 +76,8 @@ def test_model_state_and_traffic_match_the_zero_paper() -> None:
         gathered = 2 * MEDIUM.embedding_parameters
         share = Fraction(n, devices)
         assert found == [16 * n, 4 * n + 12 * share, 2 * n + 14 * share, 16 * share + gathered]
-    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):  # N elements each, per microbatch
+    # The second number counts the reduce-scatters and all-gathers of N elements per microbatch.
+    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):
         moved = sent_per_step(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
         elements = times * Fraction(7, 8) * n
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}

@@ -37,7 +37,7 @@ BEATEN: dict[str, Any] = {
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLORS[4]}
 LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
-FLOOR = 0.4  # distance of 0 below a lane's middle
+FLOOR = 0.4  # distance from a lane's middle down to its zero line
 
 
 def utilization_comparison(work: Work) -> Figure:
@@ -100,7 +100,7 @@ class IdleCurve(NamedTuple):
 
     titles: list[str]
     simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that the schedule allows
-    closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, if known
+    closed: dict[int, tuple[Fraction, Fraction]]  # for each m for which the closed form holds
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:

@@ -106,8 +106,8 @@ class Panel(NamedTuple):
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """Draw one rectangle per operation. The rectangle's x and width show when the operation runs,
-    and its y is the rank, with 0 on top. The halves of a pair share the rank's row. The time axis
-    ends at `until`, which defaults to the makespan. A rectangle's gid is the operation's name.
+    and its y is the rank, with rank 0 on top. The halves of a pair share the rank's row. The time
+    axis ends at `until`, which defaults to the makespan. A rectangle's gid is the operation's name.
     Behind the operations, each rank has a rectangle from time 0 to the makespan, with the gid
     "idle"."""
     timeline = panel.timeline
@@ -242,8 +242,8 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """Draw the forward half of one batch, first as a whole and then split into microbatches that
-    fill the pipeline."""
+    """Draw the forward passes of one batch, first in one piece and then split into microbatches
+    that fill the pipeline."""
     config = work.config
     m = config["num_microbatches"]
     unsplit_config = {**config, "num_microbatches": 1, "forward": config["forward"] * m}

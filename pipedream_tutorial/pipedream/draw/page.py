@@ -111,23 +111,24 @@ def panel_title(ax: Axes, text: str) -> None:
 Point = tuple[float, float]
 POINT = DPI / 72  # pixels per point
 DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
-"""Lengths in points: half a marker, half of its core, the distance from a marker to its label, and
-the distance from which a line leads to the label."""
+"""Lengths in points: the radius of a marker, the radius of its core, the distance from a marker to
+its label, and the distance beyond which a line connects the marker and the label."""
 LABEL_OFFSETS = sorted(
     product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
 """Offsets, in typographic points, from a marker to the nearer side of its label, nearest first. For
 a label directly above or below the marker, the offset is measured to the middle of the label.
-Readers most easily associate a label with the marker on its left."""
+Offsets that are not to the right count as 4 points longer, because readers most easily associate a
+label with the marker on its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points, starting with the rightmost point. Points are in data
     units. A label is as near to its point as possible without hiding points, other labels, their
     lines, or the points in `avoid`. A line crosses another point or label only if there is no
-    alternative, because a line that does so seems to end there. Set the axis limits before the
-    call. Raises RuntimeError if there is no space."""
+    alternative, because a line that crosses a point or a label seems to end at it. Set the axis
+    limits before the call. Raises RuntimeError if there is no space."""
     pixels = ax.transData.transform
     marks = [_box_around(pixels(at), DOT) for at in labels]
     marks += [_box_around(pixels(at), 1) for at in avoid]

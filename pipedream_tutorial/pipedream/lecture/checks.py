@@ -57,7 +57,7 @@ def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
     return judge
 
 
-OrderOf = Callable[[int, int, int], Sequence[str]]  # p, m, rank -> its operations, such as "F0"
+OrderOf = Callable[[int, int, int], Sequence[str]]  # (p, m, rank) -> operations, such as "F0"
 
 
 @graded
@@ -215,7 +215,7 @@ def _parse_order(written: Sequence[str] | None, rank: int, kinds: str) -> list[O
 
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) for each microbatch
-EXACT = 1e-9  # sums in a different order differ by less in float64
+EXACT = 1e-9  # float64 sums in different orders differ by less than this
 
 
 class Channel:

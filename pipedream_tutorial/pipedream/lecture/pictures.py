@@ -73,9 +73,9 @@ def tell(
 
 
 def agree(guess: object, found: object) -> bool:
-    """Return whether all numbers in a guess match the result, within 2% or half a percentage point.
-    If the guess has no numbers, all its words must occur in the result. The values 0.75, 75, "75%"
-    and "3/4" count as the same share."""
+    """Return whether all numbers in a guess match the result, within 2%, or within half a
+    percentage point if the result is below 1. If the guess has no numbers, all its words must occur
+    in the result. The values 0.75, 75, "75%" and "3/4" count as the same share."""
     guessed, expected = numbers_in(guess), numbers_in(found)
     if not guessed:
         words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))

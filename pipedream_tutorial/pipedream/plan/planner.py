@@ -50,10 +50,9 @@ class Stage(NamedTuple):
     forward_s: Fraction  # for one microbatch on one worker
     backward_s: Fraction  # for one microbatch on one worker
     weight_bytes: Fraction  # for one copy of the weights
-    sent_bytes: (
-        Fraction  # per microbatch to the next stage, and as many back; 0 after the last stage
-    )
-    sync_s: Fraction  # of one synchronization, after each replica has run a microbatch
+    # Per microbatch and direction, between this stage and the next; 0 for the last stage
+    sent_bytes: Fraction
+    sync_s: Fraction  # per synchronization, after each replica has run a microbatch
     link_s: Fraction  # per microbatch on the link to the next stage, in both directions
 
     @property
@@ -245,10 +244,10 @@ class PlanRun(NamedTuple):
     """Result of simulating a plan."""
 
     timeline: Timeline
-    in_flight: tuple[int, ...]  # by stage: most microbatches on each of its workers
+    in_flight: tuple[int, ...]  # by stage: maximum number of microbatches in flight per worker
     # Seconds between microbatches in the steady state; None if the run is too short
     period_s: Fraction | None
-    utilization: Fraction  # share of compute in all workers' time, including fill and drain
+    utilization: Fraction  # share of all workers' time spent computing, including fill and drain
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:

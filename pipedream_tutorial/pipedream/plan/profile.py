@@ -38,7 +38,7 @@ class Profile(NamedTuple):
     dtype: str
     batch: int  # sequences in a microbatch
     sequence: int  # tokens in a sequence
-    threads: int  # CPU threads that torch computed with
+    threads: int  # number of CPU threads that torch used
     command: str  # command that repeats the measurement
     layers: tuple[Layer, ...]
 

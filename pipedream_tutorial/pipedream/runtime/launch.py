@@ -57,7 +57,7 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
 
 def launch(body: Callable[[int], None], num_stages: int) -> int:
     """Run `body` for each rank in a separate process, and return the exit code of the run.
-    Processes reuse this process's imports.
+    On Linux, the processes are forked and reuse this process's imports.
 
     The code is 0 if all processes succeed. If one fails, the others are terminated, and the last
     line on stderr names the stage and the error. The code is then 2 for a mistake that the user can
@@ -71,9 +71,9 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     # Otherwise torch logs a line for each process that it terminates.
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)
-    # If a fork is safe, the stages reuse this process's imports.
+    # Forks are safe on Linux. They reuse this process's imports.
     method = "fork" if sys.platform == "linux" else "spawn"
-    gc.freeze()  # imports are shared; garbage collection would copy them
+    gc.freeze()  # forks share the memory of imports; garbage collection would copy it
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _run_as_rank, (body, num_stages, folder), num_stages,

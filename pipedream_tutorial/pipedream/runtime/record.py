@@ -34,9 +34,9 @@ operations, from 0 to 1, that had finished by the time the host had launched the
 class Case(NamedTuple):
     """A schedule and a number of microbatches."""
 
-    name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
-    num_microbatches: int  # in a batch
-    schedule: Schedule  # of all batches; before a search, 1F1B with the same stages
+    name: str  # key of SCHEDULES, path of a CSV file, or SEARCH_PREFIX and a memory limit
+    num_microbatches: int  # per batch
+    schedule: Schedule  # schedule of all batches; before a search, 1F1B with the same stages
     policy: Policy
     memory: int | None = None  # for a search: microbatches that a rank may hold
 
@@ -93,11 +93,11 @@ class MeasuredRun:
             "forward_ms": medians("F"),
             "backward_ms": medians("B", "I", "W"),  # B, or I + W
             "peak_versions": [most for _, most in versions],
-            # By rank. null on a CPU, like waited_for_host
+            # peak_memory_mib and waited_for_host have one value per rank, or are null on a CPU.
             "peak_memory_mib": [round(rank["peak_memory_mib"], 1) for rank in on_gpus] or None,
-            "received_before_sent": len(received_early),  # 0, if the stages' clocks agree
+            "received_before_sent": len(received_early),  # 0 if the stages' clocks agree
             "waited_for_host": [round(rank["waited_for_host"], 4) for rank in on_gpus] or None,
-            "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
+            "losses": [loss if isfinite(loss) else None for loss in means],  # one per batch
             "weights_equal": None,  # bitwise equal to one process's weights; null: not checked
         }
 
@@ -123,9 +123,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the communication time and the mean durations, as if the same layers were divided
-        into `num_stages` equal stages. If the run did not split its backward passes, each pass
-        counts as an input gradient."""
+        """Return the communication time and the mean durations, as if the same layers were
+        partitioned into `num_stages` equal stages. If the run did not split its backward passes,
+        each pass counts as an input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -152,8 +152,9 @@ class MeasuredRun:
 def build_record(
     runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """Return a JSON-serializable record with one case per run. All times are in milliseconds, and
-    lists have one entry per stage.
+    """Return a JSON-serializable record with one case per run. All times are in milliseconds. Lists
+    have one entry per stage, except `losses` (one per batch), `repeat_makespans_ms` (one per
+    repeat), `peak_memory_mib` and `waited_for_host` (one per rank).
 
     `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
     record, `calibration` contains the durations measured in `calibrated_on`, from which all runs
@@ -215,7 +216,7 @@ def write_atomically(name: str, record: Record) -> None:
     temporary.replace(path)
 
 
-HOST_SHARE = 0.2  # the first operations of a run are always as fast as the host
+HOST_SHARE = 0.2  # the first operations of a run always end as soon as they are launched
 
 
 def waited_for_host(record: Record) -> list[str]:

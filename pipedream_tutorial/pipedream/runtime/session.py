@@ -47,7 +47,7 @@ def build_cases(config: Config) -> list[Case]:
     if any(case.memory for case in cases) and (first.memory or not first.schedule.splits_backward):
         what = "no schedule runs before it"
         if not first.memory:
-            what = f"{first.name}, which runs first, does not cut its backward passes"
+            what = f"{first.name}, which runs first, does not split its backward passes"
         raise UserError(
             f"schedule=search needs measured times of F, I and W, but {what}",
             "set schedule=zb-h1,search",
@@ -112,7 +112,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
     runner.connect_and_warm_up(cases)
     about = describe_environment(runner, command)
     runs: list[MeasuredRun] = []
-    calibration_run: MeasuredRun | None = None  # run that gives the durations
+    calibration_run: MeasuredRun | None = None  # run whose durations predict all runs
     for case in cases:
         if rank == 0 and CASE_ENV in os.environ:
             Path(os.environ[CASE_ENV]).write_text(case.name)
@@ -124,7 +124,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
                 words = ["".join(op.kind for op in order) for order in found_schedule.flat]
             found_order = build_from_orders(case.name, from_words(gather_json(words)[0]))
             case = case._replace(schedule=repeat(found_order, config["num_batches"]))
-        for _ in range(config["warmups"]):  # without sleeps
+        for _ in range(config["warmups"]):  # warm-up runs do not sleep
             runner.run(case)
         repeats = []
         for _ in range(config["repeats"]):

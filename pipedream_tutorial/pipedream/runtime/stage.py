@@ -237,10 +237,11 @@ class RankRunner:
         return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
-        """Train from the initial weights under a schedule. If `emulated` is true, sleep as CONFIG
-        specifies. Return the report and the final weights by stage. The returned weights are on the
-        CPU, so that the GPU is empty for the next run. All ranks must call this method. Raises
-        StageLostError if a peer has ended."""
+        """Train from the initial weights under a schedule. If `emulated` is true, each pass on a
+        CPU also sleeps, as CONFIG's `forward_ms` and `backward_ms` specify. Return the report and
+        the final weights by stage. The returned weights are on the CPU, so that the GPU is empty
+        for the next run. All ranks must call this method. Raises StageLostError if a peer has
+        ended."""
         trainers = self._trainers(case)
         gc.disable()  # garbage collection would stop a stage for milliseconds
         if self.on_gpu:
@@ -300,7 +301,7 @@ class RankRunner:
             with clock.span("compute", op):
                 result = trainers[op.stage].run(op, received, task)
                 sleep_s = {"F": forward_s, "B": backward_s}.get(op.kind, backward_s / 2)
-                if sleep_s:  # emulates a device's work
+                if sleep_s:  # emulate a device's work
                     time.sleep(sleep_s)
             if result is None or op not in target:
                 continue
@@ -336,7 +337,7 @@ def median_us(act: Callable[[], object]) -> int:
 def set_up_device(config: Config, rank: int) -> torch.device:
     """Set up the device of a stage and return it. With device=auto, stages run on GPUs if there is
     one GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
-    torch.set_num_threads(1)  # a stage emulates one device, like the one-process run
+    torch.set_num_threads(1)  # one thread per stage, as in the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()
     if config["device"] == "cuda" and gpus < stages:

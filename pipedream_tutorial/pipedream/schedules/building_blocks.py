@@ -123,7 +123,7 @@ def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
 
 
 class _RankSlots:
-    """Slots of one rank. W operations without a slot of their own run in free slots."""
+    """Slots of one rank. W operations that have no slot in `own` run in free slots."""
 
     def __init__(self, own: list[list[int]]) -> None:
         self.idle = None if len(own) > W else W

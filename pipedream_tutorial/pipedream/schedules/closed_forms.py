@@ -88,13 +88,15 @@ class ClosedForm:
     """X: the time from 0 to the last rank's end, minus a rank's work. X is equal on all ranks."""
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
     """Idle time of rank r between its first start and its last end, computed from X."""
-    idle_holds: Callable[[Case], bool] = lambda c: True  # whether both formulas are exact
+    idle_holds: Callable[[Case], bool] = lambda c: True
+    """Function that returns whether makespan_idle and own_idle are exact."""
     peak_activations: Callable[[Case, int], Fraction | int]
     """Peak activations of rank r, in microbatches on all of its layers. The formula is exact for
     all sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush
     need m >= p, and ZB-V needs F = I = W. Otherwise, the formula is an upper bound."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
-    """Most weight versions on stage s, in a run of at least 2 p microbatches and 3 batches."""
+    """Maximum number of weight versions on stage s, in a run of at least 2 p microbatches and 3
+    batches."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
     """Number of updates of stage s that the microbatch's gradient does not include. m is the number
     of microbatches per batch."""

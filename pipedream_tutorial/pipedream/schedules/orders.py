@@ -38,7 +38,7 @@ def zb_v_fixed(p: int, m: int) -> Orders:
     words = []
     for r in range(p):
         word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-        # This part lasts until all microbatches have passed the way down.
+        # This part repeats until the rank's first stage has run all forward passes.
         word += "FIWfiw" * (count - (2 * p - 1 - r))
         word += "IWfiw" * (p - 1 - r)
         words.append(word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r)
@@ -123,8 +123,9 @@ def chimera(p: int, m: int) -> Orders:
             f"use p={p + p % 2} and a multiple of {p + p % 2} microbatches",
         )
     # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot s +
-    # 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the previous one. No rank
-    # uses a slot twice, because one direction has even slots and the other odd ones.
+    # 2 i and B in slot 2p - 1 - s + 2 i. A unit starts 2p slots after the previous unit. No rank
+    # uses a slot twice. On each rank, the F slots of one direction have the same parity as the B
+    # slots of the other direction, and p / 2 F slots alternate with p / 2 B slots.
     lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
     for microbatch in range(m):
         unit, index = divmod(microbatch, p)
@@ -147,7 +148,7 @@ class Entry:
     orders: Callable[..., Orders]  # function of (p, m) and the named `options`
     policy: str = "flush"  # a key of policies.POLICIES
     options: tuple[str, ...] = ()
-    copies: int = 1  # copies of the model; schedules with two can only be simulated
+    copies: int = 1  # copies of the model; schedules with two copies can only be simulated
 
 
 SCHEDULES: dict[str, Entry] = {

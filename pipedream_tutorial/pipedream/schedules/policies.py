@@ -55,8 +55,8 @@ class WeightUse(NamedTuple):
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]  # microbatch -> updates between its version and its own update
-    live: dict[Op, int]  # operation of the stage -> number of versions kept after it
-    peak_versions: int  # most versions kept
+    live: dict[Op, int]  # operation of the stage -> number of versions kept after the operation
+    peak_versions: int  # maximum number of versions kept
 
     def version(self, op: Op) -> int:
         """Return the version that one of the stage's forward or backward passes used."""

@@ -103,7 +103,7 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     for rank, actions in enumerate(posted):
         if actions:
             kind, op, peer = actions[0]
-            is_blocked = kind == "RECV" and op in sent[peer, rank]  # another message precedes it
+            is_blocked = kind == "RECV" and op in sent[peer, rank]  # other messages come first
             waiting[rank] = str(actions[0]), peer if posted[peer] and not is_blocked else rank
     if waiting:
         raise DeadlockError(waiting)

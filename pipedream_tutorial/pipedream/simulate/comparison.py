@@ -39,7 +39,7 @@ class Row:
     policy: Policy
     config: Config
     batch: Timeline  # one batch from an empty pipeline to an empty pipeline
-    bound: Fraction | None = None  # for an order from a search: lower bound on the makespan
+    bound: Fraction | None = None  # lower bound on the makespan, only for an order from a search
 
     @property
     def flushes(self) -> bool:
@@ -48,8 +48,8 @@ class Row:
     @cached_property
     def stream(self) -> Timeline:
         """Timeline of CONFIG's `num_batches` batches. If the policy needs no flush, batches follow
-        each other without a pause. Otherwise, each rank starts a batch when it has finished the
-        previous one."""
+        each other without a pause. Otherwise, each rank starts a batch as soon as the rank has
+        finished the previous batch."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -158,7 +158,7 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
                 stream = row.stream
                 row = replace(row, name=name, title=entry.title, policy=POLICIES[entry.policy])
                 vars(row)["stream"] = stream
-            _ = row.staleness  # raises an error for too few microbatches for 2BW
+            _ = row.staleness  # raises UserError if 2BW has too few microbatches
             yield row
         except UserError as error:
             yield Refused(entry.title, str(error))
@@ -205,8 +205,8 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """Return the schedule's closed form and its sizes. Return None if no closed form applies. None
-    applies to a CSV file, uneven stages, communication time, overlap, recomputation, or blocks
+    """Return the schedule's closed form and its sizes, or None if no closed form applies. No closed
+    form covers a CSV file, uneven stages, communication time, overlap, recomputation, or blocks
     without reordering."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (

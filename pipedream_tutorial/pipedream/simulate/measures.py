@@ -14,9 +14,9 @@ class Idle(NamedTuple):
     """Idle time of each rank under the two definitions that papers use."""
 
     makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, minus the rank's work
-    span: tuple[Fraction, ...]  # from a rank's first start to its last end; 0 in "zero bubble"
-    makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilization is 1 minus this
-    span_fraction: Fraction  # the same within the ranks' own spans
+    span: tuple[Fraction, ...]  # from a rank's first start to its last end; 0 means zero bubble
+    makespan_fraction: Fraction  # idle share of all ranks' time, 0 to 1; utilization is the rest
+    span_fraction: Fraction  # idle share of the ranks' spans, 0 to 1
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
@@ -65,7 +65,7 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
 
 
 Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start and end
-Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from then on)
+Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from this time on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:

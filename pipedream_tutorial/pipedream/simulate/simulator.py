@@ -173,7 +173,7 @@ def ends_of_repeats(timeline: Timeline, count: int) -> list[int]:
         old_free = free
         free = [ends[-1] if ends else 0 for ends in timeline.ends]
         steps = {end - old for old, end in zip(old_free, free, strict=True) if end}
-        if len(steps) == 1:  # all ranks advanced by the same time, and always will
+        if len(steps) == 1:  # all ranks advanced by the same time, as in all later batches
             (step,) = steps
             return [end + num_left * step for end in free]
         if num_left:

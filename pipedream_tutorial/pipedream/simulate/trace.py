@@ -163,8 +163,8 @@ def _slices(
 def _arrows(
     op_pairs: Iterable[tuple[Op, Op]], computed: dict[Op, Slice], first_pid: int
 ) -> Iterator[TraceEvent]:
-    """Yield arrows from the inside of the sending slice to the inside of the receiving slice.
-    Viewers attach each end of an arrow to the slice that encloses it."""
+    """Yield arrows that start inside the sending slice and end inside the receiving slice. Viewers
+    attach each end of an arrow to the slice that encloses it."""
     for number, (sender, receiver) in enumerate(op_pairs):
         common = {
             "name": "activation" if sender.kind == "F" else "gradient",

@@ -42,11 +42,11 @@ class TrainResult(NamedTuple):
 
     losses: list[float]  # mean loss of each batch, in nats
     weights: list[Weights]  # the last version of every stage
-    peak_versions: list[int]  # most versions that each stage kept at any time
+    peak_versions: list[int]  # maximum number of versions that each stage kept
 
     @property
     def diverged(self) -> bool:
-        """True if a loss is NaN, or if the last loss is higher than the first."""
+        """True if a loss is not finite, or if the last loss is higher than the first."""
         return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
 
 

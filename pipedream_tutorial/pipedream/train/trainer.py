@@ -1,8 +1,8 @@
 """Train one stage: run the passes of each microbatch, and keep versions of the stage's weights.
 
-The oracle runs in a single process, has p trainers and passes tensors between them. The runtime has
-one trainer per process and sends tensors. Both give bitwise equal results, because they use this
-code.
+There is one trainer per stage. The oracle runs all trainers in a single process and passes tensors
+between them. In the runtime, each process has the trainers of one rank and sends tensors. Both give
+bitwise equal results, because they use this code.
 
 A backward pass in two halves costs as much as a whole backward pass. Consider a linear layer
 `y = x A^T + b`, and let dY be the gradient of the loss with respect to y:
