@@ -163,9 +163,10 @@ def sections(records: Mapping[str, Record]) -> list[str]:
                 parts += [wrap(record["note"])] if "note" in record else []
             else:
                 text = (
-                    f"Record `{name}` has the same runs, predicted with times from {calibration}."
+                    f"Record `{name}` contains the same runs. In this record, the predictions are "
+                    f"based on times measured with the schedule {calibration}."
                 )
-                parts.append(text)
+                parts.append(wrap(text))
     return parts
 
 
