@@ -86,10 +86,10 @@ def main() -> None:
         "sync_factor": config["sync_factor"],
     }
 
-    def planned(**options: bool) -> Plan:
+    def plan_with(**options: bool) -> Plan:
         return plan_pipeline(layers, num_workers=workers, **options, **network)
 
-    plan = planned(replication=config["replication"], use_all_workers=config["use_all_workers"])
+    plan = plan_with(replication=config["replication"], use_all_workers=config["use_all_workers"])
     speed = "links without delay" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
     print(
         f"{profile.model}, {len(layers)} layers, microbatches of {profile.batch} x "
@@ -103,7 +103,7 @@ def main() -> None:
         {
             "this plan": plan,
             "data parallelism": make_plan(layers, [(last, workers)], **network),
-            "straight pipeline": planned(replication=False),
+            "straight pipeline": plan_with(replication=False),
             "one worker": make_plan(layers, [(last, 1)], **network),
         }
     )
@@ -187,9 +187,12 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
         )
     print_table(rows)
     print(f"\nbottleneck: {plan.bottleneck}")
-    also = f"; this plan needs {needed[0]} to run at full speed" if needed[0] > plan.noam else ""
+    needed_note = (
+        f"; this plan needs {needed[0]} to run at full speed" if needed[0] > plan.noam else ""
+    )
     print(
-        f"NOAM {plan.noam} (PipeDream's number of microbatches in flight per input worker{also})\n"
+        f"NOAM {plan.noam} (PipeDream's number of microbatches in flight per input worker"
+        f"{needed_note})\n"
     )
 
 
@@ -228,9 +231,9 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
     print_table(rows)
     if any("-" in row for row in rows):
         print("\n-: the run is too short to reach a steady state; increase num_microbatches")
-    slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
-    if slow:
-        print(f"\npasses as long as their weight synchronization: stage {', '.join(slow)}")
+    sync_bound = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
+    if sync_bound:
+        print(f"\npasses as long as their weight synchronization: stage {', '.join(sync_bound)}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

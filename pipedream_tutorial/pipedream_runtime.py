@@ -25,7 +25,7 @@ from pipedream.schedules.orders import (
     SCHEDULES,
     SEARCH_PREFIX,
     TRAINABLE,
-    layers_of_a_stage,
+    layers_per_stage,
     schedule_for_training,
 )
 
@@ -61,7 +61,9 @@ RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
     "num_microbatches": Rule(kind=int, is_list=True, low=1, high=4096),
     "num_batches": Rule(kind=int, low=1, high=1000),
-    "schedule": Rule(kind=str, is_list=True, choices=("all", "search", *SCHEDULES), or_file=".csv"),
+    "schedule": Rule(
+        kind=str, is_list=True, choices=("all", "search", *SCHEDULES), file_suffix=".csv"
+    ),
     "memory": Rule(kind=int, is_list=True, nullable=True, low=1, high=4096),
     "model": Rule(kind=str, choices=("mlp", "gpt2-tiny", "gpt2-medium")),
     "layers_per_stage": Rule(kind=int, nullable=True, low=1, high=256),
@@ -84,14 +86,14 @@ RULES: dict[str, Rule] = {
     "record": Rule(kind=str, nullable=True),
     "weights": Rule(kind=str, nullable=True),
 }  # fmt: skip
-OUTPUTS = ("trace", "record", "weights")
+OUTPUT_KEYS = ("trace", "record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
     """Apply the command-line changes to CONFIG, and return the result."""
     config = parse_arguments(CONFIG, RULES, str(__doc__), script=__file__, arguments=arguments)
     if "all" in config["schedule"]:
-        config["schedule"] = _those_that_can_run(config)
+        config["schedule"] = _runnable_schedules(config)
     for key in ("schedule", "num_microbatches"):
         config[key] = list(dict.fromkeys(config[key]))  # remove duplicates
     if config["calibrate_on"] is None:
@@ -102,12 +104,12 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
             f"calibrate_on={config['calibrate_on']} is not among num_microbatches={listed}",
             "choose one of these numbers",
         )
-    paths = [config[key] for key in OUTPUTS if config[key] is not None]
+    paths = [config[key] for key in OUTPUT_KEYS if config[key] is not None]
     if len(set(map(os.path.realpath, paths))) < len(paths):
         raise UserError(
-            f"two of {', '.join(OUTPUTS)} name the same file", "use a different file for each"
+            f"two of {', '.join(OUTPUT_KEYS)} name the same file", "use a different file for each"
         )
-    for key in OUTPUTS:
+    for key in OUTPUT_KEYS:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
     return config
@@ -126,7 +128,7 @@ def _check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} cannot be written", "give another path")
 
 
-def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
+def _runnable_schedules(config: Mapping[str, Any]) -> list[str]:
     """Return the schedules that all the given sizes allow. Print the names of the other schedules
     to stderr."""
     p = config["num_stages"]
@@ -135,7 +137,7 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
         try:
             for m in config["num_microbatches"]:
                 schedule, _ = schedule_for_training(name, p, m, config["num_batches"])
-                layers_of_a_stage(config["layers_per_stage"] or 0, schedule.stages_per_rank)
+                layers_per_stage(config["layers_per_stage"] or 0, schedule.stages_per_rank)
             fitting.append(name)
         except UserError as error:
             if os.environ.get("RANK", "0") == "0":  # print the note only once
@@ -155,15 +157,15 @@ def start(arguments: list[str]) -> NoReturn:
     import pipedream.runtime.session  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
-        begun = Path(folder, "case")
-        os.environ[CASE_ENV] = str(begun)
+        case_file = Path(folder, "case")
+        os.environ[CASE_ENV] = str(case_file)
         while True:
-            begun.write_text("")
-            ended = launch(partial(run_stage, config, arguments), config["num_stages"])
-            failed = begun.read_text()
-            failed = "search" if failed.startswith(SEARCH_PREFIX) else failed
-            if ended != 1 or not config["go_on"] or failed not in config["schedule"][1:]:
-                sys.exit(ended or code)
+            case_file.write_text("")
+            exit_code = launch(partial(run_stage, config, arguments), config["num_stages"])
+            case_name = case_file.read_text()
+            failed = "search" if case_name.startswith(SEARCH_PREFIX) else case_name
+            if exit_code != 1 or not config["go_on"] or failed not in config["schedule"][1:]:
+                sys.exit(exit_code or code)
             config["schedule"].remove(failed)
             arguments = [*arguments, f"--schedule={','.join(config['schedule'])}"]
             print(f"note: {failed} failed; starting again without it", file=sys.stderr, flush=True)

@@ -165,11 +165,11 @@ def simulate(
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
     now = list(free) or [Fraction(0)] * len(orders)
-    left = [order[::-1] for order in orders]  # the last element is the next operation
+    remaining = [order[::-1] for order in orders]  # the last element is the next operation
     times: Times = {}
-    while any(left):
+    while any(remaining):
         before = len(times)
-        for rank, order in enumerate(left):
+        for rank, order in enumerate(remaining):
             while order:
                 op = order[-1]
                 start = now[rank]
@@ -183,7 +183,7 @@ def simulate(
                 now[rank] = start + duration[op[0]]
                 times[op] = start, now[rank]
         if len(times) == before:
-            stuck = [order[-1] for order in left if order]
+            stuck = [order[-1] for order in remaining if order]
             raise ValueError(f"deadlock: {stuck} wait for operations that never run")
     return times, now
 
@@ -279,7 +279,7 @@ that is not its first"""
 
 Cell = tuple[int, str, Fraction, Fraction]  # rank, text, start and end
 Paint = Callable[[str, str], Iterable[str]]  # colors the letters of a cell's text
-MOST_COLUMNS = 1000  # longer timelines get narrower cells, which show one letter or nothing
+MAX_COLUMNS = 1000  # longer timelines get narrower cells, which show one letter or nothing
 
 
 def number(value: Fraction | int) -> str:
@@ -316,13 +316,13 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
 }
 
 
-def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None) -> str:
-    """Format one row of the table. `figures` contains either the column names or the values of a
+def table_line(title: str, values: Iterable[Any], shown: Sequence[str] | None) -> str:
+    """Format one row of the table. `values` contains either the column names or the values of a
     Row, starting with the makespan. `shown` names the columns to print; None prints all columns."""
     line = f"{title:<24}"
-    for (name, (width, text, _)), figure in zip(COLUMNS.items(), figures, strict=True):
+    for (name, (width, text, _)), value in zip(COLUMNS.items(), values, strict=True):
         if not shown or name in shown:
-            line += f"{figure if isinstance(figure, str) else text(figure):>{width}}"
+            line += f"{value if isinstance(value, str) else text(value):>{width}}"
     return line
 
 
@@ -333,12 +333,12 @@ def notes(config: dict[str, Any]) -> list[str]:
 
 
 def cells(row: Row) -> list[Cell]:
-    shown = []
+    cell_list = []
     for rank, order in enumerate(row.orders):
         for kind, stage, i in order:
             letter = kind if stage < len(row.orders) else kind.lower()
-            shown.append((rank, f"{letter}{i}", *row.times[kind, stage, i]))
-    return shown
+            cell_list.append((rank, f"{letter}{i}", *row.times[kind, stage, i]))
+    return cell_list
 
 
 def time_axis(last: Fraction, rate: Fraction) -> str:
@@ -352,24 +352,26 @@ def time_axis(last: Fraction, rate: Fraction) -> str:
     return marks
 
 
-def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters) -> str:
+def draw(
+    cell_list: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters
+) -> str:
     """Return a time axis and one line per rank. Lines are wrapped at `columns`."""
-    last = max(end for *_, end in shown)
-    rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
-    rate = min(rate, MOST_COLUMNS / last)  # columns per unit of time
+    last = max(end for *_, end in cell_list)
+    rate = max(len(text) / (end - start) for _, text, start, end in cell_list if start < end)
+    rate = min(rate, MAX_COLUMNS / last)  # columns per unit of time
     width = math.ceil(last * rate)
-    lines = [["."] * width for _ in range(1 + max(rank for rank, *_ in shown))]
-    for rank, text, start, end in shown:
+    lines = [["."] * width for _ in range(1 + max(rank for rank, *_ in cell_list))]
+    for rank, text, start, end in cell_list:
         first, after = math.floor(start * rate), math.floor(end * rate)
         letters = text if len(text) <= after - first else text[0]
         lines[rank][first:after] = paint(text, letters.ljust(after - first, "-")[: after - first])
     named = [("time", time_axis(last, rate))]
     named += [(f"rank {rank} ", line) for rank, line in enumerate(lines)]
     prefix = len(named[-1][0])
-    wide = max(40, columns - prefix - 1)
+    text_width = max(40, columns - prefix - 1)
     return "\n".join(
-        f"{name:<{prefix}}{''.join(line[begin : begin + wide])}".rstrip()
-        for begin in range(0, width, wide)
+        f"{name:<{prefix}}{''.join(line[begin : begin + text_width])}".rstrip()
+        for begin in range(0, width, text_width)
         for name, line in named
     )
 
@@ -442,29 +444,29 @@ def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
     next. The result is the filling in which the longest idle time of any rank is shortest."""
     best: list[str] = []
     least: Fraction | float = math.inf
-    for more in ("iFf", "i", "Ff", ""):
-        allowed = [Fraction(0)] * p
+    for delayable_steps in ("iFf", "i", "Ff", ""):
+        allowed_idle = [Fraction(0)] * p
         before: Fraction | float = math.inf
         while least:
-            words, idle = fill_v(p, m, duration, allowed, more)
+            words, idle = fill_v(p, m, duration, allowed_idle, delayable_steps)
             if max(idle) < least:
                 best, least = words, max(idle)
             if max(idle) >= before:
                 break
             before = longest = max(idle)
-            allowed = [longest - idle_time for idle_time in idle]
+            allowed_idle = [longest - idle_time for idle_time in idle]
     return from_words(best)
 
 
 def fill_v(
-    p: int, m: int, duration: Durations, allowed: Sequence[Fraction], more: str
+    p: int, m: int, duration: Durations, allowed_idle: Sequence[Fraction], delayable_steps: str
 ) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern.
     Lowercase letters are operations on the way up the V. W fills the time in which a rank would
-    wait. Rank r may idle as long as the rank that idles longest, or for `allowed[r]` if that is
-    longer. `more` contains the letters of the steps that W may delay in addition to I."""
+    wait. Rank r may idle as long as the rank that idles longest, or for `allowed_idle[r]` if that
+    is longer. `delayable_steps` has the letters of the steps that W may delay in addition to I."""
     words = [""] * p
-    late = [""] * p  # by rank: each W whose I has run
+    pending_w = [""] * p  # by rank: letters of the W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
     ends: dict[tuple[str, int, int], Fraction] = {}  # by step, rank and microbatch
 
@@ -488,19 +490,23 @@ def fill_v(
             idle[r] += start - clock[r]
         clock[r] = ends[step, r, done(r, step)] = start + duration[step.upper()]
         words[r] += step
-        late[r] += {"I": "W", "i": "w"}.get(step, "")
+        pending_w[r] += {"I": "W", "i": "w"}.get(step, "")
 
     def run_weights(r: int) -> None:
-        step, late[r] = late[r][0], late[r][1:]
+        step, pending_w[r] = pending_w[r][0], pending_w[r][1:]
         run(r, step)
 
     def run_after_weights(r: int, step: str) -> None:
         """Run each W that ends before the step's input arrives. Run one more W if the rank would
         otherwise idle longer than allowed. Then run the step."""
-        while late[r] and arrival(r, step) >= clock[r] + duration["W"]:
+        while pending_w[r] and arrival(r, step) >= clock[r] + duration["W"]:
             run_weights(r)
-        spare = max(*idle, allowed[r]) - idle[r]
-        if late[r] and (step == "I" or step in more) and arrival(r, step) - clock[r] > spare:
+        spare = max(*idle, allowed_idle[r]) - idle[r]
+        if (
+            pending_w[r]
+            and (step == "I" or step in delayable_steps)
+            and arrival(r, step) - clock[r] > spare
+        ):
             run_weights(r)
         run(r, step)
 
@@ -546,7 +552,7 @@ def fill_v(
                 run_weights(r)
             run_after_weights(r, step)
     for r in range(p):
-        while late[r]:
+        while pending_w[r]:
             run_weights(r)
     return words, idle
 

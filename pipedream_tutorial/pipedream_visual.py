@@ -42,7 +42,7 @@ PICTURES = {
 
 SUFFIXES = {"all_schedules": ".svg"}  # larger than a page; an SVG is sharp at any width
 
-SHARED = (
+SHARED_KEYS = (
     "chunks", "forward", "input_gradient", "weight_gradient", "communication", "overlap_saving",
     "stage_scale",
 )  # fmt: skip
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
     # In larger pipelines, cells are too small to see.
     "num_stages": replace(SHARED_RULES["num_stages"], high=16),
     "num_microbatches": replace(SHARED_RULES["num_microbatches"], high=64),
-    **{key: SHARED_RULES[key] for key in SHARED},
+    **{key: SHARED_RULES[key] for key in SHARED_KEYS},
     "weight_size": replace(SHARED_RULES["forward"], high=1000),
     "output": Rule(kind=str),
     "only": Rule(kind=str, is_list=True, nullable=True, choices=tuple(PICTURES)),
@@ -66,13 +66,13 @@ def main() -> None:
     from pipedream.draw.page import save
 
     modules = {"charts": charts, "grids": grids}
-    work = grids.Work({**config, "num_batches": 2, "recompute": None, "reorder": True})
+    data = grids.PictureData({**config, "num_batches": 2, "recompute": None, "reorder": True})
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:
         path = folder / f"{name}{SUFFIXES.get(name, '.png')}"
         draw = getattr(modules[PICTURES[name]], name)
-        save(draw(work), path)
+        save(draw(data), path)
         print(path, flush=True)
 
 

@@ -39,8 +39,8 @@ def run(rank: int, folder: str) -> None:
 
     MODEL.zero_grad()
     LOSS(MODEL(X), TARGET).backward()  # one process with the whole model and the whole batch
-    alone = [weight.grad for weight in module.parameters()]
-    off = max((a - b).norm() / b.norm() for a, b in zip(ours, alone, strict=True))
+    reference = [weight.grad for weight in module.parameters()]
+    off = max((a - b).norm() / b.norm() for a, b in zip(ours, reference, strict=True))
     stages = [None, None]
     dist.all_gather_object(stages, (f, b, off.item()))
     if rank == 0:  # rank 0 prints for both ranks, because the lines of two processes could mix

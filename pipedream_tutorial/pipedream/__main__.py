@@ -57,7 +57,7 @@ CONFIG: dict[str, Any] = {
 RULES = SHARED_RULES | {
     "layers_per_stage": Rule(kind=int, low=1, high=64),
     "verbose": Rule(kind=bool, nullable=True),
-    "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), or_file=".csv"),
+    "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), file_suffix=".csv"),
     "memory": Rule(kind=int, nullable=True, low=1, high=512),
     "prove": Rule(kind=float, low=0, high=3600),
     "recompute": Rule(kind=Fraction, nullable=True, low=0, high=1),
@@ -70,7 +70,7 @@ RULES = SHARED_RULES | {
     "csv": Rule(kind=str, nullable=True),
     "trace": Rule(kind=str, nullable=True),
 }
-OUTPUTS = ("csv", "trace")
+OUTPUT_KEYS = ("csv", "trace")
 SPECIAL_NAMES = ("all", "search")
 USED_BY = {
     "memory": ("search",),
@@ -79,7 +79,7 @@ USED_BY = {
     "reorder": ("v-half", "v-min", "all"),
     "overlap_saving": ("dualpipe-v", "dualpipe", "all"),
 }
-TRAINED = (
+SCHEDULES_TO_TRAIN = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
@@ -95,17 +95,17 @@ def run_script(simple_main: Callable[[dict[str, Any]], None], config: dict[str, 
 
     def run() -> None:
         defaults = CONFIG | config
-        changed = read_config(defaults)
-        name = changed["schedule"]
+        merged_config = read_config(defaults)
+        name = merged_config["schedule"]
         simple_supports = all(
-            changed[key] == defaults.get(key) for key in changed.keys() - config.keys()
+            merged_config[key] == defaults.get(key) for key in merged_config.keys() - config.keys()
         )
-        if simple_supports and name in ("all", *simple.SCHEDULES) and not changed["steps"]:
+        if simple_supports and name in ("all", *simple.SCHEDULES) and not merged_config["steps"]:
             if name != "all":  # raises UserError for sizes that the schedule does not allow
-                build_schedule(name, changed["num_stages"], changed["num_microbatches"])
-            simple_main(changed)
+                build_schedule(name, merged_config["num_stages"], merged_config["num_microbatches"])
+            simple_main(merged_config)
         else:
-            show(changed)
+            show(merged_config)
 
     main_with_errors(run)
 
@@ -116,10 +116,10 @@ def read_config(config: dict[str, Any]) -> dict[str, Any]:
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
-        named = checked["schedule"] in (*SCHEDULES, *SPECIAL_NAMES)
-        if named and checked[key] != config[key] and checked["schedule"] not in names:
-            what = f"{checked['schedule']} does not use {key}"
-            raise UserError(what, f"leave it out, or set schedule={names[0]}")
+        is_known_name = checked["schedule"] in (*SCHEDULES, *SPECIAL_NAMES)
+        if is_known_name and checked[key] != config[key] and checked["schedule"] not in names:
+            problem = f"{checked['schedule']} does not use {key}"
+            raise UserError(problem, f"leave it out, or set schedule={names[0]}")
     return checked
 
 
@@ -130,7 +130,7 @@ def show(config: dict[str, Any]) -> None:
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
     if name == "all":
-        for option in OUTPUTS:
+        for option in OUTPUT_KEYS:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
                 raise UserError(f"--{option} can write only one schedule", fix)
@@ -149,11 +149,11 @@ def show(config: dict[str, Any]) -> None:
     print_wrapped(simple.title_line(*sizes, config) + factors)
     if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped(LEGEND)
-        drawn: dict[object, str] = {}
+        title_by_orders: dict[object, str] = {}
         rows = list(rows)
         for one in rows:
             print()
-            print_schedule(one, drawn)
+            print_schedule(one, title_by_orders)
         print()
     print_comparison(rows, config)
     if config["steps"]:
@@ -167,14 +167,14 @@ def export(row: Row, config: dict[str, Any]) -> None:
     schedule = row.batch.schedule
     if config["csv"] is not None:
         if config["recompute"] is not None:
-            what = "a CSV has no operation that recomputes"
-            raise UserError(what, "set recompute=none")
+            problem = "a CSV has no operation that recomputes"
+            raise UserError(problem, "set recompute=none")
         if schedule.copies > 1:
-            what = f"{row.name} keeps two copies of the model, which a CSV cannot express"
-            raise UserError(what, "choose another schedule")
+            problem = f"{row.name} keeps two copies of the model, which a CSV cannot express"
+            raise UserError(problem, "choose another schedule")
         if not row.flushes:
-            what = f"{row.name} does not flush, and a CSV has no operation that updates weights"
-            raise UserError(what, "add --set schedule=1f1b, the same order with a flush")
+            problem = f"{row.name} does not flush, and a CSV has no operation that updates weights"
+            raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")
         save_csv(schedule, Path(config["csv"]))
     if config["trace"] is not None:
         m = schedule.num_microbatches
@@ -182,26 +182,26 @@ def export(row: Row, config: dict[str, Any]) -> None:
             row.stream.schedule, predicted=row.stream, policy=row.policy, batch_size=m
         )
         Path(config["trace"]).write_text(json.dumps(trace))
-    for option in OUTPUTS:
+    for option in OUTPUT_KEYS:
         if config[option] is not None:
             print(f"wrote {config[option]}", file=sys.stderr)
 
 
-def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """Print a schedule's grid and costs. `drawn` maps orders to the title of the schedule whose
-    grid shows them. If `drawn` contains this schedule's orders, refer to that grid instead of
-    drawing it again. If a schedule has no flush, draw several batches, because the first batch
-    alone looks the same with and without a flush."""
+def print_schedule(row: Row | Refused, title_by_orders: dict[object, str]) -> None:
+    """Print a schedule's grid and costs. `title_by_orders` maps orders to the title of the schedule
+    whose grid shows them. If `title_by_orders` contains this schedule's orders, refer to that grid
+    instead of drawing it again. If a schedule has no flush, draw several batches, because the first
+    batch alone looks the same with and without a flush."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped(row.reason, "  not possible: ")
         return
     timeline = row.batch if row.flushes else row.stream
     orders = timeline.schedule.orders
-    if orders in drawn:
-        print(f"  the same grid as {drawn[orders]}")
+    if orders in title_by_orders:
+        print(f"  the same grid as {title_by_orders[orders]}")
     else:
-        drawn[orders] = row.title
+        title_by_orders[orders] = row.title
         print(draw(timeline, width(), color=use_color()))
     idle = row.batch_idle
     print_item(
@@ -214,7 +214,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     stream = number(row.stream_makespan)
     print_item(f"{row.config['num_batches']} batches", f"time {stream}, utilization {utilization}")
     if row.bound is None:
-        tell_closed_form(row)
+        print_closed_form(row)
     else:  # an order from a search
         print_item(
             "minimized",
@@ -245,14 +245,14 @@ def print_item(label: str, text: str) -> None:
     print_wrapped(text, f"  {label:<13}")
 
 
-def tell_closed_form(row: Row) -> None:
+def print_closed_form(row: Row) -> None:
     """Print the idle time of one batch, computed both by the closed form and by simulation."""
-    known = comparison.closed_form(row.name, row.config)
-    if known is None:
+    form_and_sizes = comparison.closed_form(row.name, row.config)
+    if form_and_sizes is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
         print(f"  closed form  {text}")
         return
-    form, sizes = known
+    form, sizes = form_and_sizes
     if not form.idle_holds(sizes):
         print_item("closed form", f"{form.idle_text}: valid for {form.range_text}, but not here")
         return
@@ -275,12 +275,12 @@ def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> N
             print_wrapped(f"not possible: {row.reason}", f"{row.title:<24}")
             continue
         idle = row.batch_idle
-        figures = (
+        values = (
             row.batch.makespan, idle.makespan_fraction, idle.span_fraction,
             row.stream_makespan, row.stream_idle.makespan_fraction,
             row.peak_activations, row.weight_copies, row.staleness,
         )  # fmt: skip
-        line = simple.table_line(row.title, figures, shown)
+        line = simple.table_line(row.title, values, shown)
         print(line + "*" * row.mixes_versions, flush=True)
         has_mixed_versions = has_mixed_versions or row.mixes_versions
     for note in (*simple.notes(config), *([MIXED_NOTE] if has_mixed_versions else [])):
@@ -318,7 +318,7 @@ def print_training(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     settings = config | {"num_batches": config["steps"]}
-    for schedule_name in TRAINED if name == "all" else [name]:
+    for schedule_name in SCHEDULES_TO_TRAIN if name == "all" else [name]:
         title = SCHEDULES[schedule_name].title
         try:
             result, errors = train_and_check(schedule_name, every=3, **settings)

@@ -29,7 +29,7 @@ _NUMBER = re.compile(
 )
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _BOOLEANS |= dict.fromkeys(("false", "no", "off", "0"), False)
-_KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwise "a number"
+_TYPE_TEXTS = {int: "a whole number", bool: "True or False", str: "text"}  # otherwise "a number"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Rule:
     is_list: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
     nullable: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
-    or_file: str = ""  # if set, also accept paths with this suffix and paths of existing files
+    file_suffix: str = ""  # if set, also accept paths with this suffix and paths of existing files
     low: float | Fraction = -math.inf
     high: float = math.inf  # also set `low` if you set `high`; describe() shows both
 
@@ -69,7 +69,9 @@ class Rule:
             # printed.
             if not isinstance(value, str) or not text or not text.isprintable():
                 return None
-            file = self.or_file and (text.lower().endswith(self.or_file) or Path(text).is_file())
+            file = self.file_suffix and (
+                text.lower().endswith(self.file_suffix) or Path(text).is_file()
+            )
             choices_by_lowercase = {name.lower(): name for name in self.choices}
             return choices_by_lowercase.get(
                 text.lower(), text if file or not choices_by_lowercase else None
@@ -82,11 +84,11 @@ class Rule:
 
     def describe(self) -> str:
         """Return a description of the accepted values, such as "a whole number from 1 to 64"."""
-        text = _KINDS.get(self.kind, "a number")
+        text = _TYPE_TEXTS.get(self.kind, "a number")
         if self.choices:
             text = "one of " + ", ".join(self.choices)
-        if self.or_file:
-            text += f", or a file *{self.or_file}"
+        if self.file_suffix:
+            text += f", or a file *{self.file_suffix}"
         if math.isfinite(self.low):
             text += f" from {float(self.low):.10g} to {self.high:.10g}"
         if self.is_list:
@@ -99,7 +101,7 @@ class Rule:
         hint = nearest(value, self.choices) if self.choices and isinstance(value, str) else ""
         if not hint.startswith("did"):
             hint = f"give {self.describe()}"
-        return UserError(f"{key}={_shown(value)} is not accepted", hint)
+        return UserError(f"{key}={_format_value(value)} is not accepted", hint)
 
 
 MIN_DURATION = Fraction(1, 10**9)  # lower limit of durations, which may be short but not 0
@@ -118,7 +120,7 @@ SHARED_RULES: dict[str, Rule] = {
 }
 
 # Hints for keys of earlier versions
-RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
+KEY_HINTS = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
 
 
 def parse_arguments(
@@ -137,7 +139,9 @@ def parse_arguments(
     """
     for key in sorted(config.keys() ^ rules.keys(), key=str):
         if key in config:
-            raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
+            raise UserError(
+                f"CONFIG has the unknown key {_format_value(key)}", nearest(str(key), rules)
+            )
         raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
     text = Path(simple.__file__).read_text() + Path(script).read_text()
     comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', text))
@@ -155,28 +159,32 @@ def parse_arguments(
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
         meaning = comments.get(key, "")  # empty for a value that was edited to span several lines
-        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
-        to_change = (key + "={}").format
+        text = f"{meaning} ({rules[key].describe()}; default {_format_value(default)})".replace(
+            "%", "%%"
+        )
+        format_change = (key + "={}").format
         keys.add_argument(
-            f"--{key}", action="append", dest="set", type=to_change, help=text, metavar=""
+            f"--{key}", action="append", dest="set", type=format_change, help=text, metavar=""
         )
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
         known = [f"--{name}" for name in ["set", *config]]
-        hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
+        hint = KEY_HINTS.get(name.removeprefix("--")) or nearest(name, known)
         if not name.startswith("--"):
             hint = "write --set key=value, without spaces"
-        raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
+        raise UserError(f"unknown argument {_format_value(unknown[0])}", hint)
     merged = dict(config)
     for change in parsed.set:
         key, equals, value = str(change).partition("=")  # argparse passes "--" as a list
         key = key.strip()
         if not equals:
-            raise UserError(f"--set {_shown(change)} has no equals sign", "write --set key=value")
+            raise UserError(
+                f"--set {_format_value(change)} has no equals sign", "write --set key=value"
+            )
         if key not in config:
-            hint = RENAMED.get(key) or nearest(key, config)
-            raise UserError(f"CONFIG has no key {_shown(key)}", hint)
+            hint = KEY_HINTS.get(key) or nearest(key, config)
+            raise UserError(f"CONFIG has no key {_format_value(key)}", hint)
         merged[key] = value
     return {key: rules[key].check(key, value) for key, value in merged.items()}
 
@@ -186,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message, "--help lists all options")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value as it would be typed, on one line and shortened if it is long."""
     text = str(value)
     if not text.strip() or not text.isprintable():

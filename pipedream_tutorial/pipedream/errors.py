@@ -10,8 +10,8 @@ from typing import NoReturn
 class UserError(ValueError):
     """A user mistake, shown on one line without a traceback. The exit code is 2."""
 
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(f"{what}; {fix}")
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}; {fix}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ FLAGS = [
     "--remote-debugging-pipe", "--hide-scrollbars", "--disable-dev-shm-usage",
 ]  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
+SCREENSHOT_HASH = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
 def find_browser():
@@ -36,7 +36,7 @@ class Browser:
             ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null', *command], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        self.number, self.waiting, self.errors, self.session = 0, b"", [], None
+        self.message_id, self.buffer, self.errors, self.session = 0, b"", [], None
         targets = self.send("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=page, flatten=True)
@@ -47,23 +47,23 @@ class Browser:
     def send(self, method, **parameters):
         """Send a DevTools command and return its result. Errors in earlier messages are added to
         `errors`."""
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters}
+        self.message_id += 1
+        message = {"id": self.message_id, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
         self.process.stdin.write(json.dumps(message).encode() + b"\0")
         while True:
             answer = self.read()
-            if answer.get("id") == self.number:
+            if answer.get("id") == self.message_id:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
 
     def read(self):
-        while b"\0" not in self.waiting:
+        while b"\0" not in self.buffer:
             arrived = self.process.stdout.read(1 << 16)
             assert arrived, "the browser has ended"
-            self.waiting += arrived
-        line, _, self.waiting = self.waiting.partition(b"\0")
+            self.buffer += arrived
+        line, _, self.buffer = self.buffer.partition(b"\0")
         message = json.loads(line)
         method, parameters = message.get("method"), message.get("params", {})
         if method == "Runtime.exceptionThrown":
@@ -99,9 +99,9 @@ class Browser:
     def wait(self, expression):
         self.until(lambda: self.js(expression), expression)
 
-    def until(self, holds, what=""):
+    def until(self, condition, what=""):
         end = time.monotonic() + 20
-        while not holds():
+        while not condition():
             assert time.monotonic() < end, f"never true: {what}"
             time.sleep(0.02)
 
@@ -111,10 +111,10 @@ class Browser:
 
     def key(self, key, *, shift=False):
         text = {"Enter": "\r", "Space": " "}.get(key)
-        named = {"key": " " if key == "Space" else key, **({"text": text} if text else {})}
-        named["modifiers"] = 8 * shift
-        self.send("Input.dispatchKeyEvent", type="keyDown", **named)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **named)
+        key_event = {"key": " " if key == "Space" else key, **({"text": text} if text else {})}
+        key_event["modifiers"] = 8 * shift
+        self.send("Input.dispatchKeyEvent", type="keyDown", **key_event)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **key_event)
 
     def screenshot(self, path):
         """Save a screenshot of the whole page to `path`."""
@@ -133,7 +133,7 @@ def main():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(profile)
         page = Path(__file__).resolve().parent.parent / "explorer.html"
-        browser.open(page, SHOWN, width=1280, height=760)
+        browser.open(page, SCREENSHOT_HASH, width=1280, height=760)
         browser.js("explorer.main.focus = explorer.main.run.timeline.cells.get('1I3')")
         browser.js("explorer.store.change({})")
         browser.js("document.querySelector('footer').remove()")

@@ -17,7 +17,7 @@ LONGEST_FIRST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    order = {here / f"{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
+    order = {here / f"{name}.py": index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 

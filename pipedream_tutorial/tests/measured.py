@@ -25,16 +25,16 @@ def slices_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[Slice]:
 
 def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[Slice]:
     """Return the slices of all operations, and of all messages that ranks send and receive."""
-    schedule, found = timeline.schedule, slices_of(timeline, ns, start_ns)
+    schedule, slices = timeline.schedule, slices_of(timeline, ns, start_ns)
     ends = {op: start_ns + int(e.end * ns) for e in timeline.events for op in e.item.parts}
-    ranks, delay = schedule.ranks(), int(timeline.costs.communication * ns)
+    ranks, delay = schedule.rank_by_op(), int(timeline.costs.communication * ns)
     for sender, receiver in transfers(schedule):
         for thread, op in (("send", sender), ("receive", receiver)):
             sent = ends[sender]
-            found.append(Slice(ranks[op], thread, sender, sent, sent + delay))
-    return found
+            slices.append(Slice(ranks[op], thread, sender, sent, sent + delay))
+    return slices
 
 
-def write_trace(path: Path, run: Timeline, **given: Any) -> None:
-    document = trace_document(run.schedule, policy=POLICIES["flush"], batch_size=3, **given)
+def write_trace(path: Path, run: Timeline, **options: Any) -> None:
+    document = trace_document(run.schedule, policy=POLICIES["flush"], batch_size=3, **options)
     path.write_text(json.dumps(document))

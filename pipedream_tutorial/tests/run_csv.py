@@ -41,11 +41,11 @@ def record(stage: PipelineStage, ran: list[str]) -> None:
     wrap("backward_weight_one_chunk", lambda kwargs: "W")
 
 
-def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
+def run(csv: Path, rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(1)
     stages = [
         nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-        for _ in range(world)
+        for _ in range(world_size)
     ]
     x, y = torch.randn(2, MICROBATCHES * ROWS, WIDTH)
     loss = nn.MSELoss()
@@ -53,12 +53,12 @@ def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
     expected = [p.grad.clone() for p in stages[rank].parameters()]
     stages[rank].zero_grad()
 
-    stage = PipelineStage(stages[rank], rank, world, torch.device("cpu"))
+    stage = PipelineStage(stages[rank], rank, world_size, torch.device("cpu"))
     ran: list[str] = []
     record(stage, ran)
     schedule = _PipelineScheduleRuntime([stage], MICROBATCHES, loss_fn=loss)
     schedule._load_csv(str(csv))
-    schedule.step(*[x] * (rank == 0), target=y if rank == world - 1 else None)
+    schedule.step(*[x] * (rank == 0), target=y if rank == world_size - 1 else None)
     apart = max(
         float((p.grad - e).abs().max() / e.abs().max())
         for p, e in zip(stages[rank].parameters(), expected, strict=True)
@@ -72,8 +72,8 @@ def main(rank: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ[STORE_ENV], 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    world = dist.get_world_size()
-    found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
+    world_size = dist.get_world_size()
+    found = {name: run(folder / f"{name}.csv", rank, world_size) for name in names}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 15)]
 
 
-def blocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool:
+def deadlocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool:
     try:
         ended = run_blocking(blocking_programs(s, paired=paired), buffered=buffered)
     except DeadlockError:
@@ -26,23 +26,23 @@ def check_run(s: Schedule, ended: list[Action]) -> None:
     received."""
     for rank, order in enumerate(s.orders):
         assert [a.op for a in ended if a.kind == "RUN" and a.peer == rank] == list(order)
-    place = {(a.kind, a.op): k for k, a in enumerate(ended)}
-    assert len(place) == len(ended)
-    for kind, op in place:
+    position = {(a.kind, a.op): k for k, a in enumerate(ended)}
+    assert len(position) == len(ended)
+    for kind, op in position:
         if kind == "RECV":
             consumer = Op(op.kind, op.stage + (1 if op.kind == "F" else -1), op.microbatch)
-            assert place["RUN", op] < place["RECV", op] < place["RUN", consumer]
-            assert ("SEND", op) in place
+            assert position["RUN", op] < position["RECV", op] < position["RUN", consumer]
+            assert ("SEND", op) in position
 
 
 def test_blocking_1f1b_deadlocks_with_two_or_more_stages_and_microbatches() -> None:
     for p, m in SIZES:
-        assert blocks(build_schedule("1f1b", p, m)) == (p >= 2 and m >= 2), (p, m)
+        assert deadlocks(build_schedule("1f1b", p, m)) == (p >= 2 and m >= 2), (p, m)
 
 
 def test_blocking_gpipe_naive_and_fused_1f1b_do_not_deadlock() -> None:
     for name, paired in (("gpipe", False), ("naive", False), ("1f1b", True)):
-        assert not any(blocks(build_schedule(name, p, m), paired=paired) for p, m in SIZES)
+        assert not any(deadlocks(build_schedule(name, p, m), paired=paired) for p, m in SIZES)
 
 
 def test_zb_h2_deadlocks_on_a_weight_gradient_between_send_and_receive() -> None:
@@ -50,7 +50,7 @@ def test_zb_h2_deadlocks_on_a_weight_gradient_between_send_and_receive() -> None
     them."""
     for p, m in SIZES:
         s = build_schedule("zb-h2", p, m)
-        assert blocks(s, paired=True) == (p >= 2 and m >= 2 * p)
+        assert deadlocks(s, paired=True) == (p >= 2 and m >= 2 * p)
     with pytest.raises(DeadlockError) as caught:
         run_blocking(blocking_programs(build_schedule("zb-h2", 2, 4), paired=True))
     assert str(caught.value) == (
@@ -70,8 +70,8 @@ def test_receives_in_a_different_order_than_the_sends_deadlock() -> None:
     for buffered in (False, True):
         with pytest.raises(DeadlockError) as caught:
             run_blocking(blocking_programs(s), buffered=buffered)
-        said = f"deadlock: {'' if buffered else blocked}rank 1 is at RECV 0F1 from rank 0"
-        assert str(caught.value) == said
+        message = f"deadlock: {'' if buffered else blocked}rank 1 is at RECV 0F1 from rank 0"
+        assert str(caught.value) == message
 
 
 def test_schedules_with_several_stages_per_rank_are_refused() -> None:

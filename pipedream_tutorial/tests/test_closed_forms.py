@@ -9,7 +9,7 @@ from math import lcm
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs, idle_fraction
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
@@ -18,7 +18,7 @@ from pipedream.simulate.simulator import build_costs, simulate
 RANKS = range(1, 9)
 
 
-def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idle:
+def simulated(name: str, c: ClosedFormInputs, overlap_saving: Fraction = Fraction(0)) -> Idle:
     scale = lcm(c.f.denominator, c.i.denominator, c.w.denominator)
     ticks = {"F": int(c.f * scale), "I": int(c.i * scale), "W": int(c.w * scale), "send": 0}
     schedule = build_schedule(name, c.p, c.m, c.v, duration=ticks)
@@ -27,7 +27,7 @@ def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idl
     return idle(simulate(schedule, costs))
 
 
-def makespan_idle(name: str, c: Case) -> Fraction:
+def makespan_idle(name: str, c: ClosedFormInputs) -> Fraction:
     """Return the simulated idle time, which must be equal on all ranks, because all ranks do the
     same work."""
     (value,) = set(simulated(name, c).makespan)
@@ -35,10 +35,13 @@ def makespan_idle(name: str, c: Case) -> Fraction:
 
 
 def cases(
-    name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
-) -> Iterator[Case]:
+    name: str,
+    fits: Callable[[ClosedFormInputs], bool] = lambda c: True,
+    ranks: range = RANKS,
+    max_per_size: int = 2,
+) -> Iterator[ClosedFormInputs]:
     """Yield cases with sizes that the schedule allows, and random durations for which `fits` is
-    true. Yield at most `each` cases per size."""
+    true. Yield at most `max_per_size` cases per size."""
     rng = random.Random(name)
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
@@ -53,43 +56,45 @@ def cases(
                     times = [Fraction(rng.randint(1, 24), rng.randint(1, 6)) for _ in range(3)]
                     if not rng.randrange(8):
                         times = [times[0], times[0], times[0] * rng.randint(1, 3)]
-                    drawn.append(Case(p, m, v, *times))
-                yield from islice(filter(fits, drawn), each)
+                    drawn.append(ClosedFormInputs(p, m, v, *times))
+                yield from islice(filter(fits, drawn), max_per_size)
 
 
-def even(p: int, m: int, v: int = 1, f: int = 1, i: int = 1, w: int = 1) -> Case:
-    return Case(p, m, v, Fraction(f), Fraction(i), Fraction(w))
+def case_with_durations(
+    p: int, m: int, v: int = 1, f: int = 1, i: int = 1, w: int = 1
+) -> ClosedFormInputs:
+    return ClosedFormInputs(p, m, v, Fraction(f), Fraction(i), Fraction(w))
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_idle_time_equals_its_closed_form_within_the_range(name: str) -> None:
-    form, seen = CLOSED_FORMS[name], 0
-    for c in cases(name, form.idle_holds, each=1 if "v" in SCHEDULES[name].options else 2):
+    form, num_checked = CLOSED_FORMS[name], 0
+    for c in cases(name, form.idle_holds, max_per_size=1 if "v" in SCHEDULES[name].options else 2):
         measured = simulated(name, c)
         assert set(measured.makespan) == {form.makespan_idle(c)}, c
         assert list(measured.span) == [form.span_idle(c, r) for r in range(c.p)], c
         assert measured.makespan_fraction == idle_fraction(form.makespan_idle(c), c), c
-        seen += 1
-    assert seen >= 24
+        num_checked += 1
+    assert num_checked >= 24
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_peak_activations_equal_their_closed_form_for_all_sizes(name: str) -> None:
-    form, seen = CLOSED_FORMS[name], 0
+    form, num_checked = CLOSED_FORMS[name], 0
     long_runs_only = SCHEDULES[name].policy != "flush" or name == "v-min"
-    for c in cases(name, lambda c: not long_runs_only or c.m >= c.p, each=1):
+    for c in cases(name, lambda c: not long_runs_only or c.m >= c.p, max_per_size=1):
         schedule = build_schedule(name, c.p, c.m, c.v)
         expected = tuple(form.peak_activations(c, r) for r in range(c.p))
         assert peak_activations(schedule) == expected, c
-        seen += 1
-    assert seen >= 12
+        num_checked += 1
+    assert num_checked >= 12
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
     form, policy = CLOSED_FORMS[name], POLICIES[SCHEDULES[name].policy]
-    seen = 0
-    for c in cases(name, lambda c: c.m >= c.p - 1, range(1, 7), each=1):
+    num_checked = 0
+    for c in cases(name, lambda c: c.m >= c.p - 1, range(1, 7), max_per_size=1):
         if SCHEDULES[name].policy == "flush":
             schedule = build_schedule(name, c.p, c.m, c.v)
         else:
@@ -98,22 +103,22 @@ def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
             assert use.peak_versions == form.peak_versions(c, stage), (c, stage)
             expected = {i: form.staleness(c, stage, i) for i in use.staleness}
             assert use.staleness == expected, (c, stage)
-        seen += 1
-    assert seen >= 6
+        num_checked += 1
+    assert num_checked >= 6
 
 
 def test_zb_h1_formula_beyond_the_published_range() -> None:
-    def published(c: Case) -> Fraction:
+    def published(c: ClosedFormInputs) -> Fraction:
         return (c.p - 1) * (c.f + c.i - c.w)
 
     for c in cases("zb-h1", lambda c: c.m >= c.p > 1):
-        own_span, whole = simulated("zb-h1", c).span[0], makespan_idle("zb-h1", c)
+        own_span, batch_idle = simulated("zb-h1", c).span[0], makespan_idle("zb-h1", c)
         assert (own_span == published(c)) == (c.w <= c.f)
-        assert (whole == published(c)) == (c.w <= min(c.f, c.i))
-        assert whole >= own_span >= published(c)
+        assert (batch_idle == published(c)) == (c.w <= min(c.f, c.i))
+        assert batch_idle >= own_span >= published(c)
         if c.w > c.f:
             assert own_span == (c.p - 1) * c.i
-            assert whole == (c.p - 1) * max(c.f, c.i)
+            assert batch_idle == (c.p - 1) * max(c.f, c.i)
     for c in cases("zb-h1", lambda c: c.m < c.p and c.w <= min(c.f, c.i)):
         assert makespan_idle("zb-h1", c) == published(c) + (c.p - c.m) * c.w
 
@@ -122,7 +127,7 @@ def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> N
     durations = [(f, i, w) for f in (1, 2, 3) for i in (1, 2, 3) for w in (1, 2, 3)]
     for p in (3, 4):
         for f, i, w in durations:
-            spans = simulated("zb-v-fixed", even(p, 2 * p, f=f, i=i, w=w)).span
+            spans = simulated("zb-v-fixed", case_with_durations(p, 2 * p, f=f, i=i, w=w)).span
             assert (set(spans) == {0}) == (f == i == w)
     for c in cases("zb-v-fixed", lambda c: c.m >= 2 * c.p - 1 and c.f >= c.w >= c.i):
         assert simulated("zb-v-fixed", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
@@ -131,7 +136,7 @@ def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> N
 def test_zb_h1_works_with_every_number_of_microbatches() -> None:
     for p in RANKS:
         for m in range(p, 8 * p + 1):
-            c = even(p, m)
+            c = case_with_durations(p, m)
             assert makespan_idle("zb-h1", c) == p - 1
             assert peak_activations(build_schedule("zb-h1", p, m)) == (p,) * p
 
@@ -151,14 +156,14 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
             assert held["v-half", True] == held["v-half", False] == (p + 2) // 2
             assert held["v-min", True] == held["v-min", False] == (p + 4) // 3
             for name in ("v-half", "v-min"):
-                c = even(p, m)
+                c = case_with_durations(p, m)
                 assert idle_time[name, True] == CLOSED_FORMS[name].makespan_idle(c)
                 assert idle_time[name, True] <= idle_time[name, False]
             assert idle_time["v-half", True] < idle_time["v-min", True] or p < 4
 
 
 def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
-    def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
+    def readme(c: ClosedFormInputs, saving: Fraction = Fraction(0)) -> Fraction:
         """Return the bubble according to DualPipe's README, `(PP/2 - 1) (F&B + B - 3W)` with `PP =
         2p` stages. A rank has two stages, so a stage's durations are half of the rank's durations.
         `saving` is the share of the shorter pass that is hidden when F and B overlap."""
@@ -173,13 +178,15 @@ def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
     for c in cases("dualpipe-v", lambda c: c.f < c.i):
         closed = CLOSED_FORMS["dualpipe-v"].makespan_idle(c)
         assert makespan_idle("dualpipe-v", c) >= closed
-    assert makespan_idle("dualpipe-v", even(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
-    assert CLOSED_FORMS["dualpipe-v"].makespan_idle(even(4, 8, f=1, i=2, w=1)) == Fraction(9, 2)
+    assert makespan_idle("dualpipe-v", case_with_durations(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
+    assert CLOSED_FORMS["dualpipe-v"].makespan_idle(
+        case_with_durations(4, 8, f=1, i=2, w=1)
+    ) == Fraction(9, 2)
     # Ranks have different numbers of overlapping pairs, so X differs between ranks. The X of rank 0
     # equals the README's formula only for two ranks.
     half = Fraction(1, 2)
     for p in range(2, 6):
-        c = even(p, 2 * p)
+        c = case_with_durations(p, 2 * p)
         measured = simulated("dualpipe-v", c, overlap_saving=half).makespan
         assert measured[0] == p - 1 - half * Fraction(2 * p - 3, 2)
         assert (measured[0] == readme(c, half)) == (p == 2)
@@ -190,9 +197,13 @@ def test_chimera_matches_the_formulas_in_its_paper() -> None:
     for p in (2, 4, 6, 8):
         for units in (1, 2, 3):
             n = p * units
-            equal = Case(p, n, 1, Fraction(1), Fraction(1, 2), Fraction(1, 2))
+            equal = ClosedFormInputs(p, n, 1, Fraction(1), Fraction(1, 2), Fraction(1, 2))
             assert simulated("chimera", equal).makespan_fraction == Fraction(p - 2, 2 * n + p - 2)
-            twice = simulated("chimera", even(p, n)).makespan_fraction
+            twice = simulated("chimera", case_with_durations(p, n)).makespan_fraction
             paper = Fraction(2 * (p - 2), 3 * n + 2 * (p - 2))
             assert (twice == paper) == (units == 1 or p == 2)
-    assert simulated("chimera", even(4, 8)).makespan_fraction == Fraction(1, 5) > Fraction(1, 7)
+    assert (
+        simulated("chimera", case_with_durations(4, 8)).makespan_fraction
+        == Fraction(1, 5)
+        > Fraction(1, 7)
+    )

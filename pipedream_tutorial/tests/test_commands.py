@@ -51,7 +51,7 @@ def blocks_of(page: str) -> list[Block]:
     return found
 
 
-def squeezed(line: str) -> str:
+def mask_numbers(line: str) -> str:
     """Return `line` with "#" in place of each number, and with single spaces."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
 
@@ -64,9 +64,9 @@ def differences(output: str, kind: str, text: str) -> list[str]:
     """Return the parts of `text` that `output` does not contain."""
     if kind:
         assert kind in ("trained", "measured"), kind
-        there: dict[str, list[list[float]]] = {}
+        output_numbers: dict[str, list[list[float]]] = {}
         for line in output.splitlines():
-            there.setdefault(squeezed(line), []).append(numbers_of(line))
+            output_numbers.setdefault(mask_numbers(line), []).append(numbers_of(line))
         close = partial(pytest.approx, rel=0.01)
         return [
             line
@@ -74,16 +74,16 @@ def differences(output: str, kind: str, text: str) -> list[str]:
             if line != "..."
             and not any(
                 kind == "measured" or numbers_of(line) == close(found)
-                for found in there.get(squeezed(line), [])
+                for found in output_numbers.get(mask_numbers(line), [])
             )
         ]
-    parts, missing, at = re.split(r"^\.\.\.\n", text, flags=re.MULTILINE), [], 0
+    parts, missing, end = re.split(r"^\.\.\.\n", text, flags=re.MULTILINE), [], 0
     for part in parts:
-        place = ("\n" + output).find("\n" + part, at)
-        if place < 0:
+        index = ("\n" + output).find("\n" + part, end)
+        if index < 0:
             missing.append(part)
         else:
-            at = place + len(part)
+            end = index + len(part)
     return missing
 
 
@@ -101,15 +101,15 @@ def run_block(block: Block, folder: Path) -> list[str]:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=540,
     )  # fmt: skip
-    wrong = [
+    mismatches = [
         f"{block.command}does not print\n{part}"
         for kind, text in block.texts
         for part in differences(done.stdout, kind, text)
     ]
     fails = any(re.search("(?m)^(error|[a-zA-Z.]+Error): ", text) for _, text in block.texts)
     if (done.returncode != 0) != fails:
-        wrong.append(f"{block.command}ended with {done.returncode}:\n{done.stdout[-2000:]}")
-    return wrong
+        mismatches.append(f"{block.command}ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return mismatches
 
 
 @pytest.mark.timeout(600)

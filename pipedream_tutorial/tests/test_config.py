@@ -45,7 +45,7 @@ def parse(*arguments: str) -> dict:
         ("path=a=b.csv", "a=b.csv"),
     ],
 )
-def test_values_are_parsed_by_the_key_s_rule(argument, value):
+def test_values_are_parsed_by_the_rule_of_their_key(argument, value):
     key = argument.partition("=")[0]
     for arguments in (["--set", argument], ["--" + argument.replace(" ", "")]):
         found = parse(*arguments)[key]
@@ -112,7 +112,7 @@ def test_a_multiline_error_is_printed_on_one_line(capsys):
     assert (caught.value.code, capsys.readouterr().err) == (2, "error: two lines; fix it\n")
 
 
-BARE = """
+WITHOUT_PACKAGES_SCRIPT = """
 import runpy, sys
 for name in ("torch", "matplotlib", "numpy", "ortools"):
     sys.modules[name] = None
@@ -133,10 +133,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_scripts_report_missing_packages_on_one_line(command, code, words):
     done = subprocess.run(
-        [sys.executable, "-c", BARE, *command.split()],
+        [sys.executable, "-c", WITHOUT_PACKAGES_SCRIPT, *command.split()],
         cwd=FOLDER, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    said = done.stderr if code else done.stdout
-    assert words in " ".join(said.split())
+    output = done.stderr if code else done.stdout
+    assert words in " ".join(output.split())
     assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # search adds a note

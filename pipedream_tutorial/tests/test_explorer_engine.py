@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ask(questions):
+def run_explorer(questions):
     command = ["node", Path(__file__).with_name("explorer_cells.mjs")]
     text = subprocess.check_output(command, input=json.dumps(questions), text=True, timeout=60)
     return json.loads(text)
 
 
-def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=None):
+def explorer_settings(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=None):
     names = dict(zip("FIWc", map(str, durations), strict=True))
     return names | {
         "p": p, "m": m, "v": v, "n": n, "scale": [*map(str, scale)], "saving": str(saving), "K": 0,
@@ -51,20 +51,20 @@ def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=
 def grid():
     """Return cases for every schedule: fixed sizes with equal and random durations, and one case
     per schedule in which W takes no time."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
     for name in SCHEDULES:
         for p, m in [(1, 1), (1, 5), (2, 8), (3, 6), (4, 8), (4, 12), (5, 3), (8, 16)]:
             for even in (True, False):
-                given = [1, 1, 1, 0] if even else chance.choices(durations, k=4)
+                given = [1, 1, 1, 0] if even else rng.choices(durations, k=4)
                 factors = ["1/2", "1", "1.5", "2"]
-                scale = [] if even else chance.choices(factors, k=p * chance.choice([1, 2, 3]))
-                saving = 0 if even else chance.choice(["0", "1/2", "1"])
-                v, n = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
-                kept = None if even else chance.choice([None, "0", "1/20", "0.3", "1"])
-                found.append((name, chosen(p, m, v, n, given, scale, saving, kept)))
-        found.append((name, chosen(4, 8, durations=(1, 1, 0, 1))))
+                scale = [] if even else rng.choices(factors, k=p * rng.choice([1, 2, 3]))
+                saving = 0 if even else rng.choice(["0", "1/2", "1"])
+                v, n = rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
+                kept = None if even else rng.choice([None, "0", "1/20", "0.3", "1"])
+                found.append((name, explorer_settings(p, m, v, n, given, scale, saving, kept)))
+        found.append((name, explorer_settings(4, 8, durations=(1, 1, 0, 1))))
     return found
 
 
@@ -100,15 +100,15 @@ def in_python(name, c):
 def test_every_cell_matches_the_python_simulator():
     cases = grid()
     refused = 0
-    answers = ask([{"ask": "run", "name": name, "chosen": c} for name, c in cases])
+    answers = run_explorer([{"ask": "run", "name": name, "chosen": c} for name, c in cases])
     for (name, c), found in zip(cases, answers, strict=True):
         try:
-            wanted = in_python(name, c)
+            expected = in_python(name, c)
         except UserError as error:
-            wanted = {"error": str(error)}
+            expected = {"error": str(error)}
             refused += 1
         path = found.pop("path", None)
-        assert found == wanted, (name, c)
+        assert found == expected, (name, c)
         if path:
             assert_critical(path, found)
     assert refused < len(cases) / 4
@@ -136,13 +136,13 @@ def test_idle_time_formulas_match_the_simulator():
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [
-        {"ask": "idle", "name": name, "chosen": chosen(p, m, durations=d)}
+        {"ask": "idle", "name": name, "chosen": explorer_settings(p, m, durations=d)}
         for name in SCHEDULES
         for p, m in sizes
         for d in durations
     ]
     held = set()
-    for case, answer in zip(cases, ask(cases), strict=True):
+    for case, answer in zip(cases, run_explorer(cases), strict=True):
         if answer and "error" not in answer:
             formula, simulated = answer
             assert simulated == [pytest.approx(formula)] * len(simulated), case
@@ -153,14 +153,16 @@ def test_idle_time_formulas_match_the_simulator():
 def test_explorer_links_in_the_readme_are_accepted():
     links = re.findall(r"\(explorer\.html(#[^)]*)\)", (FOLDER / "README.md").read_text())
     assert len(links) >= 9
-    assert ask([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
+    assert run_explorer([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 
 def test_search_finds_the_proved_optimum_within_its_memory():
     cases = [(4, 8, k, (1, 1, 1, 1), ()) for k in (4, 5, 6, 7)]
     cases += [(3, 5, 2, ("1/2", 1, "3/2", "1/3"), (1, 2, 1)), (6, 13, 9, (1, 2, 1, "1/2"), ())]
-    questions = [chosen(p, m, durations=d, scale=s) | {"K": k} for p, m, k, d, s in cases]
-    answers = ask([{"ask": "search", "chosen": question} for question in questions])
+    questions = [
+        explorer_settings(p, m, durations=d, scale=s) | {"K": k} for p, m, k, d, s in cases
+    ]
+    answers = run_explorer([{"ask": "search", "chosen": question} for question in questions])
     for (p, m, memory, (f, i, w, c), scale), found in zip(cases, answers, strict=True):
         costs = build_costs(
             build_schedule("1f1b", p, 1), forward=f, input_gradient=i, weight_gradient=w,
@@ -182,7 +184,7 @@ def test_csv_round_trips_and_errors_are_reported(tmp_path):
         save_csv(schedule, tmp_path / "it.csv")
         texts.append((tmp_path / "it.csv").read_bytes().decode())
     bad = ["", "0F0,oops", "0F0,1B0\n1F0,0B0", "5F0,5B0", "0B0,0F0", "0F0", "0F1,0B1"]
-    found = ask([{"ask": "csv", "text": text} for text in texts + bad])
+    found = run_explorer([{"ask": "csv", "text": text} for text in texts + bad])
     for schedule, text, answer in zip(good, texts, found, strict=False):
         assert answer == {"again": text, "stagesPerRank": schedule.stages_per_rank}
     for text, answer in zip(bad, found[len(good) :], strict=True):
@@ -194,7 +196,7 @@ def test_verdicts_on_moved_operations_match_the_simulator():
     agrees with the simulator."""
     schedule = build_schedule("zb-h1", 3, 4)
     costs = build_costs(schedule, communication="1/2")
-    c = chosen(p=3, m=4, durations=(1, 1, 1, "1/2"))
+    c = explorer_settings(p=3, m=4, durations=(1, 1, 1, "1/2"))
     order, memory = schedule.orders[1], 3
     moves = [
         {"rank": 1, "from": a, "to": b}
@@ -202,7 +204,7 @@ def test_verdicts_on_moved_operations_match_the_simulator():
         for b in range(max(0, a - 3), min(len(order), a + 4))
     ]
     question = {"ask": "move", "name": "zb-h1", "chosen": c, "memory": memory}
-    answers = ask([question | {"move": move} for move in moves])
+    answers = run_explorer([question | {"move": move} for move in moves])
     old, verdicts = simulate(schedule, costs).makespan, set()
     for move, answer in zip(moves, answers, strict=True):
         line = [*order]
@@ -214,11 +216,11 @@ def test_verdicts_on_moved_operations_match_the_simulator():
         except DeadlockError:
             new = None
         if new is None or held > memory:
-            wanted = "illegal"
+            expected = "illegal"
         else:
-            wanted = "same" if new == old else "longer" if new > old else "shorter"
-        assert answer["verdict"] == wanted, (move, answer)
-        verdicts.add(wanted)
+            expected = "same" if new == old else "longer" if new > old else "shorter"
+        assert answer["verdict"] == expected, (move, answer)
+        verdicts.add(expected)
     assert verdicts >= {"illegal", "same", "longer"}
 
 
@@ -231,7 +233,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     save_csv(schedule, tmp_path / "it.csv")
     groups = ("measured", "predicted")
     texts = [*((tmp_path / f"{group}.json").read_text() for group in groups), "{}"]
-    *both, refused = ask([{"ask": "trace", "text": text} for text in texts])
+    *both, refused = run_explorer([{"ask": "trace", "text": text} for text in texts])
     assert refused.keys() == {"error"}
     for group, found in zip(groups, both, strict=True):
         assert found["group"] == group
@@ -244,7 +246,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 
 
 def test_gradients_match_autograd():
-    (found,) = ask([{"ask": "exact", "numStages": 3, "microbatch": 5, "batchSize": 4}])
+    (found,) = run_explorer([{"ask": "exact", "numStages": 3, "microbatch": 5, "batchSize": 4}])
     rows, width = found["sizes"]["ROWS"], found["sizes"]["WIDTH"]
     shapes = {"U": (width, -1), "V": (-1, width)}
 
@@ -270,18 +272,18 @@ def test_only_stashing_makes_the_gradient_valid():
     rates = (0.001, 0.01)
     names = ("1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw", "pipedream-no-stash")
     questions = [
-        {"ask": "train", "name": name, "chosen": chosen(n=4), "learningRate": rate}
+        {"ask": "train", "name": name, "chosen": explorer_settings(n=4), "learningRate": rate}
         for name in names
         for rate in rates
     ]
-    found = ask(questions)
+    found = run_explorer(questions)
     for question, answer in zip(questions, found, strict=True):
         if question["name"] != "pipedream-no-stash":
             assert answer["perStage"] == [0, 0, 0, 0], question
             assert (answer["newest"] == 0) == (question["name"] == "1f1b")
-    little, much = found[-2:]
-    assert little["perStage"][-1] == much["perStage"][-1] == 0
-    for a, b in zip(little["perStage"][:-1], much["perStage"][:-1], strict=True):
+    low_rate, high_rate = found[-2:]
+    assert low_rate["perStage"][-1] == high_rate["perStage"][-1] == 0
+    for a, b in zip(low_rate["perStage"][:-1], high_rate["perStage"][:-1], strict=True):
         assert 0 < a < b
         assert b / a == pytest.approx(10, rel=0.1)  # linear for small learning rates
     assert all(sum(f["losses"][-8:]) < sum(f["losses"][:8]) for f in found[1::2])

@@ -143,12 +143,12 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     type_into(browser, "scale", "1,2,1/2,1")
     schedule = build_schedule("1f1b", 4, 9)
     costs = build_costs(schedule, communication="1/3", stage_scale=[1, 2, "1/2", 1])
-    wanted = simulate(schedule, costs).makespan
-    assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(wanted))
+    expected = simulate(schedule, costs).makespan
+    assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(expected))
     browser.wait("location.hash.includes('m=9') && location.hash.includes('c=1')")
     hash_ = browser.js("location.hash")
     browser.open(PAGE, hash_)
-    assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(wanted))
+    assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(expected))
 
 
 def test_every_schedule_is_drawn_or_says_why_not(browser):
@@ -164,9 +164,9 @@ def test_every_schedule_is_drawn_or_says_why_not(browser):
 def test_invalid_values_in_the_address_are_ignored_with_a_message(browser):
     browser.open(PAGE, "#p=99&m=x&F=-1&schedule=nonsense&moves=1.2&csv=%&scale=1,0&rate=0&zz=1")
     assert numbers(browser)["time"] == "33"
-    said = text(browser, "said")
-    assert said.startswith(f"error: num_stages=99 is not accepted; give {RANKS.describe()}")
-    assert "unknown key zz" in said
+    message = text(browser, "said")
+    assert message.startswith(f"error: num_stages=99 is not accepted; give {RANKS.describe()}")
+    assert "unknown key zz" in message
     browser.open(PAGE, "#moves=9.9.9")
     assert "a move names a position that does not exist" in browser.js(
         "explorer.main.error.textContent"
@@ -178,10 +178,10 @@ def test_invalid_values_in_the_address_are_ignored_with_a_message(browser):
 def test_pointing_at_an_operation_says_what_it_waits_for(browser):
     browser.open(PAGE, "#c=1")
     browser.mouse("mouseMoved", *middle(browser, "1B3"))
-    said = text(browser, "lines")
-    assert "1B3: backward pass of microbatch 3 on stage 1. Rank 1, from 26 to 28." in said
+    message = text(browser, "lines")
+    assert "1B3: backward pass of microbatch 3 on stage 1. Rank 1, from 26 to 28." in message
     needs = "1F3 (on this rank, ended at 16) and 2B3 (from rank 2, arrived at 26)"
-    assert f"It waits for {needs}. 2B3 arrived last." in said
+    assert f"It waits for {needs}. 2B3 arrived last." in message
 
 
 def with_late_forward():
@@ -199,9 +199,9 @@ def test_a_drag_is_refused_or_can_be_undone(browser):
     assert text(browser, "said").startswith("Not possible: the ranks would wait for each other.")
     assert numbers(browser)["time"] == "49"
     drag(browser, "0F4", "0B1")
-    wanted = with_late_forward()
-    assert text(browser, "said") == f"Costs {wanted - 49}: time rises from 49 to {wanted}."
-    assert numbers(browser)["time"] == str(wanted)
+    expected = with_late_forward()
+    assert text(browser, "said") == f"Costs {expected - 49}: time rises from 49 to {expected}."
+    assert numbers(browser)["time"] == str(expected)
     click(browser, "undo")
     assert numbers(browser)["time"] == "49"
 
@@ -266,9 +266,9 @@ def test_csv_can_be_exported_and_imported(browser, tmp_path):
     browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     click(browser, "save-csv")
     save_csv(build_schedule("zb-v", 4, 8), tmp_path / "wanted.csv")
-    wanted = (tmp_path / "wanted.csv").read_bytes()
+    expected = (tmp_path / "wanted.csv").read_bytes()
     browser.until(lambda: (tmp_path / "zb-v.csv").is_file())
-    assert (tmp_path / "zb-v.csv").read_bytes() == wanted
+    assert (tmp_path / "zb-v.csv").read_bytes() == expected
     browser.open(PAGE)
     upload(browser, "load-csv", tmp_path / "wanted.csv")
     assert numbers(browser)["time"] == "25.5"
@@ -340,15 +340,15 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
         ("{ writeText: async () => { throw new DOMException('no'); } }", "does not let"),
         ("undefined", "does not let"),  # undefined over http
     ]
-    for clipboard, said in cases:
+    for clipboard, message in cases:
         browser.open(PAGE, "#m=9")
         browser.js(CLIPBOARD % clipboard)
         click(browser, "share")
         browser.wait("document.getElementById('said').textContent !== ''")
-        assert said in text(browser, "said")
+        assert message in text(browser, "said")
         assert browser.js("document.getElementById('link').value === location.href")
         assert not browser.js("document.getElementById('link').hidden")
-        assert browser.js("(window.copied === location.href)") == ("is in" in said)
+        assert browser.js("(window.copied === location.href)") == ("is in" in message)
 
 
 def test_a_question_is_asked_before_playback_and_answered_after_it(browser):

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw import charts, grids
 from pipedream.draw.charts import idle_curves
-from pipedream.draw.grids import Work, forwards_only, kind_colors
+from pipedream.draw.grids import PictureData, forwards_only, kind_colors
 from pipedream.draw.page import MIN_FONT_SIZE, save
 from pipedream.simulate.comparison import Row, compare, measure
 from pipedream.simulate.measures import idle
@@ -29,14 +29,14 @@ from results.lab.tutorial.figures import PICTURES as STEPS
 from results.lab.tutorial.figures import draw_picture
 
 MODULES = {"charts": charts, "grids": grids}
-PICTURES: dict[str, Callable[[Work], Figure]] = {
+PICTURES: dict[str, Callable[[PictureData], Figure]] = {
     name: getattr(MODULES[module], name) for name, module in pipedream_visual.PICTURES.items()
 }
 
 CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorder": True}
 
 
-def watched(make: Callable[[], Figure]) -> Figure:
+def draw_and_check(make: Callable[[], Figure]) -> Figure:
     """Draw a picture and return it. Check that its labels do not overlap, are inside the page and
     are large enough."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
@@ -81,13 +81,13 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
     """Draw all pictures with the shipped CONFIG, check that they match the files in figures/, and
     return them."""
     folder = tmp_path_factory.mktemp("shipped")
-    work = Work(CONFIG)
+    data = PictureData(CONFIG)
     figures = {}
     for name, draw in PICTURES.items():
         path = folder / f"{name}{pipedream_visual.SUFFIXES.get(name, '.png')}"
-        figures[name] = watched(lambda: save(draw(work), path))  # noqa: B023
-        kept = Path(pipedream_visual.__file__).with_name("figures") / path.name
-        numbers, expected = map(numbers_of, (path, kept))
+        figures[name] = draw_and_check(lambda: save(draw(data), path))  # noqa: B023
+        shipped_path = Path(pipedream_visual.__file__).with_name("figures") / path.name
+        numbers, expected = map(numbers_of, (path, shipped_path))
         assert numbers.shape == expected.shape, f"python pipedream_visual.py --only {name}"
         assert np.abs(numbers - expected).mean() < 1e-3, f"python pipedream_visual.py --only {name}"
     return figures
@@ -96,8 +96,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 def rectangles(ax: Axes) -> list[Rectangle]:
     """Return the rectangles that show operations, without the rectangles behind them, which show
     idle time."""
-    own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
-    return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
+    patches = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    return [patch for patch in patches if not str(patch.get_gid()).startswith("idle")]
 
 
 Cells = Counter[tuple[str, float, float, float, float]]
@@ -107,9 +107,9 @@ def expected_cells(timeline: Timeline) -> Cells:
     found: Cells = Counter()
     for event in timeline.events:
         parts = event.item.parts
-        for place, op in enumerate(parts):
+        for half_index, op in enumerate(parts):
             height = 0.88 / len(parts)
-            y = event.rank - 0.44 + place * height
+            y = event.rank - 0.44 + half_index * height
             found[str(op), float(event.start), y, float(event.end - event.start), height] += 1
     return found
 
@@ -167,9 +167,9 @@ def test_utilization_picture_matches_the_measured_values(shipped: dict[str, Figu
         batch = idle(measure(row.name, CONFIG).batch)
         idles = (batch.makespan_fraction, batch.span_fraction, row.steady_idle)
         shares[row.title] = tuple(1 - share for share in idles)
-    kinds = [title for title in shares if title.startswith("PipeDream")]
-    assert len({shares.pop(title) for title in kinds[1:]} | {shares[kinds[0]]}) == 1
-    shares[f"{kinds[0]}, all {len(kinds)} variants"] = shares.pop(kinds[0])
+    variants = [title for title in shares if title.startswith("PipeDream")]
+    assert len({shares.pop(title) for title in variants[1:]} | {shares[variants[0]]}) == 1
+    shares[f"{variants[0]}, all {len(variants)} variants"] = shares.pop(variants[0])
     assert set(drawn) == {(title, *map(float, values)) for title, values in shares.items()}
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
 
@@ -180,27 +180,27 @@ def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> No
     assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()
-    for which, ax in enumerate(shipped["bubble_vs_microbatches"].axes):
+    for measure_index, ax in enumerate(shipped["bubble_vs_microbatches"].axes):
         points = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
         lines = [line for line in ax.get_lines() if line.get_linestyle() != "None"]
         assert len(points) == len(lines) == len(curves)
         for dots, line, curve in zip(points, lines, curves, strict=True):
             drawn = list(zip(dots.get_xdata(), dots.get_ydata(), strict=True))
-            assert drawn == [(m, float(both[which])) for m, both in curve.simulated.items()]
+            assert drawn == [(m, float(pair[measure_index])) for m, pair in curve.simulated.items()]
             on_line = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
-            closed = {m: float(both[which]) for m, both in curve.closed.items()}
+            closed = {m: float(pair[measure_index]) for m, pair in curve.closed.items()}
             assert {m: on_line[m] for m in counts if m in on_line} == closed
 
 
 def test_labels_do_not_overlap_if_many_schedules_have_similar_costs(tmp_path: Path) -> None:
-    work = Work(CONFIG | {"num_microbatches": 24})
-    watched(lambda: save(charts.memory_vs_bubble(work), tmp_path / "picture.png"))
+    data = PictureData(CONFIG | {"num_microbatches": 24})
+    draw_and_check(lambda: save(charts.memory_vs_bubble(data), tmp_path / "picture.png"))
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_step_pictures_match_their_timelines(tmp_path: Path, name: str) -> None:
     picture = STEPS[name]()
-    axes = watched(lambda: draw_picture(picture, tmp_path / "step.png")).axes
+    axes = draw_and_check(lambda: draw_picture(picture, tmp_path / "step.png")).axes
     for ax, panel in zip(axes, picture.panels, strict=True):
         assert drawn_cells(ax) == expected_cells(panel.timeline)
     if picture.rows:
@@ -212,8 +212,8 @@ def test_script_writes_every_picture(
 ) -> None:
     """Draw every picture with as few stages and microbatches as possible."""
 
-    def small(work: Work, make: Callable[[Work], Figure]) -> Figure:
-        return watched(lambda: save(make(work), tmp_path / "picture.png"))
+    def small(data: PictureData, make: Callable[[PictureData], Figure]) -> Figure:
+        return draw_and_check(lambda: save(make(data), tmp_path / "picture.png"))
 
     for name, make in PICTURES.items():
         module = MODULES[pipedream_visual.PICTURES[name]]

@@ -30,7 +30,7 @@ def test_every_column_shows_the_event_that_runs_at_that_time(name, columns):
     rate = 2 * shown.schedule.stages_per_rank
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
     for event in shown.events:
-        first = shown.schedule.stages()[event.rank][0]
+        first = shown.schedule.stages_by_rank()[event.rank][0]
         cells = [(k if s == first else k.lower()) + str(i) for k, s, i in event.item.parts]
         begin, end = int(event.start * rate), int(event.end * rate)
         expected[event.rank][begin:end] = "&".join(cells).ljust(end - begin, "-")

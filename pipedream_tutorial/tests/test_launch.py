@@ -46,7 +46,7 @@ def _kill(process, rank):
     return victim, errors
 
 
-OTHER_WEIGHTS = """
+WEIGHTS_DIFFER_SCRIPT = """
 import sys
 import pipedream_runtime
 from pipedream.runtime import session
@@ -64,11 +64,11 @@ def test_weights_that_differ_from_one_process_fail_the_run():
         *FAST,
         "--check_weights=True",
     ]
-    done = run(arguments, start=[sys.executable, "-c", OTHER_WEIGHTS])
-    assert done.returncode == WEIGHTS_DIFFER
-    assert "DIFFER" in done.stdout
-    said = "The weights trained under these schedules differ from those of one process: gpipe"
-    assert last_line(done.stderr) == f"error: {said}"
+    result = run(arguments, start=[sys.executable, "-c", WEIGHTS_DIFFER_SCRIPT])
+    assert result.returncode == WEIGHTS_DIFFER
+    assert "DIFFER" in result.stdout
+    message = "The weights trained under these schedules differ from those of one process: gpipe"
+    assert last_line(result.stderr) == f"error: {message}"
 
 
 @pytest.mark.timeout(90)
@@ -101,7 +101,7 @@ def test_all_stages_end_if_the_parent_is_killed(tmp_path):
     assert list(tmp_path.iterdir()) == [record]
 
 
-REFUSING = """
+USER_ERROR_SCRIPT = """
 import time
 from pipedream.errors import UserError
 from pipedream.runtime.launch import launch
@@ -115,8 +115,8 @@ assert [launch(body, 4) for _ in range(20)] == [2] * 20
 
 def test_a_stage_with_an_immediate_error_ends_the_other_stages():
     """The other stages must end even if they have only just been forked."""
-    done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
-    assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
+    result = run(["-c", USER_ERROR_SCRIPT], start=[sys.executable], limit_s=60)
+    assert (result.returncode, set(result.stderr.splitlines())) == (0, {"error: no; yes"})
 
 
 @pytest.mark.timeout(90)
@@ -124,9 +124,11 @@ def test_stages_listen_only_on_loopback():
     """Stages listen only on loopback, even if the host name has an address that other machines can
     reach."""
     addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
-    outside = next((address for address in addresses if not address.startswith("127.")), "")
-    rename = ["unshare", "--uts", "sh", "-c", f'hostname {outside}; exec "$@"', "sh"]
-    if not outside or subprocess.run([*rename, "true"], check=False).returncode:
+    external_address = next(
+        (address for address in addresses if not address.startswith("127.")), ""
+    )
+    rename = ["unshare", "--uts", "sh", "-c", f'hostname {external_address}; exec "$@"', "sh"]
+    if not external_address or subprocess.run([*rename, "true"], check=False).returncode:
         pytest.skip("needs a network, and the right to rename the machine")
     process = _start_endless(start=[*rename, *SCRIPT])
     stages = psutil.Process(process.pid).children()
@@ -147,7 +149,7 @@ def test_torchrun_ends_the_others_and_names_the_killed_stage():
     assert "exitcode  : -9" in root_cause
 
 
-FAILING = """
+FAILING_STAGE_SCRIPT = """
 import os, sys
 import pipedream_runtime
 import pipedream.train.trainer
@@ -164,15 +166,15 @@ pipedream_runtime.start(sys.argv[1:])
 @pytest.mark.timeout(90)
 def test_a_stage_that_raises_ends_the_others_and_is_named():
     arguments = ["--device=cpu", "--num_stages=3", "--schedule=1f1b", "--warmups=0", *FAST]
-    done = run(["-c", FAILING, *arguments], start=[sys.executable])
-    assert done.returncode == 1
-    assert last_line(done.stderr) == (
+    result = run(["-c", FAILING_STAGE_SCRIPT, *arguments], start=[sys.executable])
+    assert result.returncode == 1
+    assert last_line(result.stderr) == (
         "error: stage 1 of 3 failed: ValueError: boom in microbatch 5. "
         "The other stages are being stopped"
     )
-    assert "in backward" in done.stderr  # from the traceback before the error
-    assert "stage 0" not in done.stderr
-    assert "stage 2" not in done.stderr
+    assert "in backward" in result.stderr  # from the traceback before the error
+    assert "stage 0" not in result.stderr
+    assert "stage 2" not in result.stderr
 
 
 NO_PICKLE = """
@@ -192,11 +194,11 @@ def test_stages_unpickle_nothing(tmp_path):
     """Unpickling can execute code, so results, orders and weights are sent in other formats."""
     arguments = ["--device=cpu", "--num_stages=2", "--schedule=zb-h1,search", *FAST]
     weights = ["--num_microbatches=2", "--weights", str(tmp_path / "weights.pt")]
-    done = run(["-c", NO_PICKLE, *arguments, *weights], start=[sys.executable])
-    assert done.returncode == 0, done.stderr
+    result = run(["-c", NO_PICKLE, *arguments, *weights], start=[sys.executable])
+    assert result.returncode == 0, result.stderr
 
 
-STAGES = """
+FAILING_SCHEDULES_SCRIPT = """
 import os, sys
 from pathlib import Path
 import pipedream_runtime
@@ -215,9 +217,9 @@ def test_go_on_skips_schedules_that_fail(tmp_path):
     """With go_on, the run restarts without a schedule that has failed. It exits with code 1 even if
     the other schedules succeed."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
-    done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("failed; starting again without it") == 2
+    result = run(["-c", FAILING_SCHEDULES_SCRIPT, *arguments], start=[sys.executable], cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("failed; starting again without it") == 2
     assert (tmp_path / "ran").read_text() == "zb-h1 zb-h2"
 
 

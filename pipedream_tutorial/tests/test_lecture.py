@@ -32,7 +32,7 @@ CHECKS = {
 }
 
 
-def said(cell: Any) -> str:
+def cell_text(cell: Any) -> str:
     """Return the text that a cell printed and displayed."""
     printed = [out["text"] for out in cell.outputs if out.output_type == "stream"]
     shown = [out["data"]["text/plain"] for out in cell.outputs if "data" in out]
@@ -48,35 +48,37 @@ def test_notebook_shows_answers_after_guesses_and_accepts_the_solutions(
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path))  # instead of the user's kernels and settings
-    patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), 240)
-    client = NotebookClient(book, resources={"metadata": {"path": str(FOLDER)}}, **patience)
+    timeouts = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), 240)
+    client = NotebookClient(book, resources={"metadata": {"path": str(FOLDER)}}, **timeouts)
     solutions = {path.stem: path.read_text() for path in SOLUTIONS}
-    asked = [cell for cell in book.cells if "\nguess = None" in "\n" + cell.source]
-    assert len(asked) == 10
+    question_cells = [cell for cell in book.cells if "\nguess = None" in "\n" + cell.source]
+    assert len(question_cells) == 10
     with client.setup_kernel():
         for index, cell in enumerate(book.cells):
             client.execute_cell(cell, index)
-            if cell in asked:
-                assert said(cell).endswith(
+            if cell in question_cells:
+                assert cell_text(cell).endswith(
                     "write your guess instead of None, and run this cell again\n"
                 )
             if "check" in cell.metadata:
-                assert said(cell).startswith("Not solved yet: ")
+                assert cell_text(cell).startswith("Not solved yet: ")
             if "measured" in cell.metadata.get("tags", ()):
-                rows = [line.split() for line in said(cell).splitlines()]
+                rows = [line.split() for line in cell_text(cell).splitlines()]
                 equal = [row[0] for row in rows if row[-1:] == ["equal"]]
                 assert equal == ["1f1b*", "zb-h1"]
         for index, cell in enumerate(book.cells):
             if "exercise" in cell.metadata:
                 cell.source = solutions[cell.metadata["exercise"]]
-            if cell in asked:
+            if cell in question_cells:
                 cell.source = cell.source.replace("guess = None", "guess = 42")
-            if {"exercise", "check"} & cell.metadata.keys() or cell in asked:
+            if {"exercise", "check"} & cell.metadata.keys() or cell in question_cells:
                 client.execute_cell(cell, index)
-    assert all("(your guess: 42, not right)" in said(cell) for cell in asked)
-    pictures = [out for cell in asked for out in cell.outputs if "image/png" in out.get("data", {})]
+    assert all("(your guess: 42, not right)" in cell_text(cell) for cell in question_cells)
+    pictures = [
+        out for cell in question_cells for out in cell.outputs if "image/png" in out.get("data", {})
+    ]
     assert len(pictures) == 4
-    checked = {c.metadata["check"]: said(c) for c in book.cells if "check" in c.metadata}
+    checked = {c.metadata["check"]: cell_text(c) for c in book.cells if "check" in c.metadata}
     assert checked.keys() == solutions.keys() == CHECKS.keys()
     assert all(text.startswith("Right: ") for text in checked.values()), checked
 
@@ -92,7 +94,7 @@ I_HALF = solution("7_two_halves", "input_gradient")
 def late_weights(p: int, m: int, r: int) -> list[str]:
     """Return an order with every W at the end. Its makespan is short, but it frees no memory before
     the first W."""
-    return [one for one in ORDER(p, m, r) if one[0] != "W"] + [f"W{i}" for i in range(m)]
+    return [op for op in ORDER(p, m, r) if op[0] != "W"] + [f"W{i}" for i in range(m)]
 
 
 def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:

@@ -26,9 +26,9 @@ def test_a_saved_order_is_read_back_as_it_was(name: str, tmp_path: Path) -> None
 def test_trailing_blank_lines_are_not_ranks(tmp_path: Path) -> None:
     path = tmp_path / "two.csv"
     path.write_text("0F0,0B0\n1F0,1B0\n\n\n")
-    read = load_csv(path)
-    assert read.num_ranks == 2
-    assert peak_activations(read) == (1, 1)
+    loaded = load_csv(path)
+    assert loaded.num_ranks == 2
+    assert peak_activations(loaded) == (1, 1)
     path.write_text("0F0,0B0\n\n1F0,1B0\n")  # rank 1 is idle
     assert peak_activations(load_csv(path)) == (1, 0, 1)
 

@@ -31,22 +31,25 @@ def gradient_at(
     """Return each stage's gradient of `loss / m` for one microbatch, with `weights` in all
     stages."""
     inputs, target = build_task(seed=SEED).microbatch(microbatch)
-    own = {
+    leaves = {
         f"{s}.{name}": w.detach().clone().requires_grad_()
-        for s, at in enumerate(weights)
-        for name, w in at.items()
+        for s, stage_weights in enumerate(weights)
+        for name, w in stage_weights.items()
     }
-    out = torch.func.functional_call(nn.Sequential(*stages), own, (inputs,))
+    out = torch.func.functional_call(nn.Sequential(*stages), leaves, (inputs,))
     loss = nn.functional.cross_entropy(out, target) / m
-    found = dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
-    return [{name: found[f"{s}.{name}"] for name in at} for s, at in enumerate(weights)]
+    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    return [
+        {name: found[f"{s}.{name}"] for name in stage_weights}
+        for s, stage_weights in enumerate(weights)
+    ]
 
 
 def initial(stages: list[nn.Module]) -> list[Weights]:
     return [{n: w.detach().clone() for n, w in stage.named_parameters()} for stage in stages]
 
 
-def stepped(weights: Weights, gradients: Weights) -> Weights:
+def sgd_step(weights: Weights, gradients: Weights) -> Weights:
     return {n: torch.add(w, gradients[n], alpha=-RATE) for n, w in weights.items()}
 
 
@@ -58,12 +61,12 @@ def recurrence(
     `W_0(v_0), W_1(v_1), ...` with `v_s = version(s, i)`. No schedule or stash is needed, because
     all versions of all stages are kept."""
     stages = build_stages(p, 1, seed=SEED)
-    history = [[own] for own in initial(stages)]
+    history = [[stage_weights] for stage_weights in initial(stages)]
     for i in range(num_microbatches):
         used = [history[s][version(s, i)] for s in range(p)]
         for s, gradient in enumerate(gradient_at(stages, used, i, m)):
-            history[s].append(stepped(history[s][i], gradient))
-    return [own[-1] for own in history]
+            history[s].append(sgd_step(history[s][i], gradient))
+    return [stage_weights[-1] for stage_weights in history]
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
@@ -81,12 +84,14 @@ def test_2bw_equals_its_recurrence_bitwise(p: int, m: int) -> None:
     stages = build_stages(p, 1, seed=SEED)
     old = new = initial(stages)
     for t in range(5):
-        batch = [{n: torch.zeros_like(w) for n, w in own.items()} for own in old]
+        batch = [
+            {n: torch.zeros_like(w) for n, w in stage_weights.items()} for stage_weights in old
+        ]
         for i in range(t * m, (t + 1) * m):
             for total, g in zip(batch, gradient_at(stages, old, i, m), strict=True):
                 for n in g:
                     total[n] += g[n]
-        old, new = new, [stepped(w, g) for w, g in zip(new, batch, strict=True)]
+        old, new = new, [sgd_step(w, g) for w, g in zip(new, batch, strict=True)]
     assert same_bits(trained("pipedream-2bw", p, m, 5), new)
 
 
@@ -108,7 +113,9 @@ def test_two_stages_per_rank_give_the_same_weights(name: str) -> None:
     of later microbatches."""
 
     def final(name: str) -> list[torch.Tensor]:
-        return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]
+        return [
+            w for stage_weights in trained(name, 3, 6, 3, layers=2) for w in stage_weights.values()
+        ]
 
     rtol = 1e-12 if name == "dualpipe-v" else 0
     torch.testing.assert_close(final(name), final("1f1b"), rtol=rtol, atol=0)

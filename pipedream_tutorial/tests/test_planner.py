@@ -41,14 +41,16 @@ def brute_force(layers, workers, bandwidth, factor, replication):
                     continue
                 worst, first = Fraction(0), 0
                 for size, m in zip(sizes, replicas, strict=True):
-                    own = layers[first : first + size]
+                    stage_layers = layers[first : first + size]
                     first += size
-                    compute = sum(x.forward_s + x.backward_s for x in own)
-                    weights = sum(x.weight_bytes for x in own)
+                    compute = sum(x.forward_s + x.backward_s for x in stage_layers)
+                    weights = sum(x.weight_bytes for x in stage_layers)
                     sync = Fraction(factor * (m - 1) * weights, m) / bandwidth
                     worst = max(worst, compute / m, sync / m)
                     if first < len(layers):
-                        worst = max(worst, 2 * own[-1].activation_bytes / Fraction(bandwidth))
+                        worst = max(
+                            worst, 2 * stage_layers[-1].activation_bytes / Fraction(bandwidth)
+                        )
                 best = worst if best is None else min(best, worst)
     return best
 
@@ -74,22 +76,22 @@ small_layers = st.lists(
     replication=st.booleans(),
 )
 def test_period_equals_brute_force(layers, workers, bandwidth, factor, replication):
-    setting = {"bandwidth": bandwidth, "sync_factor": factor}
-    whole = {"num_workers": workers, "replication": replication, "use_all_workers": True}
+    network = {"bandwidth": bandwidth, "sync_factor": factor}
+    all_workers = {"num_workers": workers, "replication": replication, "use_all_workers": True}
     by_workers = [
         brute_force(layers, m, bandwidth, factor, replication) for m in range(1, workers + 1)
     ]
     if by_workers[-1] is None:
         with pytest.raises(UserError, match=f"at most {len(layers)} workers"):
-            plan_pipeline(layers, **whole, **setting)
+            plan_pipeline(layers, **all_workers, **network)
     else:
-        plan = plan_pipeline(layers, **whole, **setting)
+        plan = plan_pipeline(layers, **all_workers, **network)
         assert plan.period_s == by_workers[-1]
         assert plan.num_workers == workers
         cuts = [(stage.last, stage.replicas) for stage in plan.stages]
-        assert make_plan(layers, cuts, **setting) == plan
+        assert make_plan(layers, cuts, **network) == plan
         assert [s.first for s in plan.stages] == [0, *(s.last + 1 for s in plan.stages[:-1])]
-    fewer = plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
+    fewer = plan_pipeline(layers, num_workers=workers, replication=replication, **network)
     shortest = min(period for period in by_workers if period is not None)
     assert fewer.period_s == shortest
     assert fewer.num_workers == 1 + by_workers.index(shortest)

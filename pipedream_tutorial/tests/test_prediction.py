@@ -34,15 +34,15 @@ UNEVEN = build_costs([20, 30, 25, 10], [40, 55, 50, 30], communication=3)
 SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20], communication=3)
 
 
-def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
+def simulated_run(name, p, m, costs, *, policy="flush", change=lambda s: s):
     """Return a run in which every operation took exactly its simulated time. `change` alters the
     slices."""
     schedule = build_schedule(name, p, m)
     slices = [change(s) for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
-    same = {"peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
+    constants = {"peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
     by_rank = [[s[1:5] for s in slices if s.rank == rank] for rank in range(p)]
-    return MeasuredRun(case, [[{"slices": own, **same}] for own in by_rank])
+    return MeasuredRun(case, [[{"slices": own, **constants}] for own in by_rank])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
@@ -50,7 +50,7 @@ def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
 def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exact(name, m):
     other = repeat(build_schedule(name, 4, m), 2)
     truth = simulate(other, UNEVEN)
-    found = pretend("1f1b", 4, 8, UNEVEN).predict(other)
+    found = simulated_run("1f1b", 4, 8, UNEVEN).predict(other)
     assert found.makespan == truth.makespan
     busy = 2 * m * sum(UNEVEN.forward + UNEVEN.input_gradient)
     assert 1 - idle(found).makespan_fraction == Fraction(busy, 4 * truth.makespan)
@@ -58,8 +58,8 @@ def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exac
 
 def test_communication_counts_only_stages_that_waited():
     costs = build_costs([10, 10, 10], [20, 20, 20], communication=4)
-    assert pretend("1f1b", 3, 6, costs).communication_ns == 4 * MS
-    assert pretend("1f1b", 1, 3, build_costs([10], [20])).communication_ns == 0
+    assert simulated_run("1f1b", 3, 6, costs).communication_ns == 4 * MS
+    assert simulated_run("1f1b", 1, 3, build_costs([10], [20])).communication_ns == 0
 
 
 def test_clock_skew_is_reported_as_results_received_before_they_were_sent():
@@ -71,15 +71,15 @@ def test_clock_skew_is_reported_as_results_received_before_they_were_sent():
         return s._replace(start_ns=s.start_ns - by, end_ns=s.end_ns - by)
 
     costs = build_costs([10] * 3, [20] * 3, communication=1)
-    assert pretend("1f1b", 3, 4, costs).measured["received_before_sent"] == 0
-    assert pretend("1f1b", 3, 4, costs, change=early).measured["received_before_sent"] == 4
+    assert simulated_run("1f1b", 3, 4, costs).measured["received_before_sent"] == 0
+    assert simulated_run("1f1b", 3, 4, costs, change=early).measured["received_before_sent"] == 4
 
 
 def test_record_has_measured_and_predicted_values_of_every_run():
     runs = [
-        pretend("gpipe", 4, 4, UNEVEN),
-        pretend("pipedream", 4, 8, UNEVEN, policy="stash"),
-        pretend("zb-h1", 4, 4, SPLIT),
+        simulated_run("gpipe", 4, 4, UNEVEN),
+        simulated_run("pipedream", 4, 8, UNEVEN, policy="stash"),
+        simulated_run("zb-h1", 4, 4, SPLIT),
     ]
     record = json.loads(json.dumps(build_record(runs, runs[0], {"command": "x"})))
     assert (record["format"], record["command"], record["num_stages"]) == (RECORD_FORMAT, "x", 4)

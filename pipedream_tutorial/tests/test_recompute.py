@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs, fill_and_drain_idle
 from pipedream.schedules.ops import Schedule, with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.measures import idle, peak_activations
@@ -17,21 +17,23 @@ SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 4), (6, 12)]
 KEPT = Fraction(1, 20)
 
 
-def built(name: str) -> list[tuple[Case, Schedule]]:
+def built(name: str) -> list[tuple[ClosedFormInputs, Schedule]]:
     """Return a (case with random durations, schedule) pair for each size that the schedule
     allows."""
-    chance, found = random.Random(name), []
+    rng, found = random.Random(name), []
     for p, m in SIZES:
-        f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))
+        f, i, w = (Fraction(rng.randint(1, 12), rng.randint(1, 4)) for _ in range(3))
         try:
-            found.append((Case(p, m, 2, f, i, w), build_schedule(name, p, m)))
+            found.append((ClosedFormInputs(p, m, 2, f, i, w), build_schedule(name, p, m)))
         except UserError:
             continue
     assert len(found) >= 3
     return found
 
 
-def timed(schedule: Schedule, c: Case, communication: Fraction = Fraction(0)) -> Timeline:
+def timed(
+    schedule: Schedule, c: ClosedFormInputs, communication: Fraction = Fraction(0)
+) -> Timeline:
     costs = build_costs(
         schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w, communication=communication
     )
@@ -43,21 +45,21 @@ def test_recomputation_precedes_the_backward_and_delays_it_by_at_most_its_durati
     name: str,
 ) -> None:
     for c, schedule in built(name):
-        again = with_recomputation(schedule, KEPT)
-        counts = Counter(op.kind for op in again.ops())
+        recomputed = with_recomputation(schedule, KEPT)
+        counts = Counter(op.kind for op in recomputed.ops())
         assert counts["R"] == counts["F"] == counts["B"] + counts["I"]
-        before, after = (timed(s, c, c.f / 3) for s in (schedule, again))
-        times, ranks = after.times, again.ranks()
-        for op in again.ops():
+        before, after = (timed(s, c, c.f / 3) for s in (schedule, recomputed))
+        times, ranks = after.times, recomputed.rank_by_op()
+        for op in recomputed.ops():
             if op.kind == "R":
                 backward = next(b for b in (op._replace(kind=k) for k in "BI") if b in times)
                 assert ranks[op] == ranks[backward]
                 assert times[op._replace(kind="F")][1] <= times[op][0]
                 assert times[op][1] <= times[backward][0]
-                assert times[op][1] - times[op][0] == c.f / again.stages_per_rank
+                assert times[op][1] - times[op][0] == c.f / recomputed.stages_per_rank
         longest = before.makespan + c.p * c.m * c.f  # as if no R overlapped with other operations
         assert before.makespan < after.makespan <= longest
-        assert find_input_ops(again) == find_input_ops(schedule)
+        assert find_input_ops(recomputed) == find_input_ops(schedule)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
@@ -65,7 +67,7 @@ def test_recomputation_adds_m_forward_passes_and_no_idle_time(name: str) -> None
     """R waits for no other rank, so idle times are the same with and without R."""
     for c, schedule in built(name):
         found = timed(with_recomputation(schedule, KEPT), c)
-        assert set(idle(found).makespan) == {even_fill(c)}
+        assert set(idle(found).makespan) == {fill_and_drain_idle(c)}
         assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
 
 
@@ -93,7 +95,7 @@ def test_a_late_weight_gradient_keeps_recomputed_activations(name: str, ahead: i
     reduce the peak of the last rank."""
     for c, schedule in built(name):
         found = peak_activations(with_recomputation(schedule, KEPT))
-        most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
-        whole = [min(c.m, ahead * r + 1) for r in range(c.p)]
-        assert list(found) == [held + (most - held) * KEPT for held in whole]
+        max_held = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
+        full_held = [min(c.m, ahead * r + 1) for r in range(c.p)]
+        assert list(found) == [held + (max_held - held) * KEPT for held in full_held]
         assert found[-1] == peak_activations(schedule)[-1]

@@ -32,7 +32,7 @@ stages_and_times = st.lists(
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(stages_and_times)
-def test_period_is_that_of_the_slowest_stage(stages):
+def test_period_equals_the_period_of_the_slowest_stage(stages):
     replicas, forward, backward = zip(*stages, strict=True)
     in_flight = full_speed_in_flight(replicas)
     costs = Costs(

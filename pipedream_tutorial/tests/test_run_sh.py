@@ -24,11 +24,11 @@ else
     printf '#!/bin/bash\\nexec {python} "$@"\\n' > "$4"
 fi
 """
-MADE = "venv --quiet\npip install\n"
+SETUP_LOG = "venv --quiet\npip install\n"
 
 
 @pytest.fixture
-def copy(tmp_path):
+def script_dir(tmp_path):
     """Copy run.sh to a folder whose name contains a space, with a script that prints its
     arguments."""
     folder = tmp_path / "a folder" / "pipedream_tutorial"
@@ -43,7 +43,7 @@ def copy(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, copy):
+def run(tmp_path, script_dir):
     """Return a function that runs the copy with the given scripts and returns (exit code, stdout,
     stderr). PATH contains only these scripts and TOOLS."""
     tools = tmp_path / "tools"
@@ -57,7 +57,7 @@ def run(tmp_path, copy):
             (tools / name).chmod(0o755)
         env = {"PATH": str(tools), "PYTORCH_CPU_INDEX": "file:///nowhere", **more}
         done = subprocess.run(
-            ["bash", str(copy / "run.sh"), *arguments],
+            ["bash", str(script_dir / "run.sh"), *arguments],
             capture_output=True, text=True, env=env, cwd="/", timeout=120,
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
@@ -65,14 +65,14 @@ def run(tmp_path, copy):
     return run
 
 
-def test_an_active_environment_is_used_as_it_is(copy, run):
+def test_an_active_environment_is_used_as_it_is(script_dir, run):
     active = {"scripts": {"python": PYTHON}, "CONDA_PREFIX": sys.prefix}
     assert run("--set", "a=b c", **active) == (0, "['--set', 'a=b c']\n", "")
     assert run("fail", **active)[0] == 3
-    assert not (copy.parent / ".venv").exists()
+    assert not (script_dir.parent / ".venv").exists()
 
 
-def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, copy, run):
+def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, script_dir, run):
     """A failed setup gives an error, and the next run repeats the setup."""
     log, fails = tmp_path / "uv.log", tmp_path / "fails"
     uv = UV.format(log=log, fails=fails, python=sys.executable)
@@ -89,17 +89,17 @@ def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, copy,
     code, out, err = run("x", scripts=scripts)
     assert (code, out) == (0, "['x']\n")
     assert err == (
-        f"Setting up {copy.parent}/.venv. "
+        f"Setting up {script_dir.parent}/.venv. "
         "This happens once and takes a few minutes, mostly to download PyTorch ...\n"
     )
     assert run(scripts=scripts) == (0, "[]\n", "")
-    assert log.read_text() == MADE
-    with open(copy / "requirements.txt", "a") as file:
+    assert log.read_text() == SETUP_LOG
+    with open(script_dir / "requirements.txt", "a") as file:
         file.write('pytest>=99999; python_version < "3"\nno-such-package==1\n')
     code, out, err = run(scripts=scripts)
     assert (code, out) == (2, "")
     assert err.splitlines()[1:] == ["unmet requirement: no-such-package==1 (not installed)"]
-    assert log.read_text() == 2 * MADE
+    assert log.read_text() == 2 * SETUP_LOG
 
 
 def test_missing_python_gives_a_one_line_error(run):

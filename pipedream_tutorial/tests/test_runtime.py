@@ -55,11 +55,11 @@ def test_weights_equal_one_process_bitwise(p, tmp_path):
     # The processes also use one thread. With more threads, the order of summation may differ.
     torch.set_num_threads(1)
     for (name, m), stages in found.items():
-        alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
+        reference = train(name, num_stages=p, num_microbatches=m, **TRAINING)
         schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
         v = schedule.stages_per_rank
         initial = build_stages(p * v, TRAINING["layers_per_stage"] // v, seed=TRAINING["seed"])
-        for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
+        for ours, theirs, module in zip(stages, reference.weights, initial, strict=True):
             before = dict(module.named_parameters())
             assert ours.keys() == theirs.keys() == before.keys()
             for key, tensor in ours.items():
@@ -67,7 +67,7 @@ def test_weights_equal_one_process_bitwise(p, tmp_path):
                 assert not torch.equal(tensor, before[key]), f"training did not change {key}"
         uses = weight_use(schedule, policy, m)
         expected = [uses[stage].peak_versions for stage in range(p * v)]
-        assert versions[name, m] == alone.peak_versions == expected
+        assert versions[name, m] == reference.peak_versions == expected
 
 
 @pytest.mark.timeout(120)
@@ -157,7 +157,7 @@ def test_event_clock_measures_execution_and_not_launches(monkeypatch):
     work."""
     host = device = 0  # current time of the host; time when the device becomes idle
 
-    def look():
+    def read_host_clock():
         nonlocal host
         host += 1000
         return host
@@ -173,7 +173,7 @@ def test_event_clock_measures_execution_and_not_launches(monkeypatch):
         def elapsed_time(self, later):
             return (later.at_ns - self.at_ns) / 1e6
 
-    monkeypatch.setattr(time, "perf_counter_ns", look)
+    monkeypatch.setattr(time, "perf_counter_ns", read_host_clock)
     for _ in range(2):  # each Clock measures the clocks' offset again
         clock = Clock(Event)
         launched, marks = host, []
@@ -190,7 +190,7 @@ def test_receives_are_posted_ahead_in_the_senders_order(depth, monkeypatch):
     log = []
 
     def irecv(buffer, source, group):
-        number = sum(1 for what, _ in log if what == "post")
+        number = sum(1 for event, _ in log if event == "post")
         buffer.fill_(number)
         log.append(("post", number))
         return SimpleNamespace(wait=lambda: log.append(("wait", number)))
@@ -203,7 +203,7 @@ def test_receives_are_posted_ahead_in_the_senders_order(depth, monkeypatch):
     for microbatch in (0, 3, 1, 2):  # differs from the sender's order
         op = Op("F", 1, microbatch)
         assert peer.receive(op).tolist() == [sent.index(op)] * 2
-        ahead = sum(1 if what == "post" else -1 for what, _ in log)
-        assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
-    assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]
-    assert [number for what, number in log if what == "post"] == [0, 1, 2, 3]
+        ahead = sum(1 if event == "post" else -1 for event, _ in log)
+        assert ahead == min(depth, 4 - sum(event == "wait" for event, _ in log))
+    assert [number for event, number in log if event == "wait"] == [0, 1, 2, 3]
+    assert [number for event, number in log if event == "post"] == [0, 1, 2, 3]

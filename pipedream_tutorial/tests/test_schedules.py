@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
 from pipedream.schedules.ops import Op, Schedule, repeat
 from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
@@ -38,7 +38,7 @@ def uneven(
     return simulate(schedule, costs)
 
 
-WRITTEN = {
+EXPECTED_ORDERS = {
     ("naive", 2, 2): ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
     ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
     ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
@@ -62,10 +62,10 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name_and_sizes", WRITTEN, ids=lambda key: key[0])
+@pytest.mark.parametrize("name_and_sizes", EXPECTED_ORDERS, ids=lambda key: key[0])
 def test_small_orders_match_the_figures_in_the_papers(name_and_sizes: tuple[str, int, int]) -> None:
     s = build_schedule(*name_and_sizes)
-    assert tuple(" ".join(map(str, order)) for order in s.orders) == WRITTEN[name_and_sizes]
+    assert tuple(" ".join(map(str, order)) for order in s.orders) == EXPECTED_ORDERS[name_and_sizes]
 
 
 def test_zb_v_matches_its_authors_order_for_all_durations() -> None:
@@ -87,13 +87,13 @@ def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
         durations = {"forward": 3, "input_gradient": 2, "weight_gradient": "5/4"}
         found = simulate(both, build_costs(both, overlap_saving="1/3", **durations))
         doubled = {key: 2 * Fraction(value) for key, value in durations.items()}
-        wanted = simulate(folded, build_costs(folded, overlap_saving="1/3", **doubled))
+        expected = simulate(folded, build_costs(folded, overlap_saving="1/3", **doubled))
         for r, (starts, ends) in enumerate(zip(found.starts, found.ends, strict=True)):
             half = min(r, p - 1 - r)
             assert [t * found.tick for t in starts] == [
-                t * wanted.tick for t in wanted.starts[half]
+                t * expected.tick for t in expected.starts[half]
             ]
-            assert ends[-1] * found.tick == wanted.ends[half][-1] * wanted.tick
+            assert ends[-1] * found.tick == expected.ends[half][-1] * expected.tick
 
 
 @pytest.mark.parametrize(
@@ -158,17 +158,17 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
     """Each further batch adds its computing time and rank 0's idle time between its first and last
     operation. This idle time may be less than the idle time within the makespan of one batch."""
-    rng, form, less = random.Random(name), CLOSED_FORMS[name], 0
+    rng, form, num_shorter = random.Random(name), CLOSED_FORMS[name], 0
     for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
         s = build_schedule(name, p, m)
         for _ in range(4):
             f, i, w = drawn(rng, 3)
-            c = Case(p, m, 2, f, *((f, f) if name == "zb-v" else (i, w)))
+            c = ClosedFormInputs(p, m, 2, f, *((f, f) if name == "zb-v" else (i, w)))
             one = m * c.total + form.makespan_idle(c)
             further = m * c.total + form.span_idle(c, 0)
             costs = build_costs(s, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
             for k in (1, 2, 3):
                 found = simulate(repeat(s, k), costs).makespan
                 assert found == one + (k - 1) * further
-            less += further < one
-    assert less >= 4
+            num_shorter += further < one
+    assert num_shorter >= 4

@@ -40,7 +40,7 @@ def shortest_of_all(problem):
     """Return the shortest time over all combinations of the ranks' orders."""
     words = words_of(problem.num_microbatches, problem.memory)
     ranks = len(problem.durations)
-    return min(score(problem, list(each))[0] for each in product(words, repeat=ranks))
+    return min(score(problem, list(combination))[0] for combination in product(words, repeat=ranks))
 
 
 @pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])

@@ -20,7 +20,7 @@ from pipedream.simulate.comparison import Refused, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
-CASE = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
+BASE_CONFIG = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
@@ -37,20 +37,20 @@ def test_script_computes_the_same_as_the_package(name):
     """For many sizes and durations, pipedream_simple.py and the package give the same orders,
     times, idle shares and activations. With one stage per rank, they also give the same versions
     and staleness."""
-    chance = random.Random(name)
+    rng = random.Random(name)
     for p, m, v, count in ((1, 1, 1, 2), (2, 4, 2, 3), (3, 3, 3, 2), (4, 8, 2, 4), (5, 10, 1, 3),
                            (4, 3, 2, 2), (8, 16, 3, 3)):  # fmt: skip
         for _ in range(4):
-            drawn = [Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(4)]
+            drawn = [Fraction(rng.randint(1, 12), rng.randint(1, 4)) for _ in range(4)]
             durations = dict(zip(simple.DURATIONS, drawn, strict=True))
             sizes = {"num_stages": p, "num_microbatches": m, "chunks": v, "num_batches": count}
-            case = CASE | sizes | durations
+            case = BASE_CONFIG | sizes | durations
             found, row = simple.measure(name, case), measure(name, case)
-            once = row.stream if name == "pipedream" else row.batch
+            timeline = row.stream if name == "pipedream" else row.batch
             assert [tuple(map(Op._make, order)) for order in found.orders] == [
-                *once.schedule.orders
+                *timeline.schedule.orders
             ]
-            for event in once.events:
+            for event in timeline.events:
                 assert found.times[tuple(event.item)] == (event.start, event.end)
             assert found[2:7] == (
                 row.batch.makespan, row.batch_idle.makespan_fraction, row.batch_idle.span_fraction,
@@ -64,10 +64,10 @@ def test_script_computes_the_same_as_the_package(name):
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
 def test_script_draws_the_same_as_the_package(name):
-    case = CASE | {"forward": Fraction(1, 2)}
+    case = BASE_CONFIG | {"forward": Fraction(1, 2)}
     row = measure(name, case)
-    once = row.stream if name == "pipedream" else row.batch
-    assert simple.draw([*simple.cells(simple.measure(name, case))], 90) == draw(once, 90)
+    timeline = row.stream if name == "pipedream" else row.batch
+    assert simple.draw([*simple.cells(simple.measure(name, case))], 90) == draw(timeline, 90)
 
 
 def test_script_passes_unknown_arguments_to_the_package(tmp_path, capsys, monkeypatch):
@@ -84,16 +84,16 @@ def test_script_passes_unknown_arguments_to_the_package(tmp_path, capsys, monkey
 def test_table_rows_match_a_full_simulation(name):
     """The values of a table row equal the values from a full simulation. If the policy is to flush,
     the row's times for consecutive batches are computed from a single simulated batch."""
-    row, entry = measure(name, CASE), SCHEDULES[name]
+    row, entry = measure(name, BASE_CONFIG), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
-    for shown, schedule, figures in (
+    for shown, schedule, shares in (
         (row.batch, batch, row.batch_idle),
         (row.stream, stream, row.stream_idle),
     ):
         expected = simulate(schedule, build_costs(schedule, forward=1, input_gradient=2))
         assert shown.events == expected.events
-        assert figures == idle(expected)
+        assert shares == idle(expected)
     use = weight_use(stream, POLICIES[entry.policy], 8)
     assert row.peak_activations == peak_activations(stream)
     assert row.peak_versions == tuple(use[stage].peak_versions for stage in sorted(use))
@@ -105,14 +105,14 @@ def test_chunks_may_be_uneven():
     """A schedule with two chunks per rank uses one factor per chunk. A schedule with one stage per
     rank uses the mean of two factors, which describes the same model."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
-    case = CASE | {"stage_scale": scale}
+    case = BASE_CONFIG | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}
     for name in ("interleaved", "zb-v", "v-min", "dualpipe-v"):
         assert rows[name].batch.costs.forward == tuple(factor / 2 for factor in scale)
     assert rows["1f1b"].batch.costs.forward == (Fraction(3, 4), 1, 1, Fraction(5, 4))
     for row in rows.values():
         assert sum(event.end - event.start for event in row.batch.events) == 8 * 4 * 4
-    whole = CASE | {"stage_scale": [Fraction(3, 4), 1, 1, Fraction(5, 4)]}
+    whole = BASE_CONFIG | {"stage_scale": [Fraction(3, 4), 1, 1, Fraction(5, 4)]}
     assert measure("1f1b", case).batch.ends == measure("1f1b", whole).batch.ends
 
 
@@ -120,7 +120,7 @@ def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monk
     text = call(
         capsys, monkeypatch, "--num_stages=3", "--num_microbatches=4", "--steps=0", "--verbose=no"
     )
-    rows = compare(CASE | {"num_stages": 3, "num_microbatches": 4})
+    rows = compare(BASE_CONFIG | {"num_stages": 3, "num_microbatches": 4})
     refused = [row for row in rows if isinstance(row, Refused)]
     assert [row.title for row in refused] == ["DualPipeV", "DualPipe", "Chimera"]
     words = " ".join(text.split())
@@ -193,7 +193,7 @@ def test_orders_that_cannot_run_give_a_one_line_error(tmp_path, order, problem):
     path = tmp_path / "bad.csv"
     path.write_text(order)
     with pytest.raises(UserError, match=re.escape(problem)) as caught:
-        measure(str(path), CASE)
+        measure(str(path), BASE_CONFIG)
     assert str(path) in str(caught.value)
 
 

@@ -61,15 +61,15 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
     # Each microbatch goes through one whole copy, and microbatches are numbered from 0.
     n = s.num_stages
     for i in range(s.num_microbatches):
-        own = sorted(stage for stage, j in kinds if j == i)
-        assert own in [list(range(copy * n, (copy + 1) * n)) for copy in range(s.copies)]
-    assert len({rank for op, rank in s.ranks().items() if op.stage == 0}) == 1
+        stages = sorted(stage for stage, j in kinds if j == i)
+        assert stages in [list(range(copy * n, (copy + 1) * n)) for copy in range(s.copies)]
+    assert len({rank for op, rank in s.rank_by_op().items() if op.stage == 0}) == 1
 
 
 @FIXED
 @given(timelines())
 def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Timeline) -> None:
-    end, rank_of, c = ends(t), t.schedule.ranks(), t.costs.communication
+    end, rank_of, c = ends(t), t.schedule.rank_by_op(), t.costs.communication
     n = t.schedule.num_stages
     for rank in range(t.schedule.num_ranks):
         line = [event for event in t.events if event.rank == rank]
@@ -97,8 +97,8 @@ def test_swapping_two_operations_runs_or_reports_a_real_cycle(
 ) -> None:
     rank = data.draw(st.integers(0, s.num_ranks - 1))
     orders = [list(order) for order in s.orders]
-    places = st.integers(0, len(orders[rank]) - 1)
-    a, b = data.draw(places), data.draw(places)
+    positions = st.integers(0, len(orders[rank]) - 1)
+    a, b = data.draw(positions), data.draw(positions)
     orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
     broken = replace(s, orders=tuple(map(tuple, orders)))
     try:
@@ -109,15 +109,15 @@ def test_swapping_two_operations_runs_or_reports_a_real_cycle(
         assert len(result.events) == sum(len(order) for order in s.orders)
         return
     # Each rank waits for the current or a later operation of the next rank in the cycle.
-    circle = re.findall(r"is at (\d+)(\w)(\d+), which needs", str(result))
-    cycle = [Op(kind, int(stage), int(i)) for stage, kind, i in circle]
-    ranks = [broken.ranks()[op] for op in cycle]
+    matches = re.findall(r"is at (\d+)(\w)(\d+), which needs", str(result))
+    cycle = [Op(kind, int(stage), int(i)) for stage, kind, i in matches]
+    ranks = [broken.rank_by_op()[op] for op in cycle]
     assert len(set(ranks)) == len(ranks) >= 1
     for k, stuck in enumerate(cycle):
         following = (k + 1) % len(ranks)
         order = broken.orders[ranks[following]]
-        at = next(n for n, item in enumerate(order) if cycle[following] in item.parts)
-        to_come = {op for item in order[at:] for op in item.parts}
+        position = next(n for n, item in enumerate(order) if cycle[following] in item.parts)
+        to_come = {op for item in order[position:] for op in item.parts}
         assert to_come & set(broken.needs(stuck))
         assert f"rank {ranks[k]} is at {stuck}, which needs" in str(result)
 

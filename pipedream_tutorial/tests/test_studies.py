@@ -4,7 +4,7 @@ otherwise."""
 from typing import Any
 
 import pytest
-from pipedream.__main__ import TRAINED
+from pipedream.__main__ import SCHEDULES_TO_TRAIN
 from pipedream.train.oracle import MicrobatchError, train, train_and_check
 
 from results.lab.tutorial.staleness import gradient_errors
@@ -18,22 +18,23 @@ def sizes(p: int, m: int = 4, num_batches: int = 3, rate: float = 0.5) -> dict[s
 
 
 def equal_by_stage(error: MicrobatchError) -> list[bool]:
-    return [off == 0 for off in error.per_stage]  # an error of exactly 0 means equal bits
+    # An error of exactly 0 means equal bits.
+    return [relative_error == 0 for relative_error in error.per_stage]
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "zb-h2"])
 def test_gradients_equal_autograd_at_the_weight_versions_used_bitwise(name: str) -> None:
     p = 3
-    _, seen = train_and_check(name, **sizes(p))
-    assert sorted(one.microbatch for one in seen) == list(range(12))
-    assert all(equal_by_stage(one) == [True] * p for one in seen)
+    _, errors = train_and_check(name, **sizes(p))
+    assert sorted(error.microbatch for error in errors) == list(range(12))
+    assert all(equal_by_stage(error) == [True] * p for error in errors)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_in_place_updates_give_wrong_gradients_except_on_the_last_stage(p: int) -> None:
-    for one in train_and_check("pipedream-no-stash", **sizes(p))[1]:
-        right = [True] * p if one.microbatch == 0 else [False] * (p - 1) + [True]
-        assert equal_by_stage(one) == right, one.microbatch
+    for error in train_and_check("pipedream-no-stash", **sizes(p))[1]:
+        expected = [True] * p if error.microbatch == 0 else [False] * (p - 1) + [True]
+        assert equal_by_stage(error) == expected, error.microbatch
 
 
 def test_in_place_error_is_linear_in_the_learning_rate_and_falls_towards_the_end() -> None:
@@ -48,7 +49,7 @@ def test_in_place_error_is_linear_in_the_learning_rate_and_falls_towards_the_end
         assert row["per_stage"][-1] == 0
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", SCHEDULES_TO_TRAIN)
 def test_checking_gradients_does_not_change_training(name: str) -> None:
     result, errors = train_and_check(name, **sizes(3))
     assert result.losses == train(name, **sizes(3)).losses

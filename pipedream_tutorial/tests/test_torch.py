@@ -15,7 +15,7 @@ from starting import run
 
 CHILD = Path(__file__).with_name("run_csv.py")
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 17)]
-BOTH: list[tuple[str, str, int]] = [
+SHARED_SCHEDULES: list[tuple[str, str, int]] = [
     ("gpipe", "ScheduleGPipe", 1),
     ("1f1b", "Schedule1F1B", 1),
     ("interleaved", "ScheduleInterleaved1F1B", 2),
@@ -53,7 +53,7 @@ def forward_numbered_from_1(op: str) -> str:
     return f"{stage}F{int(microbatch) + 1}" if forward else op
 
 
-@pytest.mark.parametrize(("name", "kind", "v"), BOTH)
+@pytest.mark.parametrize(("name", "kind", "v"), SHARED_SCHEDULES)
 def test_torchs_orders_and_csvs_equal_ours(name: str, kind: str, v: int, tmp_path: Path) -> None:
     compared = 0
     for p, m in SIZES:

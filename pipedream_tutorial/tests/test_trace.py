@@ -35,7 +35,7 @@ def timeline_of(name: str, communication: str = "0") -> Timeline:
     return simulate(schedule, costs)
 
 
-def written(run: Timeline, **more: Any) -> list[dict[str, Any]]:
+def written_events(run: Timeline, **more: Any) -> list[dict[str, Any]]:
     document = trace_document(run.schedule, predicted=run, batch_size=M, **more)
     return json.loads(json.dumps(document))["traceEvents"]
 
@@ -100,7 +100,7 @@ def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> 
     several transfers are in flight at the same time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
-    events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
+    events = written_events(timeline, policy=POLICIES["flush"], unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
     names = {op: " | ".join(map(str, e.item.parts)) for e in timeline.events for op in e.item.parts}
@@ -114,10 +114,10 @@ def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> 
         (e.rank, names[e.item.parts[0]], e.start * tick, (e.end - e.start) * tick)
         for e in timeline.events
     }
-    on_the_way = [e for e in events if e["ph"] == "X" and e["cat"] != "compute"]
+    transfer_events = [e for e in events if e["ph"] == "X" and e["cat"] != "compute"]
     latency = timeline.costs.communication
-    assert len(on_the_way) == (2 * len(transfers(timeline.schedule)) if latency else 0)
-    assert {ns(e["dur"]) for e in on_the_way} == ({latency * tick} if latency else set())
+    assert len(transfer_events) == (2 * len(transfers(timeline.schedule)) if latency else 0)
+    assert {ns(e["dur"]) for e in transfer_events} == ({latency * tick} if latency else set())
 
 
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
@@ -127,22 +127,24 @@ def test_counters_match_the_activations_in_flight(name: str) -> None:
     last pass."""
     run = timeline_of(name)
     policy = POLICIES["stash" if name == "pipedream" else "flush"]
-    events = [e for e in written(run, policy=policy) if e["ph"] == "C"]
+    events = [e for e in written_events(run, policy=policy) if e["ph"] == "C"]
     last = {op[1:]: end for op, (_, end) in run.times.items() if op.kind in "BW"}
     spans = [(s, i, run.times["F", s, i][0], end) for (s, i), end in last.items()]
-    whole = run.schedule.stages_per_rank
+    stages_per_rank = run.schedule.stages_per_rank
     use = weight_use(run.schedule, policy, M)
-    for rank, stages in enumerate(run.schedule.stages()):
-        own = {e["name"]: {} for e in events}
+    for rank, stages in enumerate(run.schedule.stages_by_rank()):
+        counters = {e["name"]: {} for e in events}
         for e in events:  # if there are several values at one time, the last one counts
             if e["pid"] == 1000 + rank:
-                own[e["name"]][e["ts"]] = e["args"]["count"]
-        held, kept = own.values()
+                counters[e["name"]][e["ts"]] = e["args"]["count"]
+        held, kept = counters.values()
         for moment in {end for _, _, _, end in spans}:
-            at = [end <= moment for s, _, begin, end in spans if s in stages and begin <= moment]
+            has_ended = [
+                end <= moment for s, _, begin, end in spans if s in stages and begin <= moment
+            ]
             before = max(ts for ts in held if ts <= moment * 10**6 + 1e-3)
-            assert held[before] == at.count(False) / whole
-        assert max(kept.values()) == sum(use[s].peak_versions for s in stages) / whole
+            assert held[before] == has_ended.count(False) / stages_per_rank
+        assert max(kept.values()) == sum(use[s].peak_versions for s in stages) / stages_per_rank
         assert max(held.values()) == peak_activations(run.schedule)[rank]
     again = with_recomputation(run.schedule, Fraction(1, 20))
     times = simulate(again, run.costs).times
@@ -157,7 +159,7 @@ def test_prediction_and_measurement_are_written_to_one_file(name: str) -> None:
     timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=3))
     measured = with_messages(timeline, 10**6)
     policy = POLICIES["stash" if name == "1f1b" else "flush"]
-    events = written(timeline, measured=measured, policy=policy, unit_s=0.001)
+    events = written_events(timeline, measured=measured, policy=policy, unit_s=0.001)
     check_format(events)
     check_arrows(events, {(str(a), str(b)) for a, b in transfers(timeline.schedule)})
     # Transfers that overlap in time have separate threads.

@@ -91,7 +91,7 @@ def test_memory_and_traffic_of_zb_v_differ_from_1f1b() -> None:
     parameters = [stage_parameters(SMALL, layout, r) for r in range(4)]
     assert sum(parameters) == SMALL.parameters
     schedule = build_schedule("zb-v", 4, 8)
-    ranks = schedule.ranks()
+    ranks = schedule.rank_by_op()
     hops = [0] * 4
     for sender, _ in transfers(schedule):
         hops[ranks[sender]] += 1
@@ -116,6 +116,6 @@ def test_memory_cost_of_zb_h1_depends_on_the_logits() -> None:
         return cost(MEDIUM, layout, sequences=64, microbatch=4).memory
 
     flush = memory()
-    both = memory(schedule="zb-h1", logit_bytes=2) + 2 * 4 * 1024 * MEDIUM.vocabulary
-    found = memory(schedule="zb-h1"), memory(schedule="zb-h1", logit_bytes=2), both
+    with_logit_gradient = memory(schedule="zb-h1", logit_bytes=2) + 2 * 4 * 1024 * MEDIUM.vocabulary
+    found = memory(schedule="zb-h1"), memory(schedule="zb-h1", logit_bytes=2), with_logit_gradient
     assert [round(100 * (one / flush - 1)) for one in found] == [61, 31, 38]

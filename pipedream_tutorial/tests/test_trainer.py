@@ -60,7 +60,7 @@ def test_first_weight_version_is_freed_after_its_last_use(policy: str, kept: boo
 
 def test_split_backward_needs_as_many_matmuls_as_an_unsplit_one() -> None:
     """Two half backward passes need the same number of matrix multiplications as one whole pass."""
-    layers, linears, kinds = 2, 2, 3  # y, dX and dW
+    layers, linears, matmuls_per_linear = 2, 2, 3  # y, dX and dW
     x = torch.randn(8, 32, dtype=torch.float64)
     for schedule in ("zb-h1", "1f1b"):
         trainer = one_stage(build_stages(3, layers, seed=0)[1], 1, 3, "flush", schedule)
@@ -68,5 +68,5 @@ def test_split_backward_needs_as_many_matmuls_as_an_unsplit_one() -> None:
             trainer.forward(0, x, x)
             trainer.input_gradient(0, x)
             trainer.weight_gradient(0)
-        products = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())
-        assert products == layers * linears * kinds
+        num_matmuls = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())
+        assert num_matmuls == layers * linears * matmuls_per_linear

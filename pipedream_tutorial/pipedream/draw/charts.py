@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.grids import Work, durations_text, rank_axis
+from pipedream.draw.grids import PictureData, durations_text, rank_axis
 from pipedream.draw.page import LINE_COLORS, SMALL, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
@@ -23,28 +23,28 @@ from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Config, Row, closed_form, measure
 from pipedream.simulate.measures import Steps, held_activations, live_versions
 
-AGAINST_M = (
+BUBBLE_SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
 )  # fmt: skip
-OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
+MEMORY_SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
 STEADY_NOTE = "Consecutive batches: each rank starts its next batch as soon as it is free"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
-HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
-BEATEN: dict[str, Any] = {
+HOLLOW_MARKER: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
+DOMINATED_STYLE: dict[str, Any] = {
     "marker": "o", "linestyle": "", "color": LINE_COLORS[6], "markersize": 9.0,
     "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
-BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLORS[4]}
-LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
-FLOOR = 0.4  # distance from a lane's middle down to its zero line
+PARETO_STYLE: dict[str, Any] = DOMINATED_STYLE | {"marker": "D", "color": LINE_COLORS[4]}
+LANE_HEIGHT = 0.8  # height of the largest value in a lane; lanes are 1 apart
+ZERO_LINE_OFFSET = 0.4  # distance from a lane's middle down to its zero line
 
 
-def utilization_comparison(work: Work) -> Figure:
+def utilization_comparison(data: PictureData) -> Figure:
     """Draw every schedule's utilization under three definitions, with the lowest on top.
     PipeDream's weight policies share a row if their utilization is equal."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
-    for row in work.possible_rows:
+    for row in data.possible_rows:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
         family = "pipedream" if row.name.startswith("pipedream") else row.name
         bars[tuple(1 - idle for idle in idles), family].append(row.title)
@@ -52,11 +52,11 @@ def utilization_comparison(work: Work) -> Figure:
         (shares, f"{titles[0]}, all {len(titles)} variants" if len(titles) > 1 else titles[0])
         for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
     ]
-    steady = sum(row.steady_idle == 0 for row in work.possible_rows)
+    steady = sum(row.steady_idle == 0 for row in data.possible_rows)
     title = (
-        f"{work.config['num_stages']} ranks, {work.config['num_microbatches']} microbatches: busy "
+        f"{data.config['num_stages']} ranks, {data.config['num_microbatches']} microbatches: busy "
         f"for {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
-        f"{steady} of {len(work.possible_rows)} schedules never idle between consecutive batches"
+        f"{steady} of {len(data.possible_rows)} schedules never idle between consecutive batches"
     )
     colors = LINE_COLORS[1], LINE_COLORS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
@@ -70,7 +70,7 @@ def utilization_comparison(work: Work) -> Figure:
     ]
     figure, (ax,) = new_figure(
         title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95,
-        notes=[STEADY_NOTE, *work.refusals],
+        notes=[STEADY_NOTE, *data.refusals],
     )  # fmt: skip
     text_style: dict[str, Any] = {
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
@@ -104,10 +104,10 @@ class IdleCurve(NamedTuple):
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
-    """Return the idle curves of the schedules in AGAINST_M for the numbers of microbatches in
-    `counts`. Schedules with equal values share a curve."""
+    """Return the idle curves of the schedules in BUBBLE_SCHEDULES for the numbers of microbatches
+    in `counts`. Schedules with equal values share a curve."""
     curves: list[IdleCurve] = []
-    for name in AGAINST_M:
+    for name in BUBBLE_SCHEDULES:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
         for m in counts:
             sized = {**config, "num_microbatches": m}
@@ -130,12 +130,12 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
     return curves
 
 
-def bubble_vs_microbatches(work: Work) -> Figure:
+def bubble_vs_microbatches(data: PictureData) -> Figure:
     """Plot idle shares against the number of microbatches, with closed forms as lines and
     simulations as points."""
-    p = work.config["num_stages"]
+    p = data.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
-    curves = idle_curves(work.config, counts)
+    curves = idle_curves(data.config, counts)
     gpipe_shares = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
     min_m, *_, max_m = gpipe_shares
     title = (
@@ -149,7 +149,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         for index, curve in enumerate(curves)
     ]
     figure, axes = new_figure(title, [4.8], legend=legend, legend_columns=4, columns=2, notes=notes)
-    shares = [float(share) for c in curves for both in c.simulated.values() for share in both]
+    shares = [float(share) for c in curves for pair in c.simulated.values() for share in pair]
     smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
     ticks = [y for y in steps if smallest < y <= max(shares)]
@@ -161,7 +161,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
                 (curve.closed, {"marker": "", "linewidth": 2}),
                 (curve.simulated, {"linestyle": ""}),
             ):
-                ys = [float(both[measure_index]) for both in points.values()]
+                ys = [float(pair[measure_index]) for pair in points.values()]
                 ax.plot([*points], ys, **_curve_style(index) | style_changes)
         ax.set_xscale("log", base=2)
         ax.set_xlim(counts[0] / 1.15, counts[-1] * 1.15)
@@ -175,12 +175,14 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     return figure
 
 
-def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
+def log_axis(
+    ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero_label: str
+) -> None:
     """Give the y axis a logarithmic scale for shares, with a separate line for 0 below it."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
-    ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%" if y else zero)
+    ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%" if y else zero_label)
     ax.grid(axis="y", color="#E0E0E0")
 
 
@@ -189,15 +191,15 @@ def _curve_style(index: int) -> dict[str, Any]:
     own list of values."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
     style = {key: values[index % len(values)] for key, values in kinds.items()}
-    return HOLLOW | {"markersize": 8} | style
+    return HOLLOW_MARKER | {"markersize": 8} | style
 
 
-def memory_vs_bubble(work: Work) -> Figure:
+def memory_vs_bubble(data: PictureData) -> Figure:
     """Plot the peak memory (activations and weight versions) of the rank that needs the most,
     against the idle share of consecutive batches."""
-    weights = work.config["weight_size"]
+    weights = data.config["weight_size"]
     titles_by_point: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
-    for row in work.possible_rows:
+    for row in data.possible_rows:
         if row.policy.stashed:
             activations_and_copies = zip(row.peak_activations, row.weight_copies, strict=True)
             activations, copies = max(
@@ -215,11 +217,14 @@ def memory_vs_bubble(work: Work) -> Figure:
     title = f"Idle time against memory: only {', '.join(best)} {verb} Pareto-optimal"
     legend = [
         Line2D(
-            [], [], label="Pareto-optimal: no other schedule is at least as good in both", **BEST
+            [],
+            [],
+            label="Pareto-optimal: no other schedule is at least as good in both",
+            **PARETO_STYLE,
         ),
-        Line2D([], [], label="other schedules", **BEATEN),
+        Line2D([], [], label="other schedules", **DOMINATED_STYLE),
     ]
-    hidden_titles = [row.title for row in work.possible_rows if not row.policy.stashed]
+    hidden_titles = [row.title for row in data.possible_rows if not row.policy.stashed]
     size = f"A copy of a rank's weights takes {number(weights)} times the memory of a microbatch"
     notes = [
         STEADY_NOTE,
@@ -229,8 +234,8 @@ def memory_vs_bubble(work: Work) -> Figure:
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in titles_by_point)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in titles_by_point)) + 0.5)
     for points, style in (
-        ([at for at in titles_by_point if at not in front], BEATEN),
-        (front, BEST),
+        ([point for point in titles_by_point if point not in front], DOMINATED_STYLE),
+        (front, PARETO_STYLE),
     ):
         ax.plot([float(x) for x, _ in points], [float(y) for _, y in points], **style)
     ax.grid(color="#E6E6E6")
@@ -244,14 +249,14 @@ def memory_vs_bubble(work: Work) -> Figure:
     return figure
 
 
-def activations_and_versions(work: Work) -> Figure:
+def activations_and_versions(data: PictureData) -> Figure:
     """Draw held activations as areas and kept weight versions as lines over two batches. Each
     schedule has a panel, and each rank has a lane in the panel. All lanes share one scale. The two
     peaks of a lane are written beside it."""
-    rows = {row.name: row for row in work.possible_rows}
-    shown = [rows[name] for name in OVER_TIME if name in rows]
+    rows = {row.name: row for row in data.possible_rows}
+    shown = [rows[name] for name in MEMORY_SCHEDULES if name in rows]
     end = float(max(row.stream.makespan for row in shown))
-    p = work.config["num_stages"]
+    p = data.config["num_stages"]
     fullest = max(shown, key=lambda row: max(row.peak_activations))
     most_copies = max(shown, key=lambda row: max(row.weight_copies))
     max_held, max_kept = max(fullest.peak_activations), max(most_copies.weight_copies)
@@ -269,7 +274,7 @@ def activations_and_versions(work: Work) -> Figure:
     figure, axes = new_figure(title, heights, columns=2, right=0.6, legend=legend, notes=notes)
     for index, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
-        rank_axis(ax, p, most_times=7)
+        rank_axis(ax, p, max_time_ticks=7)
         _draw_lanes(ax, row, max(max_held, max_kept))
         panel_title(ax, row.title)
         if index + 2 >= len(shown):
@@ -290,14 +295,23 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
 
     def draw_steps(points: Steps, rank: int, **style: Any) -> None:
         edges = [*(float(time) for time, _ in points), float(stream.makespan)]
-        heights = [rank + FLOOR - LANE * float(value / top) for _, value in points]
+        heights = [
+            rank + ZERO_LINE_OFFSET - LANE_HEIGHT * float(value / top) for _, value in points
+        ]
         ax.stairs(heights, edges, **style)
 
     for rank in ranks:
-        draw_steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLORS[6], lw=0)
+        draw_steps(
+            held[rank],
+            rank,
+            baseline=rank + ZERO_LINE_OFFSET,
+            fill=True,
+            color=LINE_COLORS[6],
+            lw=0,
+        )
         draw_steps(kept[rank], rank, baseline=None, color=LINE_COLORS[4], lw=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip
-        ax.axhline(rank + FLOOR, color="#C9C9C9", linewidth=0.8, zorder=0)
+        ax.axhline(rank + ZERO_LINE_OFFSET, color="#C9C9C9", linewidth=0.8, zorder=0)
     ax.set_ylim(len(ranks) - 0.5, -0.5)

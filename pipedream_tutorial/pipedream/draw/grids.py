@@ -37,7 +37,7 @@ Coloring = Callable[[Op], Color]
 
 
 @dataclass(frozen=True)
-class Work:
+class PictureData:
     """Sizes and settings for the pictures. The simulations run when a picture first needs their
     results."""
 
@@ -67,7 +67,7 @@ def kind_colors(schedule: Schedule) -> Coloring:
     second copy's stages on all ranks."""
     pale = {
         stage: position / max(2, len(stages))
-        for stages in schedule.stages()
+        for stages in schedule.stages_by_rank()
         for position, stage in enumerate(stages)
     }
     return lambda op: page.lighten(KINDS[op.kind][0], pale[op.stage])
@@ -77,7 +77,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return legend entries for the kinds of operations in the timelines and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Color, str]] = [entry for kind, entry in KINDS.items() if kind in used]
-    if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages()):
+    if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages_by_rank()):
         entries.append((page.lighten(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
     swatches = [Patch(fc=color, ec=EDGE, lw=0.6, label=text) for color, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
@@ -117,14 +117,18 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
     # Size in points of one unit of time and of one rank
-    points_per_time_unit = ax.bbox.width / (1.002 * end) / page.POINT
-    points_per_rank = ax.bbox.height / num_ranks / page.POINT
+    points_per_time_unit = ax.bbox.width / (1.002 * end) / page.PIXELS_PER_POINT
+    points_per_rank = ax.bbox.height / num_ranks / page.PIXELS_PER_POINT
     ax.barh(range(num_ranks), float(timeline.makespan), ROW, **IDLE_HATCH, gid="idle")
     cells: dict[Op, Rectangle] = {}
     for rank, item, start, stop in timeline.events:
         height = ROW / len(item.parts)
-        for part, op in enumerate(item.parts):  # a pair's forward is drawn above its backward
-            rectangle = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
+        for half_index, op in enumerate(item.parts):  # a pair's forward is drawn above its backward
+            rectangle = (
+                (float(start), rank - ROW / 2 + half_index * height),
+                float(stop - start),
+                height,
+            )
             cells[op] = Rectangle(*rectangle, facecolor=color(op), gid=str(op))
             ax.add_patch(cells[op])
     narrowest = (
@@ -162,12 +166,12 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     page.panel_title(ax, panel.text)
 
 
-def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
+def rank_axis(ax: Axes, num_ranks: int, *, max_time_ticks: int = 12) -> None:
     """Set one tick per rank, and integer ticks on the time axis."""
     ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=most_times, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=max_time_ticks, integer=True))
     ax.xaxis.set_major_formatter("{x:g}")
 
 
@@ -196,7 +200,7 @@ def lay_out(
     return figure
 
 
-def idle_share(timeline: Timeline) -> str:
+def idle_share_text(timeline: Timeline) -> str:
     """Return the idle share of the makespan as text, such as '27.3%'."""
     return percent(idle(timeline).makespan_fraction)
 
@@ -213,9 +217,8 @@ def cost_text(timeline: Timeline) -> str:
     microbatches."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
     makespan = number(timeline.makespan)
-    return (
-        f"ends at {makespan}, idle {idle_share(timeline)}; most microbatches held, by rank: {held}"
-    )
+    idle = idle_share_text(timeline)
+    return f"ends at {makespan}, idle {idle}; most microbatches held, by rank: {held}"
 
 
 def durations_text(timeline: Timeline) -> str:
@@ -231,20 +234,20 @@ def durations_text(timeline: Timeline) -> str:
     return f"F = {f}{backward}{stage_note}"
 
 
-def naive_pipeline(work: Work) -> Figure:
+def naive_pipeline(data: PictureData) -> Figure:
     """Draw the naive schedule, in which only one rank works at a time."""
-    timeline = measure("naive", work.config).batch
+    timeline = measure("naive", data.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
-        f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
+        f"{idle_share_text(timeline)} of {number(timeline.makespan)} time units"
     )
     return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
-def microbatch_forward(work: Work) -> Figure:
+def microbatch_forward(data: PictureData) -> Figure:
     """Draw the forward passes of one batch, first in one piece and then split into microbatches
     that fill the pipeline."""
-    config = work.config
+    config = data.config
     m = config["num_microbatches"]
     unsplit_config = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
     unsplit, split = (
@@ -255,8 +258,8 @@ def microbatch_forward(work: Work) -> Figure:
         f"time {number(split.makespan)} instead of {number(unsplit.makespan)}"
     )
     batch_label = f"0-{m - 1}" if m > 1 else "0"
-    unsplit_title = f"The batch in one piece: ranks idle for {idle_share(unsplit)}"
-    split_title = f"The same batch as {m} microbatches: ranks idle for {idle_share(split)}"
+    unsplit_title = f"The batch in one piece: ranks idle for {idle_share_text(unsplit)}"
+    split_title = f"The same batch as {m} microbatches: ranks idle for {idle_share_text(split)}"
     panels = [Panel(unsplit_title, unsplit, [lambda _: batch_label]), Panel(split_title, split)]
     return lay_out(title, panels, height_factor=1.4)
 
@@ -268,32 +271,32 @@ def forwards_only(timeline: Timeline) -> Timeline:
     return simulate(replace(schedule, orders=orders), timeline.costs)
 
 
-def microbatch_backward(work: Work) -> Figure:
+def microbatch_backward(data: PictureData) -> Figure:
     """Draw a whole GPipe batch: all forwards, then all backwards."""
-    timeline = measure("gpipe", work.config).batch
+    timeline = measure("gpipe", data.config).batch
     last = forwards_only(timeline).makespan
     title = (
-        f"GPipe, {work.config['num_microbatches']} microbatches: forward passes until "
+        f"GPipe, {data.config['num_microbatches']} microbatches: forward passes until "
         f"time {number(last)}, backward passes until {number(timeline.makespan)}; ranks idle for "
-        f"{idle_share(timeline)}"
+        f"{idle_share_text(timeline)}"
     )
     return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
-def all_schedules(work: Work) -> Figure:
+def all_schedules(data: PictureData) -> Figure:
     """Draw one batch under every order, on one time axis. Schedules with equal orders share a
     panel, such as 1F1B and PipeDream's policies."""
     groups: dict[object, list[Row]] = {}
-    for row in work.possible_rows:
+    for row in data.possible_rows:
         groups.setdefault(row.batch.schedule.orders, []).append(row)
     rows = sorted(
         (group[0] for group in groups.values()), key=lambda row: row.batch_idle.makespan_fraction
     )
     best, worst = rows[0], rows[-1]
     title = (
-        f"One batch of {work.config['num_microbatches']} microbatches on "
-        f"{work.config['num_stages']} ranks: from {idle_share(worst.batch)} idle ({worst.title}) "
-        f"to {idle_share(best.batch)} ({best.title})"
+        f"One batch of {data.config['num_microbatches']} microbatches on "
+        f"{data.config['num_stages']} ranks: from {idle_share_text(worst.batch)} idle "
+        f"({worst.title}) to {idle_share_text(best.batch)} ({best.title})"
     )
     # The naive schedule takes much longer. On its scale, all others would look alike.
     *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
@@ -309,16 +312,16 @@ def all_schedules(work: Work) -> Figure:
         if makespan > until:
             text += f"; cut off at {number(until)}"
         panels.append(Panel(text, first.batch))
-    return lay_out(title, panels, notes=work.refusals, height_factor=1, until=until)
+    return lay_out(title, panels, notes=data.refusals, height_factor=1, until=until)
 
 
-def weight_versioning(work: Work) -> Figure:
+def weight_versioning(data: PictureData) -> Figure:
     """Color cells by the weight version that each pass uses, with and without stashing. Outline a
     backward pass if its version differs from the version of its forward pass."""
-    timeline = measure("pipedream", work.config).batch
+    timeline = measure("pipedream", data.config).batch
     ops = list(timeline.schedule.ops())
     uses = {
-        text: weight_use(timeline.schedule, POLICIES[policy], work.config["num_microbatches"])
+        text: weight_use(timeline.schedule, POLICIES[policy], data.config["num_microbatches"])
         for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     }
     newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)

@@ -109,12 +109,12 @@ def panel_title(ax: Axes, text: str) -> None:
 
 
 Point = tuple[float, float]
-POINT = DPI / 72  # pixels per point
-DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
+PIXELS_PER_POINT = DPI / 72
+MARKER_RADIUS, CORE_RADIUS, LABEL_GAP, LEADER_DISTANCE = 9.0, 4.0, 11, 18
 """Lengths in points: the radius of a marker, the radius of its core, the distance from a marker to
 its label, and the distance beyond which a line connects the marker and the label."""
 LABEL_OFFSETS = sorted(
-    product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
+    product((*range(LABEL_GAP, 700, 13), *range(1 - LABEL_GAP, -700, -13), 0), range(-400, 401, 5)),
     key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
 )
 """Offsets, in typographic points, from a marker to the nearer side of its label, nearest first. For
@@ -130,7 +130,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
     alternative, because a line that crosses a point or a label seems to end at it. Set the axis
     limits before the call. Raises RuntimeError if there is no space."""
     pixels = ax.transData.transform
-    marks = [_box_around(pixels(at), DOT) for at in labels]
+    marks = [_box_around(pixels(at), MARKER_RADIUS) for at in labels]
     marks += [_box_around(pixels(at), 1) for at in avoid]
     boxes: list[Bbox] = []
     lines: list[Path] = []
@@ -138,10 +138,10 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
         style: dict[str, Any] = {"fontsize": SMALL, "va": "center_baseline"}
         text = ax.annotate(labels[point], point, (0, 0), textcoords="offset points", **style)
         text_width, text_height = text.get_window_extent().size
-        cores = [_box_around(pixels(at), CORE) for at in labels if at != point]
+        cores = [_box_around(pixels(at), CORE_RADIUS) for at in labels if at != point]
         for obstacles, offset in product((boxes + cores, boxes, []), LABEL_OFFSETS):
             side = np.sign(offset[0])
-            end = pixels(point) + POINT * np.array(offset)
+            end = pixels(point) + PIXELS_PER_POINT * np.array(offset)
             box = Bbox.from_bounds(
                 end[0] - (1 - side) / 2 * text_width,
                 end[1] - text_height / 2,
@@ -159,11 +159,11 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
         text.set(position=offset, ha={-1: "right", 0: "center", 1: "left"}[side])
         boxes.append(box)
         lines.append(line)
-        if hypot(*offset) > FAR:
+        if hypot(*offset) > LEADER_DISTANCE:
             line_ends = ax.transData.inverted().transform(line.vertices)
             ax.plot(*line_ends.T, color=GRAY, linewidth=0.8, zorder=1)
 
 
 def _box_around(pixel: np.ndarray, margin: float) -> Bbox:
     """Return a box around a pixel with a margin in typographic points."""
-    return Bbox([pixel, pixel]).padded(margin * POINT)
+    return Bbox([pixel, pixel]).padded(margin * PIXELS_PER_POINT)

@@ -21,7 +21,8 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
     """Draw a timeline as text: a time axis and one line per rank, in the format of
     pipedream_simple.py. Lines are wrapped at `columns`."""
     chunk_of_stage = [
-        {s: position for position, s in enumerate(stages)} for stages in timeline.schedule.stages()
+        {s: position for position, s in enumerate(stages)}
+        for stages in timeline.schedule.stages_by_rank()
     ]
     cells = []
     for rank, item, start, end in timeline.events:
@@ -29,8 +30,8 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
         texts = []
         for kind, stage, i in item.parts:
             position = chunk_of_stage[rank][stage]
-            second = kind.lower() if position else kind
-            texts.append(f"{kind}{i}/{position}" if has_many_chunks else f"{second}{i}")
+            letter = kind.lower() if position else kind
+            texts.append(f"{kind}{i}/{position}" if has_many_chunks else f"{letter}{i}")
         cells.append((rank, "&".join(texts), start, end))
     return simple.draw(cells, columns, _color_letters if color else lambda text, letters: letters)
 
@@ -41,17 +42,17 @@ def _color_letters(text: str, letters: str) -> list[str]:
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 
 
-def print_wrapped(text: str, begin: str = "") -> None:
-    """Print `begin` and `text`, wrapped at the width of the terminal. Continuation lines are
-    indented by the length of `begin`."""
-    print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
+def print_wrapped(text: str, prefix: str = "") -> None:
+    """Print `prefix` and `text`, wrapped at the width of the terminal. Continuation lines are
+    indented by the length of `prefix`."""
+    print(textwrap.fill(text, width(), initial_indent=prefix, subsequent_indent=" " * len(prefix)))
 
 
-def format_values(values: Sequence[Fraction | int], what: str) -> str:
-    """Return the values as text: one value per `what`, or a single value if all are equal."""
+def format_values(values: Sequence[Fraction | int], unit: str) -> str:
+    """Return the values as text: one value per `unit`, or a single value if all are equal."""
     if len(set(values)) == 1:
-        return f"{number(values[0])} on every {what}"
-    return f"{' '.join(map(number, values))} by {what}"
+        return f"{number(values[0])} on every {unit}"
+    return f"{' '.join(map(number, values))} by {unit}"
 
 
 def width() -> int:

@@ -206,16 +206,16 @@ def _parse_order(written: Sequence[str] | None, rank: int, kinds: str) -> list[O
     if written is None:
         raise WrongAnswer(f"the order of rank {rank} is missing: the function returns nothing")
     ops = []
-    for one in written:
-        op = re.fullmatch(rf"([{kinds}])(\d+)", str(one))
+    for text in written:
+        op = re.fullmatch(rf"([{kinds}])(\d+)", str(text))
         if op is None:
-            raise WrongAnswer(f"{one!r} is not an operation; write, for example, {kinds[0]}0")
+            raise WrongAnswer(f"{text!r} is not an operation; write, for example, {kinds[0]}0")
         ops.append(Op(op[1], rank, int(op[2])))
     return ops
 
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) for each microbatch
-EXACT = 1e-9  # float64 sums in different orders differ by less than this
+TOLERANCE = 1e-9  # float64 sums in different orders differ by less than this
 
 
 class Channel:
@@ -262,7 +262,7 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
             if len(gradients) < len(list(module.parameters())):
                 raise WrongAnswer(f"stage {stage} has no gradient")
             errors.append(relative_difference(gradients, [next(exact) for _ in gradients]))
-        if max(errors) > EXACT:
+        if max(errors) > TOLERANCE:
             raise WrongAnswer(
                 f"with m={m}, the gradient is off by {errors[0]:.0%} on stage 0 and by "
                 f"{errors[1]:.0%} on stage 1. All shapes are right and nothing crashed. "
@@ -287,12 +287,12 @@ def check_batch_gradient(
             float((a.detach() * b).sum()) for a, b in zip(gradients, exact, strict=True)
         )
         ratio = projection / sum(float(b.square().sum()) for b in exact)
-        if relative_difference(gradients, [ratio * b for b in exact]) > EXACT:
+        if relative_difference(gradients, [ratio * b for b in exact]) > TOLERANCE:
             off = f"{relative_difference(gradients, exact):.0%}"
             raise WrongAnswer(
                 f"with m={m}, the gradient is off by {off}, and its direction is wrong"
             )
-        if abs(ratio - 1) > EXACT:
+        if abs(ratio - 1) > TOLERANCE:
             raise WrongAnswer(
                 f"with m={m}, the gradient has the right direction, but is {ratio:.3g} times as "
                 "long as it should be. Training would seem to work, but with a different "
@@ -310,12 +310,12 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
     class Trainer(StageTrainer):
         """Trainer that computes the next weights with the student's `update` function."""
 
-        def _step(self, gradients: Gradients) -> list[Tensor]:
+        def _next_weights(self, gradients: Gradients) -> list[Tensor]:
             nonlocal replaced
             old = self.weights
             before = copy_weights(old)
-            given = dict(zip(old, gradients, strict=True))
-            new = update(dict(old), given, self.learning_rate)
+            gradients_by_name = dict(zip(old, gradients, strict=True))
+            new = update(dict(old), gradients_by_name, self.learning_rate)
             if not isinstance(new, dict) or new.keys() != old.keys():
                 raise WrongAnswer("update must return a dict with a tensor for each weight")
             replaced |= any(not torch.equal(old[name], before[name]) for name in old)
@@ -337,7 +337,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
         ) from error
     pairs = zip(weights, exact, strict=True)
     errors = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
-    if max(errors) > EXACT:
+    if max(errors) > TOLERANCE:
         shown = ", ".join(f"{100 * error:.2g}%" for error in errors)
         why = ". The new weights are not weight - learning_rate * gradient"
         if replaced:
@@ -375,7 +375,7 @@ def check_halves(
                 f"{name} has the shape {list(ours.shape)}; {like} has {list(theirs.shape)}"
             )
         off = relative_difference([ours], [theirs])
-        if off > EXACT:
+        if off > TOLERANCE:
             raise WrongAnswer(
                 f"{name} has the right shape but is off by {off:.0%}. Which function is between "
                 "Y and X W?"

@@ -51,22 +51,22 @@ def show(title: str, *schedules: Schedule) -> TimelinePicture:
 
 
 def tell(
-    what: str,
+    question: str,
     guess: object,
-    found: object,
+    result: object,
     *,
     right: object = None,
     why: str = "",
     picture: Any = None,
 ) -> Any:
-    """Print the result `found`, the guess, and whether the guess is right. Return the picture. If
+    """Print `result`, the guess, and whether the guess is right. Return the picture. If
     the guess is None, ask for a guess and return None. `right` is the correct guess if it differs
-    from `found`."""
+    from `result`."""
     if guess is None:
-        print(f"{what}: write your guess instead of None, and run this cell again")
+        print(f"{question}: write your guess instead of None, and run this cell again")
         return None
-    verdict = "right" if agree(guess, found if right is None else right) else "not right"
-    print(f"{what}: {found}   (your guess: {guess}, {verdict})")
+    verdict = "right" if agree(guess, result if right is None else right) else "not right"
+    print(f"{question}: {result}   (your guess: {guess}, {verdict})")
     if why:
         print(why)
     return picture
@@ -93,7 +93,7 @@ def _close(guess: Fraction, found: Fraction) -> bool:
 def numbers_in(value: object) -> list[Fraction]:
     """Return the numbers in a value, a list of values, or a string. Percentages become shares."""
     if isinstance(value, (list, tuple)):
-        return [number for one in value for number in numbers_in(one)]
+        return [number for item in value for number in numbers_in(item)]
     numbers = []
     for digits, sign in re.findall(r"(\d+(?:\.\d+)?(?:/[1-9]\d*)?)\s*(%?)", str(value)):
         numerator, _, denominator = digits.partition("/")

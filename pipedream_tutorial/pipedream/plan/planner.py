@@ -219,10 +219,10 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     smaller numbers suffice. Without replication, both rules give n_k = p - k.
     """
     in_flight: list[int] = []
-    following = 0
+    next_in_flight = 0
     for count in reversed(replicas):
-        in_flight.append(1 - -following // count)
-        following = in_flight[-1] * count
+        in_flight.append(1 - -next_in_flight // count)
+        next_in_flight = in_flight[-1] * count
     return tuple(reversed(in_flight))
 
 

@@ -70,10 +70,10 @@ def load_profile(path: Path) -> Profile:
     return Profile(**profile_values, layers=tuple(Layer(**layer) for layer in checked_layers))
 
 
-def _check_values(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
+def _check_values(content: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
     """Return the checked values. Raises UserError if a key is missing or unknown, or if a value is
     not accepted."""
-    values = found if isinstance(found, dict) else {}
+    values = content if isinstance(content, dict) else {}
     for key in values:
         if key not in rules:
             raise UserError(f"{where}: unknown key {key!r}", nearest(key, rules))

@@ -39,8 +39,8 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     values = [environment.get(name, "") for name in names]
     if not all(map(str.isdecimal, values)):
-        what = f"RANK is set, but {', '.join(names)} are not all numbers"
-        raise UserError(what, "start with torchrun, or unset RANK")
+        problem = f"RANK is set, but {', '.join(names)} are not all numbers"
+        raise UserError(problem, "start with torchrun, or unset RANK")
     rank, world_size, local_size = map(int, values)
     if world_size != num_stages:
         raise UserError(

@@ -68,7 +68,7 @@ class MeasuredRun:
         self.durations: dict[tuple[str, int], list[int]] = defaultdict(list)  # by kind, stage
         for (kind, stage, _), s in self.by_operation("compute").items():
             self.durations[kind, stage].append(s.end_ns - s.start_ns)
-        utilisation = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)
+        utilization = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)
         sent, received = self.by_operation("send"), self.by_operation("receive")
         received_early = [
             op for op in sent.keys() & received if received[op].end_ns < sent[op].start_ns
@@ -87,12 +87,12 @@ class MeasuredRun:
         on_gpus = [rank for rank in ranks if "peak_memory_mib" in rank]
         self.measured: dict[str, Any] = {
             "makespan_ms": _ms(span),
-            "utilisation": round(utilisation, 5),
-            "bubble": round(1 - utilisation, 5),
+            "utilisation": round(utilization, 5),
+            "bubble": round(1 - utilization, 5),
             "repeat_makespans_ms": list(map(_ms, spans)),
             "forward_ms": medians("F"),
             "backward_ms": medians("B", "I", "W"),  # B, or I + W
-            "peak_versions": [most for _, most in versions],
+            "peak_versions": [peak for _, peak in versions],
             # peak_memory_mib and waited_for_host have one value per rank, or are null on a CPU.
             "peak_memory_mib": [round(rank["peak_memory_mib"], 1) for rank in on_gpus] or None,
             "received_before_sent": len(received_early),  # 0 if the stages' clocks agree
@@ -150,19 +150,19 @@ class MeasuredRun:
 
 
 def build_record(
-    runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
+    runs: Sequence[MeasuredRun], calibration_run: MeasuredRun, run_metadata: Record
 ) -> dict[str, Any]:
     """Return a JSON-serializable record with one case per run. All times are in milliseconds. Lists
     have one entry per stage, except `losses` (one per batch), `repeat_makespans_ms` (one per
     repeat), `peak_memory_mib` and `waited_for_host` (one per rank).
 
-    `about` has the keys command, versions, machine, emulated_ms, workload and config. In the
-    record, `calibration` contains the durations measured in `calibrated_on`, from which all runs
+    `run_metadata` has the keys command, versions, machine, emulated_ms, workload and config. In the
+    record, `calibration` contains the durations measured in `calibration_run`, from which all runs
     are predicted. For an order found by a search, `found` contains each rank's sequence of F, I and
     W for one batch. `predicted` is null if the durations do not apply to the schedule.
     """
-    first = calibrated_on.case
-    costs = calibrated_on.costs(first.schedule.num_stages)
+    first = calibration_run.case
+    costs = calibration_run.costs(first.schedule.num_stages)
     backward = map(sum, zip(costs.input_gradient, costs.weight_gradient, strict=True))
     cases = []
     for run in runs:
@@ -171,13 +171,13 @@ def build_record(
             "schedule": run.case.name,
             "num_microbatches": m,
             "num_batches": schedule.num_microbatches // m,
-            "calibrated_on": run is calibrated_on,
+            "calibrated_on": run is calibration_run,
             "measured": run.measured,
             "predicted": None,
         }
         if run.case.memory is not None:
             case["found"] = ["".join(op.kind for op in order[: 3 * m]) for order in schedule.flat]
-        timeline = calibrated_on.predict(schedule)
+        timeline = calibration_run.predict(schedule)
         if timeline is not None:
             bubble = float(idle(timeline).makespan_fraction)
             uses = weight_use(schedule, run.case.policy, m).values()
@@ -190,7 +190,7 @@ def build_record(
         cases.append(case)
     return {
         "format": RECORD_FORMAT,
-        **about,
+        **run_metadata,
         "num_stages": first.schedule.num_ranks,
         "calibration": {
             "schedule": first.name,
@@ -216,17 +216,18 @@ def write_atomically(name: str, record: Record) -> None:
     temporary.replace(path)
 
 
-HOST_SHARE = 0.2  # the first operations of a run always end as soon as they are launched
+# The first operations of a run always end as soon as they are launched.
+MAX_LAUNCH_BOUND_SHARE = 0.2
 
 
-def waited_for_host(record: Record) -> list[str]:
-    """Return the runs in which more than HOST_SHARE of a stage's operations ended as soon as the
-    host had launched them. The times of such operations partly measure launching. A GPU that waits
-    in the middle of an operation and catches up is not detected."""
+def launch_bound_cases(record: Record) -> list[str]:
+    """Return the runs in which more than MAX_LAUNCH_BOUND_SHARE of a stage's operations ended as
+    soon as the host had launched them. The times of such operations partly measure launching. A GPU
+    that waits in the middle of an operation and catches up is not detected."""
     return [
         _case_name(case)
         for case in record["cases"]
-        if max(case["measured"].get("waited_for_host") or [0]) > HOST_SHARE
+        if max(case["measured"].get("waited_for_host") or [0]) > MAX_LAUNCH_BOUND_SHARE
     ]
 
 
@@ -266,7 +267,7 @@ def render(record: Record) -> str:
         lines.append("peak memory by stage, MiB")
         for name, peaks in memory.items():
             lines.append(f"  {name}: {', '.join(f'{mib:.0f}' for mib in peaks)}")
-    late_cases = waited_for_host(record)
+    late_cases = launch_bound_cases(record)
     if late_cases:
         lines.append(
             f"the GPU waited for the host to start its work in {', '.join(late_cases)}, so these "

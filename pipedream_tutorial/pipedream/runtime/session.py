@@ -40,22 +40,22 @@ def build_cases(config: Config) -> list[Case]:
         if schedule_name == "search":
             limits = config["memory"] or [config["num_stages"]]
         for limit, m in product(limits, config["num_microbatches"]):
-            schedule, policy = _orders_of("1f1b" if limit else schedule_name, config, m)
+            schedule, policy = _build_or_load("1f1b" if limit else schedule_name, config, m)
             name = f"{SEARCH_PREFIX}{limit}" if limit else schedule_name
             cases.append(Case(name, m, schedule, policy, limit))
     first = cases[0]
     if any(case.memory for case in cases) and (first.memory or not first.schedule.splits_backward):
-        what = "no schedule runs before it"
+        problem = "no schedule runs before it"
         if not first.memory:
-            what = f"{first.name}, which runs first, does not split its backward passes"
+            problem = f"{first.name}, which runs first, does not split its backward passes"
         raise UserError(
-            f"schedule=search needs measured times of F, I and W, but {what}",
+            f"schedule=search needs measured times of F, I and W, but {problem}",
             "set schedule=zb-h1,search",
         )
     return cases
 
 
-def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
+def _build_or_load(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     """Return the schedule for all batches and its weight policy. `name` is the name of a schedule
     or the path of a CSV file."""
     if name in SCHEDULES:
@@ -82,16 +82,18 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
-def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
+def gather_weights(
+    case: Case, workload: Workload, own_weights: Mapping[int, Weights]
+) -> list[Weights]:
     """On rank 0, return the weights of every stage. Return an empty list on other ranks. All ranks
     must call this function."""
     if dist.get_rank() > 0:
-        for weight in chain.from_iterable(weights.values() for weights in own.values()):
+        for weight in chain.from_iterable(weights.values() for weights in own_weights.values()):
             dist.send(weight.contiguous(), 0)
         return []
-    final_weights = dict(own)
+    final_weights = dict(own_weights)
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
-    for rank, stages in enumerate(case.schedule.stages()[1:], 1):
+    for rank, stages in enumerate(case.schedule.stages_by_rank()[1:], 1):
         for stage in stages:
             parameters = modules[stage].named_parameters()
             final_weights[stage] = {
@@ -110,7 +112,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
     if rank == 0:
         print(describe(runner), flush=True)
     runner.connect_and_warm_up(cases)
-    about = describe_environment(runner, command)
+    run_metadata = describe_environment(runner, command)
     runs: list[MeasuredRun] = []
     calibration_run: MeasuredRun | None = None  # run whose durations predict all runs
     for case in cases:
@@ -144,7 +146,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
             flush=True,
         )
         if calibration_run and config["record"]:  # keeps these cases if a later case fails
-            write_atomically(config["record"], build_record(runs, calibration_run, about))
+            write_atomically(config["record"], build_record(runs, calibration_run, run_metadata))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
@@ -159,7 +161,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
             run_schedule(schedule, trainers, runner.workload.task)
             same = map(_bitwise_equal, run.weights, trainers.values())
             run.measured["weights_equal"] = all(same)
-    record = build_record(runs, calibration_run, about)
+    record = build_record(runs, calibration_run, run_metadata)
     print(render(record), flush=True)
     if config["record"]:
         write_atomically(config["record"], record)
@@ -189,10 +191,10 @@ def run_session(config: Config, command: str, rank: int) -> None:
 def describe(runner: RankRunner) -> str:
     """Describe the run: its stages, device and workload."""
     p, gpus = runner.config["num_stages"], torch.cuda.device_count()
-    where = "NCCL, one GPU per process" if runner.on_gpu else "gloo, on the CPU"
+    backend_text = "NCCL, one GPU per process" if runner.on_gpu else "gloo, on the CPU"
     if gpus and not runner.on_gpu and runner.config["device"] == "auto":
-        where += f", because there are only {gpus} GPUs for {p} stages"
-    text = f"{count(p, 'stage')}, one process per stage ({where}): {runner.workload.text}"
+        backend_text += f", because there are only {gpus} GPUs for {p} stages"
+    text = f"{count(p, 'stage')}, one process per stage ({backend_text}): {runner.workload.text}"
     if any(runner.sleep_ms):
         forward, backward = runner.sleep_ms
         text += (
@@ -223,8 +225,8 @@ def describe_environment(runner: RankRunner, command: str) -> dict[str, Any]:
     }
 
 
-def _bitwise_equal(ours: Weights, alone: StageTrainer) -> bool:
+def _bitwise_equal(ours: Weights, reference: StageTrainer) -> bool:
     """Return whether all weights are bitwise equal. Bits are compared because NaN does not equal
     NaN."""
-    pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
+    pairs = ((ours[name], w.detach().cpu()) for name, w in reference.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

@@ -202,7 +202,7 @@ class RankRunner:
         """
         directions = set()
         for schedule in schedules:
-            ranks = schedule.ranks()
+            ranks = schedule.rank_by_op()
             directions |= {
                 (ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)
             }
@@ -233,7 +233,7 @@ class RankRunner:
 
     def _trainers(self, case: Case) -> Trainers:
         schedule = case.schedule
-        stages = schedule.stages()[self.rank]
+        stages = schedule.stages_by_rank()[self.rank]
         return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
@@ -279,7 +279,7 @@ class RankRunner:
         self, case: Case, trainers: Trainers, clock: Clock, sleep_ms: tuple[float, float]
     ) -> None:
         """Run this rank's operations, and wait until all their results have been sent."""
-        ranks = case.schedule.ranks()
+        ranks = case.schedule.rank_by_op()
         orders = case.schedule.flat
         source = find_input_ops(case.schedule)
         target = {source_op: target_op for target_op, source_op in source.items()}
@@ -305,12 +305,12 @@ class RankRunner:
                     time.sleep(sleep_s)
             if result is None or op not in target:
                 continue
-            to = ranks[target[op]]
-            if to == self.rank:
+            receiver_rank = ranks[target[op]]
+            if receiver_rank == self.rank:
                 local_results[op] = result
             else:
                 with clock.span("send", op):
-                    self.peers[to].send(result)
+                    self.peers[receiver_rank].send(result)
         for peer in self.peers.values():
             peer.drain()
 

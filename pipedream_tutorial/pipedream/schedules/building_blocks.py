@@ -54,7 +54,7 @@ def _repeat_block(block: list[tuple[int, int, int, int]], m: int, reorder: bool)
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
         for rank_slots in slots:
-            rank_slots.append(sorted(slot for slot, _ in _weights(rank_slots)))
+            rank_slots.append(sorted(slot for slot, _ in _place_w(rank_slots)))
         _move_earlier(slots)
         _compact(slots)
         for rank_slots in slots:
@@ -63,22 +63,21 @@ def _repeat_block(block: list[tuple[int, int, int, int]], m: int, reorder: bool)
     return from_words([_word(rank_slots) for rank_slots in slots])
 
 
-def _word(own: list[list[int]]) -> list[str]:
-    """Return a rank's operations, including W, in slot order. `own` has the rank's slots by kind.
-    Operations of the rank's second stage, on the way up the V, have lowercase letters."""
-    placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
-    placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
+def _word(slots_by_kind: list[list[int]]) -> list[str]:
+    """Return a rank's operations, including W, in slot order. Operations of the rank's second
+    stage, on the way up the V, have lowercase letters."""
+    placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(slots_by_kind) for slot in line]
+    placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _place_w(slots_by_kind)]
     return [letter for _, letter in sorted(placed)]
 
 
-def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """For each W of a rank, yield its slot and the kind of its I. `own` has the rank's slots by
-    kind. Each W uses the first free slot after its I. The W operations that follow I_UP are placed
-    first."""
-    taken = set(chain(*own))
+def _place_w(slots_by_kind: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """For each W of a rank, yield its slot and the kind of its I. Each W uses the first free slot
+    after its I. The W operations that follow I_UP are placed first."""
+    taken = set(chain(*slots_by_kind))
     for kind in (I_UP, I_DOWN):
         slot = 0
-        for input_slot in own[kind]:
+        for input_slot in slots_by_kind[kind]:
             slot = max(slot, input_slot)
             while slot in taken:
                 slot += 1
@@ -92,14 +91,14 @@ def _move_earlier(slots: Slots) -> None:
     `slots` has no slots for W, operations before this period do not move either."""
     lines = [_RankSlots(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
-    full = slots[0][I_DOWN][0]
+    full_start = slots[0][I_DOWN][0]
     lasts = [(rank_slots[F_DOWN][-1], rank) for rank, rank_slots in enumerate(slots)]
-    drain_start = next((last for last in lasts if last > (full, 0)), (math.inf, 0))
-    fill_end = full if len(slots[0]) > W else 0
+    drain_start = next((last for last in lasts if last > (full_start, 0)), (math.inf, 0))
+    fill_end = full_start if len(slots[0]) > W else 0
     moved = (op for op in _operations(slots) if op[0] < fill_end or op[:2] > drain_start)
     for slot, rank, kind, i in sorted(moved):
         rank_slots = slots[rank]
-        earliest = _source(slots, rank, kind, i)
+        earliest = _input_slot(slots, rank, kind, i)
         if i:
             earliest = max(earliest, rank_slots[kind][i - 1])
         if F_DOWN < kind < W:
@@ -115,7 +114,7 @@ def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
                 yield slot, rank, kind, i
 
 
-def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
+def _input_slot(slots: Slots, rank: int, kind: int, i: int) -> int:
     """Return the slot in which a neighboring rank computes an operation's input. Return -1 if the
     input does not come from a neighboring rank."""
     neighbor = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
@@ -123,12 +122,12 @@ def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
 
 
 class _RankSlots:
-    """Slots of one rank. W operations that have no slot in `own` run in free slots."""
+    """Slots of one rank. W operations that have no slot in `slots_by_kind` run in free slots."""
 
-    def __init__(self, own: list[list[int]]) -> None:
-        self.idle = None if len(own) > W else W
-        self.kinds: list[int | None] = [None] * (1 + max(line[-1] for line in own))
-        for kind, line in enumerate(own):
+    def __init__(self, slots_by_kind: list[list[int]]) -> None:
+        self.idle_kind = None if len(slots_by_kind) > W else W
+        self.kinds: list[int | None] = [None] * (1 + max(line[-1] for line in slots_by_kind))
+        for kind, line in enumerate(slots_by_kind):
             for slot in line:
                 self.kinds[slot] = kind
         self.states: list[tuple[int, int]] = []
@@ -159,7 +158,7 @@ class _RankSlots:
         for slot in range(begin, len(kinds)):
             kind = kinds[slot]
             if kind is None and waiting:
-                kind = self.idle
+                kind = self.idle_kind
             held_change, waiting_change = CHANGES[kind]
             held += held_change
             waiting += waiting_change
@@ -177,6 +176,6 @@ def _compact(slots: Slots) -> None:
     of operations does not change."""
     free = [0] * len(slots)
     for _, rank, kind, i in sorted(_operations(slots)):
-        begin = max(free[rank], 1 + _source(slots, rank, kind, i))
+        begin = max(free[rank], 1 + _input_slot(slots, rank, kind, i))
         slots[rank][kind][i] = begin
         free[rank] = begin + 1

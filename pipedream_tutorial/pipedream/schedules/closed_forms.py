@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 
-class Case(NamedTuple):
+class ClosedFormInputs(NamedTuple):
     """Arguments of the closed forms: the sizes of a pipeline, and the durations of one microbatch
     on all layers of a rank."""
 
@@ -33,34 +33,34 @@ class Case(NamedTuple):
         return self.f + self.backward
 
 
-def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
+def idle_fraction(idle_time: Fraction, c: ClosedFormInputs) -> Fraction:
     """Return the idle share of a rank's time, from 0 to 1: X / (m T + X), with X = `idle_time`."""
     return idle_time / (c.m * c.total + idle_time)
 
 
-def even_fill(c: Case) -> Fraction:
+def fill_and_drain_idle(c: ClosedFormInputs) -> Fraction:
     return (c.p - 1) * c.total
 
 
-def interleaved_activations(c: Case, r: int) -> Fraction:
+def interleaved_activations(c: ClosedFormInputs, r: int) -> Fraction:
     per_round = c.m // max(1, c.m // c.p)  # microbatches before a rank switches stages
     return Fraction(min(c.m * c.v, (c.v - 1) * per_round + 2 * (c.p - 1 - r) + 1), c.v)
 
 
-def zb_h2_step(c: Case) -> Fraction:
+def zb_h2_step(c: ClosedFormInputs) -> Fraction:
     """Return how long two neighboring ranks wait for each other under ZB-H2. The time is 0 if I <=
     2 min(F, W) - F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
-def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
+def v_half_span_idle(c: ClosedFormInputs, r: int, x: Fraction) -> Fraction:
     """Return rank r's idle time within its span under V-Half. `x` is the idle time within the
     makespan. If p is even, the last two ranks end one operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
-    return x - (_started(c, r) - late) * c.f
+    return x - (_net_delay(c, r) - late) * c.f
 
 
-def v_min_activations(c: Case, r: int) -> Fraction:
+def v_min_activations(c: ClosedFormInputs, r: int) -> Fraction:
     """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is (p+4) //
     3. On rank 0, the peak is lower by one stage's activations if p = 2 mod 3."""
     peak = 2 * ((c.p + 4) // 3)
@@ -69,13 +69,13 @@ def v_min_activations(c: Case, r: int) -> Fraction:
     return Fraction(min(2 * c.m, c.m + 1 + r, peak), 2)
 
 
-def _started(c: Case, r: int) -> Fraction:
+def _net_delay(c: ClosedFormInputs, r: int) -> Fraction:
     """Return rank r's delay behind rank 0 at the start, minus its delay at the end, in units of F.
     The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
-def from_edge(c: Case, r: int) -> int:
+def distance_from_edge(c: ClosedFormInputs, r: int) -> int:
     return min(r, c.p - 1 - r)
 
 
@@ -84,20 +84,22 @@ class ClosedForm:
     """Formulas for one schedule. The defaults describe a pipeline that fills once and then
     flushes."""
 
-    makespan_idle: Callable[[Case], Fraction] = even_fill
+    makespan_idle: Callable[[ClosedFormInputs], Fraction] = fill_and_drain_idle
     """X: the time from 0 to the last rank's end, minus a rank's work. X is equal on all ranks."""
-    own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
+    span_idle_formula: Callable[[ClosedFormInputs, int, Fraction], Fraction] = lambda c, r, x: (
+        x - r * c.total
+    )
     """Idle time of rank r between its first start and its last end, computed from X."""
-    idle_holds: Callable[[Case], bool] = lambda c: True
+    idle_holds: Callable[[ClosedFormInputs], bool] = lambda c: True
     """Function that returns whether makespan_idle and own_idle are exact."""
-    peak_activations: Callable[[Case, int], Fraction | int]
+    peak_activations: Callable[[ClosedFormInputs, int], Fraction | int]
     """Peak activations of rank r, in microbatches on all of its layers. The formula is exact for
     all sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush
     need m >= p, and ZB-V needs F = I = W. Otherwise, the formula is an upper bound."""
-    peak_versions: Callable[[Case, int], int] = lambda c, s: 1
+    peak_versions: Callable[[ClosedFormInputs, int], int] = lambda c, s: 1
     """Maximum number of weight versions on stage s, in a run of at least 2 p microbatches and 3
     batches."""
-    staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
+    staleness: Callable[[ClosedFormInputs, int, int], int] = lambda c, s, microbatch: 0
     """Number of updates of stage s that the microbatch's gradient does not include. m is the number
     of microbatches per batch."""
     idle_text: str = "(p-1) (F+B)"
@@ -106,8 +108,8 @@ class ClosedForm:
     """Formula and range of validity in the source, if they differ from ours."""
     source: str
 
-    def span_idle(self, c: Case, r: int) -> Fraction:
-        return self.own_idle(c, r, self.makespan_idle(c))
+    def span_idle(self, c: ClosedFormInputs, r: int) -> Fraction:
+        return self.span_idle_formula(c, r, self.makespan_idle(c))
 
 
 PIPEDREAM = ClosedForm(
@@ -148,7 +150,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         # With fewer microbatches than ranks, a rank waits v times for the first microbatch to
         # return.
         makespan_idle=lambda c: (max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1) * c.total / c.v,
-        own_idle=lambda c, r, x: x - r * c.total / c.v,
+        span_idle_formula=lambda c, r, x: x - r * c.total / c.v,
         peak_activations=interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
@@ -156,7 +158,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-h1": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * (c.f + c.i) - (min(c.m, c.p) - 1) * min(c.f, c.i, c.w),
-        own_idle=lambda c, r, x: (
+        span_idle_formula=lambda c, r, x: (
             (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
         ),
         peak_activations=lambda c, r: min(c.m, c.p),
@@ -166,7 +168,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-h2": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.f, zb_h2_step(c)),
-        own_idle=lambda c, r, x: (c.p - 1 - r) * zb_h2_step(c),
+        span_idle_formula=lambda c, r, x: (c.p - 1 - r) * zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
         peak_activations=lambda c, r: min(c.m, 2 * c.p - 1),
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
@@ -176,7 +178,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * c.f / 2,
-        own_idle=lambda c, r, x: Fraction(0),
+        span_idle_formula=lambda c, r, x: Fraction(0),
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.f == c.i and c.w > 0 and c.w % c.f == 0,
         peak_activations=lambda c, r: min(c.m, c.p),
         idle_text="(p-1) F / 2, own span 0",
@@ -186,7 +188,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v-fixed": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
-        own_idle=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
+        span_idle_formula=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: Fraction(min(2 * c.m, 2 * c.p, c.m + 1 + r), 2),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
@@ -198,7 +200,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (
             (3 * ((c.p + 1) // 2) - Fraction(7, 2)) * c.f if c.p > 2 else (c.p - 1) * c.f / 2
         ),
-        own_idle=v_half_own,
+        span_idle_formula=v_half_span_idle,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 2,
         peak_activations=lambda c, r: Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2),
         idle_text="(3 ceil(p/2) - 7/2) F",
@@ -208,7 +210,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "v-min": ClosedForm(
         makespan_idle=lambda c: max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2),
-        own_idle=lambda c, r, x: x - _started(c, r) * c.f,
+        span_idle_formula=lambda c, r, x: x - _net_delay(c, r) * c.f,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
         peak_activations=v_min_activations,
         idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
@@ -218,7 +220,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "dualpipe-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * (2 * c.f + c.i - min(c.i, c.w)) / 2,
-        own_idle=lambda c, r, x: x - r * (c.f + c.i - min(c.i, c.w)) / 2,
+        span_idle_formula=lambda c, r, x: x - r * (c.f + c.i - min(c.i, c.w)) / 2,
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
         idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
@@ -228,7 +230,9 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "dualpipe": ClosedForm(
         makespan_idle=lambda c: (c.p // 2 - 1) * (2 * c.f + c.i - min(c.i, c.w)),
-        own_idle=lambda c, r, x: x - from_edge(c, r) * (c.f + c.i - min(c.i, c.w)),
+        span_idle_formula=lambda c, r, x: (
+            x - distance_from_edge(c, r) * (c.f + c.i - min(c.i, c.w))
+        ),
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: c.p + 1,
         idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
@@ -241,8 +245,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (
             (c.p - 2) * (max(c.f, c.backward) + (c.m // c.p - 1) * abs(c.f - c.backward))
         ),
-        own_idle=lambda c, r, x: x - from_edge(c, r) * c.total,
-        peak_activations=lambda c, r: c.p // 2 + 1 + from_edge(c, r),
+        span_idle_formula=lambda c, r, x: x - distance_from_edge(c, r) * c.total,
+        peak_activations=lambda c, r: c.p // 2 + 1 + distance_from_edge(c, r),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
         source="2107.06925",

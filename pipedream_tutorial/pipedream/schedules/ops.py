@@ -110,11 +110,11 @@ class Schedule:
         """Return all operations, including the operations in pairs."""
         return chain(*self.flat)
 
-    def stages(self) -> list[list[int]]:
+    def stages_by_rank(self) -> list[list[int]]:
         """Return each rank's stages, sorted."""
         return [sorted(set(map(itemgetter(1), order))) for order in self.flat]
 
-    def ranks(self) -> dict[Op, int]:
+    def rank_by_op(self) -> dict[Op, int]:
         """Map each operation to its rank."""
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
 

@@ -141,7 +141,7 @@ def chimera(p: int, m: int) -> Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScheduleSpec:
     """A schedule's title, orders and weight policy."""
 
     title: str
@@ -151,25 +151,27 @@ class Entry:
     copies: int = 1  # copies of the model; schedules with two copies can only be simulated
 
 
-SCHEDULES: dict[str, Entry] = {
-    "naive": Entry("Naive", partial(simple.build, "naive")),
-    "gpipe": Entry("GPipe", partial(simple.build, "gpipe")),
-    "1f1b": Entry("1F1B with flush", one_f_one_b),
-    "eager-1f1b": Entry("Eager 1F1B", eager_1f1b),
-    "pipedream": Entry("PipeDream", one_f_one_b, policy="stash"),
-    "pipedream-vertical": Entry("PipeDream, vertical sync", one_f_one_b, policy="vertical"),
-    "pipedream-no-stash": Entry("PipeDream, no stashing", one_f_one_b, policy="in-place"),
-    "pipedream-2bw": Entry("PipeDream-2BW", one_f_one_b, policy="2bw"),
-    "interleaved": Entry("Interleaved 1F1B", partial(simple.build, "interleaved"), options=("v",)),
-    "zb-h1": Entry("ZB-H1", partial(simple.build, "zb-h1")),
-    "zb-h2": Entry("ZB-H2", partial(simple.build, "zb-h2")),
-    "zb-v": Entry("ZB-V", partial(simple.build, "zb-v"), options=("duration",)),
-    "zb-v-fixed": Entry("ZB-V, torch's order", zb_v_fixed),
-    "v-half": Entry("V-Half", v_half, options=("reorder",)),
-    "v-min": Entry("V-Min", v_min, options=("reorder",)),
-    "dualpipe-v": Entry("DualPipeV", dualpipe_v),
-    "dualpipe": Entry("DualPipe", dualpipe, copies=2),
-    "chimera": Entry("Chimera", chimera, copies=2),
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "naive": ScheduleSpec("Naive", partial(simple.build, "naive")),
+    "gpipe": ScheduleSpec("GPipe", partial(simple.build, "gpipe")),
+    "1f1b": ScheduleSpec("1F1B with flush", one_f_one_b),
+    "eager-1f1b": ScheduleSpec("Eager 1F1B", eager_1f1b),
+    "pipedream": ScheduleSpec("PipeDream", one_f_one_b, policy="stash"),
+    "pipedream-vertical": ScheduleSpec("PipeDream, vertical sync", one_f_one_b, policy="vertical"),
+    "pipedream-no-stash": ScheduleSpec("PipeDream, no stashing", one_f_one_b, policy="in-place"),
+    "pipedream-2bw": ScheduleSpec("PipeDream-2BW", one_f_one_b, policy="2bw"),
+    "interleaved": ScheduleSpec(
+        "Interleaved 1F1B", partial(simple.build, "interleaved"), options=("v",)
+    ),
+    "zb-h1": ScheduleSpec("ZB-H1", partial(simple.build, "zb-h1")),
+    "zb-h2": ScheduleSpec("ZB-H2", partial(simple.build, "zb-h2")),
+    "zb-v": ScheduleSpec("ZB-V", partial(simple.build, "zb-v"), options=("duration",)),
+    "zb-v-fixed": ScheduleSpec("ZB-V, torch's order", zb_v_fixed),
+    "v-half": ScheduleSpec("V-Half", v_half, options=("reorder",)),
+    "v-min": ScheduleSpec("V-Min", v_min, options=("reorder",)),
+    "dualpipe-v": ScheduleSpec("DualPipeV", dualpipe_v),
+    "dualpipe": ScheduleSpec("DualPipe", dualpipe, copies=2),
+    "chimera": ScheduleSpec("Chimera", chimera, copies=2),
 }
 TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
 SEARCH_PREFIX = "search-"
@@ -194,9 +196,9 @@ def build_schedule(
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
         raise UserError(f"p={p}, m={m} and v={v} are not accepted", "each must be 1 or more")
-    given = {"v": v, "reorder": reorder, "duration": duration}
+    option_values = {"v": v, "reorder": reorder, "duration": duration}
     try:
-        orders = entry.orders(p, m, **{option: given[option] for option in entry.options})
+        orders = entry.orders(p, m, **{option: option_values[option] for option in entry.options})
     except ValueError as error:  # pipedream_simple.py does not raise UserError
         raise UserError(*str(error).split("; ")) from None
     return build_from_orders(name, orders, entry.copies)
@@ -217,18 +219,18 @@ def schedule_for_training(
     policy = SCHEDULES[name].policy
     if policy == "flush":
         return repeat(batch, num_batches), POLICIES[policy]
-    whole = build_schedule(name, num_stages, num_microbatches * num_batches)
+    full_schedule = build_schedule(name, num_stages, num_microbatches * num_batches)
     # This raises an error if a pass would use a version that does not exist yet.
-    weight_use(whole, POLICIES[policy], num_microbatches)
-    return whole, POLICIES[policy]
+    weight_use(full_schedule, POLICIES[policy], num_microbatches)
+    return full_schedule, POLICIES[policy]
 
 
-def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
+def layers_per_stage(layers_per_rank: int, stages_per_rank: int) -> int:
     """Return the number of layers per stage. Raises UserError if the layers cannot be divided
     evenly."""
-    if layers_of_a_rank % stages_per_rank:
+    if layers_per_rank % stages_per_rank:
         raise UserError(
-            f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",
+            f"a rank's layers ({layers_per_rank}) cannot be cut into {stages_per_rank} stages",
             f"set layers_per_stage to a multiple of {stages_per_rank}",
         )
-    return layers_of_a_rank // stages_per_rank
+    return layers_per_rank // stages_per_rank

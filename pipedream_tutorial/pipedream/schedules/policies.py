@@ -89,8 +89,8 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
     live: dict[Op, int] = {}
     updates = 0
-    upcoming = [op.microbatch for op in ops if op.kind == "F"]
-    remaining = Counter(i // m for i in upcoming)
+    forward_microbatches = [op.microbatch for op in ops if op.kind == "F"]
+    remaining = Counter(i // m for i in forward_microbatches)
     for op in ops:
         kind, _, i = op
         if kind == "F":
@@ -116,8 +116,8 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
         num_kept = 1
         if policy.stashed:  # the newest version, and versions in use or to be read later
             oldest = updates
-            if len(forward) < len(upcoming):
-                oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
+            if len(forward) < len(forward_microbatches):
+                oldest = policy.forward_version(updates, forward_microbatches[len(forward)], m, p)
             older = len(in_use) - (oldest in in_use)  # versions are read in order
             num_kept = updates + 1 - oldest + older
         live[op] = num_kept

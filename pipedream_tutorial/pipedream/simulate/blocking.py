@@ -43,7 +43,7 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
             f"{schedule.name} has several stages per rank",
             "choose a schedule with one stage per rank, such as 1f1b",
         )
-    ranks = schedule.ranks()
+    ranks = schedule.rank_by_op()
     programs = []
     for rank, order in enumerate(schedule.flat):
         steps: list[Step] = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pipedream_simple import DURATIONS, stage_durations
 
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm, ClosedFormInputs
 from pipedream.schedules.ops import Schedule, repeat, with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
@@ -99,7 +99,7 @@ class Row:
         return peak_activations(self._peak_schedule)
 
     @cached_property
-    def _use(self) -> dict[int, WeightUse]:
+    def _weight_use(self) -> dict[int, WeightUse]:
         """The weight versions of each stage, in the order of the stages. The stages of a second
         copy of the model follow."""
         if self.flushes:  # needs no simulation
@@ -111,13 +111,13 @@ class Row:
     def peak_versions(self) -> tuple[int, ...]:
         """Highest number of weight versions that each stage keeps. The stages are in the model's
         order."""
-        return tuple(use.peak_versions for use in self._use.values())
+        return tuple(use.peak_versions for use in self._weight_use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """For each stage, the largest number of updates between the version that a microbatch uses
         and the microbatch's own update."""
-        return tuple(max(use.staleness.values()) for use in self._use.values())
+        return tuple(max(use.staleness.values()) for use in self._weight_use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
@@ -125,14 +125,15 @@ class Row:
         the model (Chimera, DualPipe) count as two."""
         schedule = self._peak_schedule
         version_counts = (
-            sum(self._use[stage].peak_versions for stage in stages) for stages in schedule.stages()
+            sum(self._weight_use[stage].peak_versions for stage in stages)
+            for stages in schedule.stages_by_rank()
         )
         return tuple(Fraction(count, schedule.stages_per_rank) for count in version_counts)
 
     @property
     def mixes_versions(self) -> bool:
         """True if a backward pass and its forward pass use different weights."""
-        return any(use.backward != use.forward for use in self._use.values())
+        return any(use.backward != use.forward for use in self._weight_use.values())
 
 
 class Refused(NamedTuple):
@@ -204,7 +205,7 @@ def measure(name: str, config: Config) -> Row:
     )
 
 
-def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
+def closed_form(name: str, config: Config) -> tuple[ClosedForm, ClosedFormInputs] | None:
     """Return the schedule's closed form and its sizes, or None if no closed form applies. No closed
     form covers a CSV file, uneven stages, communication time, overlap, recomputation, or blocks
     without reordering."""
@@ -220,4 +221,4 @@ def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
         return None
     sizes = config["num_stages"], config["num_microbatches"], config["chunks"]
     f, i, w, _ = (scale[0] * config[key] for key in DURATIONS)
-    return CLOSED_FORMS[name], Case(*sizes, f, i, w)
+    return CLOSED_FORMS[name], ClosedFormInputs(*sizes, f, i, w)

@@ -37,7 +37,7 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
     )
 
 
-def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
+def _activation_changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
     """For each kind of operation, return the change in the held activations at its start and at its
     end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. A
     backward pass subtracts 1. If it is split, its W subtracts 1 instead. With R, the forward pass
@@ -56,7 +56,7 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return the peak activations of each rank. The unit is the activations of one microbatch on
     all of the rank's layers."""
-    changes = _changes(schedule)
+    changes = _activation_changes(schedule)
     peaks = []
     for order in schedule.flat:
         held = accumulate(chain.from_iterable([changes[kind] for kind, _, _ in order]))
@@ -72,7 +72,7 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
     """Return the activations that each rank holds over time. The unit is the activations of one
     microbatch on all of the rank's layers. Activations count from the start of a forward pass or R
     to the end of the pass that frees them."""
-    changes = _changes(schedule)
+    changes = _activation_changes(schedule)
     curves = []
     for order in schedule.flat:
         steps: Steps = [(0, Fraction(0))]
@@ -89,7 +89,7 @@ def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
     of all of the rank's layers. Every stage starts with one version. The number changes when an
     operation ends."""
     curves = []
-    for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
+    for order, stages in zip(schedule.flat, schedule.stages_by_rank(), strict=True):
         kept = dict.fromkeys(stages, 1)
         steps: Steps = [(0, Fraction(schedule.copies))]
         for op in order:

@@ -86,8 +86,8 @@ def search(
     ]
     best = min(scores, key=score_of)
     if prove:
-        shorter, proved = solve(problem, int(score_of(best)[0]), prove)
-        bound = max(bound, proved)
+        shorter, proved_bound = solve(problem, int(score_of(best)[0]), prove)
+        bound = max(bound, proved_bound)
         best = min([best, *shorter], key=score_of)
     schedule = build_from_orders(f"search-p{p}-m{m}-memory{memory}", from_words(best))
     makespan = int(score_of(best)[0])
@@ -169,11 +169,11 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
     of microbatches by which F may lead I. This number is equal on all ranks, or decreases by 1 or 2
     from rank to rank."""
     p = len(problem.durations)
-    most = problem.memory
+    memory = problem.memory
     candidates: dict[tuple[int, ...], None] = {}
     for step in (0, 1, 2):
-        for ahead in range(1, most + step * p + 1):
-            candidates[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
+        for ahead in range(1, memory + step * p + 1):
+            candidates[tuple(max(1, min(memory, ahead - step * rank)) for rank in range(p))] = None
     all_limits = list(candidates)
     max_limits = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
     # If there are many limits or sizes are large, return a few, evenly spaced.
@@ -198,10 +198,10 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
                 counts["F"] - counts["W"] == problem.memory
                 or counts["F"] - counts["I"] == limits[rank]
             )
-            for order, kind in enumerate("IFW"):
+            for priority, kind in enumerate("IFW"):
                 if counts[kind] < len(arrived[rank][kind]) and not (kind == "F" and full):
                     start = max(arrived[rank][kind][counts[kind]], free[rank])
-                    choices.append((start, order, rank, kind))
+                    choices.append((start, priority, rank, kind))
         start, _, rank, kind = min(choices)
         words[rank] += kind
         done[rank][kind] += 1
@@ -224,30 +224,32 @@ def improve(
     makespan and the span reach `goal`."""
     rng = random.Random(seed)
     current = best = words
-    shortest = score(problem, words)
-    length = shortest[0]
+    best_score = score(problem, words)
+    current_makespan = best_score[0]
     unit = min(time for rank_times in problem.durations for time in rank_times.values() if time)
     for turn in range(tries):
-        if shortest <= goal:
+        if best_score <= goal:
             break
         rank = rng.randrange(len(current))
         old = current[rank]
         source = rng.randrange(len(old))
         target = max(0, source + rng.choice((-1, 1)) * rng.randint(1, 6))
-        rest = old[:source] + old[source + 1 :]
-        new = rest[:target] + old[source] + rest[target:]
+        shortened_word = old[:source] + old[source + 1 :]
+        new = shortened_word[:target] + old[source] + shortened_word[target:]
         if new == old or not _allowed(new, problem.memory):
             continue
         changed = [*current[:rank], new, *current[rank + 1 :]]
         new_score = score(problem, changed)
-        heat = unit * (1 - turn / tries)
-        longer = new_score[0] - length
-        if longer <= 0 or rng.random() < math.exp(-longer / (heat / 3 + 1e-9)):
+        temperature = unit * (1 - turn / tries)
+        makespan_increase = new_score[0] - current_makespan
+        if makespan_increase <= 0 or rng.random() < math.exp(
+            -makespan_increase / (temperature / 3 + 1e-9)
+        ):
             current = changed
-            length = new_score[0]
-        if new_score < shortest:
+            current_makespan = new_score[0]
+        if new_score < best_score:
             best = changed
-            shortest = new_score
+            best_score = new_score
     return best
 
 
@@ -260,10 +262,10 @@ def _allowed(word: str, memory: int) -> bool:
     return True
 
 
-def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
-    """Search for the shortest order of at most `longest` ticks with OR-Tools' constraint solver
-    (CP-SAT), for at most `seconds`. Return ([words of the best order], lower bound in ticks). The
-    list is empty if the solver finds no order."""
+def solve(problem: Problem, max_makespan: int, seconds: float) -> tuple[list[Words], int]:
+    """Search for the shortest order of at most `max_makespan` ticks with OR-Tools' constraint
+    solver (CP-SAT), for at most `seconds`. Return ([words of the best order], lower bound in
+    ticks). The list is empty if the solver finds no order."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()
@@ -271,11 +273,11 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
     m = problem.num_microbatches
     c = problem.communication
     start = {
-        (kind, rank): [model.new_int_var(0, longest, f"{rank}{kind}{i}") for i in range(m)]
+        (kind, rank): [model.new_int_var(0, max_makespan, f"{rank}{kind}{i}") for i in range(m)]
         for rank in range(p)
         for kind in "FIW"
     }
-    end = model.new_int_var(0, longest, "makespan")
+    end = model.new_int_var(0, max_makespan, "makespan")
     model.minimize(end)
     for rank, durations in enumerate(problem.durations):
         model.add(end >= start["W", rank][-1] + durations["W"])

@@ -293,7 +293,7 @@ def _deadlock_error(schedule: Schedule, ended: Sequence[int]) -> Exception:
         for need in schedule.needs(op):
             if need not in schedule:
                 return ValueError(f"{op} needs {need}, which no rank runs")
-    ranks = schedule.ranks()
+    ranks = schedule.rank_by_op()
     lines = list(zip(schedule.orders, ended, strict=True))
     done = {op for order, count in lines for item in order[:count] for op in item.parts}
     waiting = {}
@@ -315,7 +315,7 @@ def load_order(path: Path) -> Schedule:
             raise ValueError(f"its {count} microbatches are not numbered from 0 to {count - 1}")
         if all(kind == "F" for kind, _ in schedule.microbatches_of):
             raise ValueError("it has no backward pass")
-        if len(set(map(len, schedule.stages()))) > 1:
+        if len(set(map(len, schedule.stages_by_rank()))) > 1:
             raise ValueError("its ranks have different numbers of stages")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:

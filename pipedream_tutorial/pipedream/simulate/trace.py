@@ -84,7 +84,7 @@ def trace_document(
 
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
     """Return (sending operation, receiving operation) for each result that leaves its rank."""
-    ranks = schedule.ranks()
+    ranks = schedule.rank_by_op()
     return [(a, b) for b, a in find_input_ops(schedule).items() if ranks[a] != ranks[b]]
 
 
@@ -102,7 +102,7 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
     slices = [Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.events]
     latency = timeline.costs.communication
     if latency:
-        ranks = timeline.schedule.ranks()
+        ranks = timeline.schedule.rank_by_op()
         for sender, receiver in transfers(timeline.schedule):
             _, sent = timeline.times[sender]
             transfer = sender, ns(sent), ns(sent + latency)
@@ -111,13 +111,13 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
     return slices
 
 
-def _name_events(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
+def _name_events(track: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
     """Return the events that set a process's or thread's name and its position in viewers."""
     common = {"ph": "M", "pid": pid, "tid": tid}
-    sort_index = pid if what == "process" else tid
+    sort_index = pid if track == "process" else tid
     return [
-        common | {"name": f"{what}_name", "args": {"name": name}},
-        common | {"name": f"{what}_sort_index", "args": {"sort_index": sort_index}},
+        common | {"name": f"{track}_name", "args": {"name": name}},
+        common | {"name": f"{track}_sort_index", "args": {"sort_index": sort_index}},
     ]
 
 
@@ -145,9 +145,9 @@ def _slices(
             if computed and op.kind != "W":  # W reads activations, but no weights
                 parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
-        late = [str(early_uses[op]) for op in s.item.parts if op in early_uses]
-        if computed and late:
-            args["starts before the end of"] = ", ".join(late)
+        unready_inputs = [str(early_uses[op]) for op in s.item.parts if op in early_uses]
+        if computed and unready_inputs:
+            args["starts before the end of"] = ", ".join(unready_inputs)
         yield {
             "ph": "X",
             "name": name if computed else f"{s.thread} {name}",

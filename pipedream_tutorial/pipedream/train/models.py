@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipedream.errors import UserError
-from pipedream.schedules.orders import layers_of_a_stage
+from pipedream.schedules.orders import layers_per_stage
 
 Config = Mapping[str, Any]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -185,7 +185,7 @@ class Workload:
                 f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
                 f"set num_stages to one of {divisors}, or set layers_per_stage",
             )
-        self.layers = config["layers_per_stage"] or total // p  # layers per rank
+        self.layers_per_rank = config["layers_per_stage"] or total // p
         batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
         dtype = config.get("dtype")
         self.loss: Loss
@@ -193,7 +193,7 @@ class Workload:
             dtype = dtype or "float64"
             task = build_task(seed=config["seed"], microbatch_size=batch)
             self.loss = functional.cross_entropy
-            text = f"{count(self.layers, 'layer')} per stage, {batch} samples"
+            text = f"{count(self.layers_per_rank, 'layer')} per stage, {batch} samples"
         else:
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
             # Four microbatches of normally distributed numbers replace embedded text and serve as
@@ -204,8 +204,8 @@ class Workload:
             task = Task(x, y.to(getattr(torch, dtype)), batch)
             self.loss = functional.mse_loss
             text = (
-                f"{count(self.layers, 'block')} of hidden size {shape[2]} per stage (no embedding, "
-                f"no head), {batch} sequences of {shape[1]}"
+                f"{count(self.layers_per_rank, 'block')} of hidden size {shape[2]} per stage "
+                f"(no embedding, no head), {batch} sequences of {shape[1]}"
             )
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} per microbatch, {dtype}"
@@ -216,7 +216,7 @@ class Workload:
         """Return the module of each stage. Every stage except the last returns a tensor with the
         shape and dtype of its input. Raises UserError if a rank's layers cannot be divided
         evenly."""
-        layers = layers_of_a_stage(self.layers, stages_per_rank)
+        layers = layers_per_stage(self.layers_per_rank, stages_per_rank)
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]
         if self.blocks is None:

@@ -148,9 +148,9 @@ def train_and_check(
         return [[next(gradients) for _ in stage_weights] for stage_weights in leaves]
 
     def gradient_error(i: int) -> MicrobatchError:
-        by_stage_number = collected.pop(i)
+        collected_by_stage = collected.pop(i)
         old_weights, computed, newest = zip(
-            *(by_stage_number[s] for s in sorted(by_stage_number)), strict=True
+            *(collected_by_stage[s] for s in sorted(collected_by_stage)), strict=True
         )
         exact = exact_gradients(i, old_weights)
         error = relative_difference(chain(*computed), chain(*exact))
@@ -162,10 +162,10 @@ def train_and_check(
 
 
 @torch.no_grad()
-def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+def relative_difference(computed: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
     """Return the norm of the difference divided by the norm of `exact`. Return infinity if the
     quotient is not finite."""
-    pairs = list(zip(found, exact, strict=True))
+    pairs = list(zip(computed, exact, strict=True))
     squared_error = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)
     error = math.sqrt(squared_error / norm) if norm > 0 else math.nan

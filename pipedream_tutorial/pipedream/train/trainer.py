@@ -187,8 +187,10 @@ class StageTrainer:
         weights = map(id, flight.weights.values())
         gradients = dict(zip(weights, flight.gradients, strict=True))
         for weight, gradient in flight.linears.weight_gradients():
-            earlier = gradients[id(weight)]
-            gradients[id(weight)] = gradient if earlier is None else earlier + gradient
+            input_pass_gradient = gradients[id(weight)]
+            gradients[id(weight)] = (
+                gradient if input_pass_gradient is None else input_pass_gradient + gradient
+            )
         computed = tuple(gradient for gradient in gradients.values() if gradient is not None)
         self.gradients = (
             torch._foreach_add(self.gradients, computed) if self.gradients else computed
@@ -199,7 +201,7 @@ class StageTrainer:
             self.gradients = ()
         return computed
 
-    def _step(self, gradients: Gradients) -> Sequence[Tensor]:
+    def _next_weights(self, gradients: Gradients) -> Sequence[Tensor]:
         """Return the next version of the weights by SGD, in new memory."""
         weights = [weight.detach() for weight in self.weights.values()]
         # Use few kernels, because a GPU waits for the host to launch each one.
@@ -209,7 +211,7 @@ class StageTrainer:
         """Update the weights, and drop the versions that no pass can read anymore. Without
         stashing, the update is in place and changes memory that graphs in flight use."""
         old = self.weights
-        new_weights = self._step(gradients)
+        new_weights = self._next_weights(gradients)
         self.updates += 1
         if self.policy.stashed:
             new = zip(old, new_weights, strict=True)

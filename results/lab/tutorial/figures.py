@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.__main__ import CONFIG
 from pipedream.config import FOLDER
-from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, log_axis
+from pipedream.draw.charts import DOMINATED_STYLE, HOLLOW_MARKER, MARKERS, log_axis
 from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
     GRAY,
@@ -171,7 +171,7 @@ class Message(NamedTuple):
 
 def find_awaited_messages(timeline: Timeline) -> list[Message]:
     """Return the messages whose arrival ends a rank's idle time."""
-    ranks, times = timeline.schedule.ranks(), timeline.times
+    ranks, times = timeline.schedule.rank_by_op(), timeline.times
     ends: dict[int, Fraction] = {}  # by rank: end of its last operation
     free: dict[Any, Fraction] = {}  # operation -> time at which its rank was free for it
     for event in timeline.events:
@@ -287,7 +287,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
         columns=2,
         legend=[
             Line2D([], [], label=f"search: {optimality}, with one stage per rank", **CURVE),
-            Line2D([], [], label="fixed schedules", **BEATEN),
+            Line2D([], [], label="fixed schedules", **DOMINATED_STYLE),
         ],
         notes=[
             "F = I = W = 1 on every rank. Two stages per rank can be faster, as ZB-V is at c = 0"
@@ -305,7 +305,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
             for (x, y), names in fixed_points(communication).items()
         }
         ax.plot([x for x, _ in curve], [y for _, y in curve], **CURVE)
-        ax.plot([x for x, _ in titles_by_point], [y for _, y in titles_by_point], **BEATEN)
+        ax.plot([x for x, _ in titles_by_point], [y for _, y in titles_by_point], **DOMINATED_STYLE)
         ax.set_ylim(
             0.9 * min(y for _, y in (*curve, *titles_by_point)),
             1.1648 * max(y for _, y in titles_by_point),
@@ -350,7 +350,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     num_within = sum(abs(points_error(case)) <= GPU_GOAL.limit for _, _, case in predicted)
     markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}
     markers = {kind: MARKERS[index] for index, kind in enumerate(sorted(markers))}
-    dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
+    dot: dict[str, Any] = HOLLOW_MARKER | {"markersize": 9, "linestyle": "", "color": "black"}
     legend: list[Artist] = [Patch(color=colors[machine], label=machine) for machine in colors]
     for kind, marker in markers.items():
         legend.append(Line2D([], [], label=kind, **dot | {"marker": marker}))
@@ -442,7 +442,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
     ranks = range(RANKS)
     for row, (name, held) in enumerate(HELD_MICROBATCHES.items()):
         counts = [RANKS - r if held is None else held for r in ranks]
-        style = HOLLOW | {"marker": MARKERS[row], "markersize": 8, "linewidth": 2}
+        style = HOLLOW_MARKER | {"marker": MARKERS[row], "markersize": 8, "linewidth": 2}
         for ax, values in zip(axes, (counts, gib[name]), strict=True):
             ax.plot(ranks, values, color=LINE_COLORS[row], **style)
         title = title_of(name).partition(",")[0].partition(" ")[0]
@@ -553,7 +553,7 @@ def _error_line(
     if not points:
         return
     color = LINE_COLORS[1 + index % 7]
-    style = HOLLOW | {"marker": MARKERS[index], "markersize": max(5.0, 12.0 - 2 * index)}
+    style = HOLLOW_MARKER | {"marker": MARKERS[index], "markersize": max(5.0, 12.0 - 2 * index)}
     xs, ys = [x for x, _ in points], [y for _, y in points]
     ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=color, **style)
     if name:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
 from pipedream.schedules.ops import with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
@@ -39,7 +39,7 @@ CASES = 300
 RNG = random.Random(0)
 
 
-def random_case() -> Case:
+def random_case() -> ClosedFormInputs:
     """Return random sizes and durations. In a third of the cases, F = I. In half of these cases, W
     is also equal to F or to a multiple of F."""
     p = RNG.randint(1, 8)
@@ -48,12 +48,12 @@ def random_case() -> Case:
     equality = RNG.randrange(6)
     i = f if equality < 2 else i
     w = f * RNG.choice([1, 1, 2, 3]) if equality == 0 else w
-    return Case(p, max(1, m), RNG.randint(1, 3), f, i, w)
+    return ClosedFormInputs(p, max(1, m), RNG.randint(1, 3), f, i, w)
 
 
 def run(
     name: str,
-    c: Case,
+    c: ClosedFormInputs,
     communication: Fraction = Fraction(0),
     stage_scale: list[Fraction] | None = None,
 ) -> Timeline:
@@ -67,7 +67,7 @@ def run(
     return simulate(schedule, costs)
 
 
-def evaluate(text: str, c: Case, **extra_symbols: object) -> Fraction:
+def evaluate(text: str, c: ClosedFormInputs, **extra_symbols: object) -> Fraction:
     """Evaluate a formula in the pages' notation, such as '(p-1) (F+B) / v' or 'p//2 + 1'."""
     text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
@@ -85,7 +85,7 @@ def evaluate(text: str, c: Case, **extra_symbols: object) -> Fraction:
     return Fraction(eval(exact, {"Fraction": Fraction, **functions}, {**symbols, **extra_symbols}))
 
 
-def idle(name: str, c: Case) -> Fraction:
+def idle(name: str, c: ClosedFormInputs) -> Fraction:
     timeline = run(name, c)
     return timeline.makespan - c.m * c.total
 
@@ -112,9 +112,9 @@ class Check:
     """A formula, the condition under which it holds, and the simulator's result."""
 
     text: str
-    holds: Callable[[Case], bool]
-    formula: Callable[[Case], object]
-    simulated: Callable[[Case], object]
+    holds: Callable[[ClosedFormInputs], bool]
+    formula: Callable[[ClosedFormInputs], object]
+    simulated: Callable[[ClosedFormInputs], object]
 
 
 def memory_check(name: str, text: str) -> Check:
@@ -122,12 +122,12 @@ def memory_check(name: str, text: str) -> Check:
     formula = re.split(r", a round| \(2p\+1| \(if", text)[0]
     at_most = formula.startswith("at most ")
 
-    def claimed(c: Case) -> object:
+    def claimed(c: ClosedFormInputs) -> object:
         q = Fraction(c.m, max(1, c.m // c.p))
         values = [evaluate(formula.removeprefix("at most "), c, r=r, q=q) for r in range(c.p)]
         return values if not at_most else all(map(Fraction.__ge__, values, held(c)))
 
-    def held(c: Case) -> list[Fraction]:
+    def held(c: ClosedFormInputs) -> list[Fraction]:
         return list(peak_activations(run(name, c).schedule))
 
     margins = {"v-half": 2, "v-min": 1}
@@ -145,11 +145,11 @@ def idle_check(name: str, text: str) -> Check:
     m that the table covers."""
     formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
 
-    def holds(c: Case) -> bool:
+    def holds(c: ClosedFormInputs) -> bool:
         limits = {"interleaved": c.m >= c.p, "v-half": c.p >= 3, "v-min": c.p >= 2 and c.p % 3 > 0}
         return CLOSED_FORMS[name].idle_holds(c) and limits.get(name, True)
 
-    def claimed(c: Case) -> Fraction:
+    def claimed(c: ClosedFormInputs) -> Fraction:
         return evaluate(formula, c, d=max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w)))
 
     return Check(f"idle time of {name}: {text}", holds, claimed, lambda c: idle(name, c))
@@ -160,10 +160,10 @@ def version_check(name: str, text: str) -> Check:
     formula = text.partition(" (a")[0]
     policy = POLICIES[SCHEDULES[name].policy]
 
-    def claimed(c: Case) -> list[Fraction]:
+    def claimed(c: ClosedFormInputs) -> list[Fraction]:
         return [evaluate(formula, c, s=s) for s in range(c.p)]
 
-    def kept(c: Case) -> list[int]:
+    def kept(c: ClosedFormInputs) -> list[int]:
         schedule = build_schedule(name, c.p, c.m * max(3, ceil(2 * c.p / c.m)))
         return [use.peak_versions for use in weight_use(schedule, policy, c.m).values()]
 
@@ -171,7 +171,7 @@ def version_check(name: str, text: str) -> Check:
 
 
 def recomputing_checks(name: str) -> Iterator[Check]:
-    def earlier(c: Case) -> Fraction:
+    def earlier(c: ClosedFormInputs) -> Fraction:
         schedule = with_recomputation(build_schedule(name, c.p, c.m), Fraction(1, 20))
         costs = build_costs(schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
         return simulate(schedule, costs).makespan
@@ -190,16 +190,16 @@ def recomputing_checks(name: str) -> Iterator[Check]:
     )
 
 
-def factors(c: Case) -> list[Fraction]:
+def factors(c: ClosedFormInputs) -> list[Fraction]:
     rng = random.Random(str(c))  # the same numbers for each use of a case
     return [Fraction(rng.randint(1, 9), 3) for _ in range(c.p)]
 
 
-def message(c: Case) -> Fraction:
+def message(c: ClosedFormInputs) -> Fraction:
     return min(c.f, c.backward) * Fraction(random.Random(str(c)).randint(0, 8), 8)
 
 
-def always(c: Case) -> bool:
+def always(c: ClosedFormInputs) -> bool:
     return True
 
 
@@ -228,7 +228,7 @@ class Step(NamedTuple):
         return costs.weights + costs.gradients + costs.optimizer, sum(moved, Fraction(0))
 
 
-def step_of(c: Case) -> Step:
+def step_of(c: ClosedFormInputs) -> Step:
     """Return a random step. Equal cases give equal steps."""
     rng = random.Random(str(c))
     t = rng.choice((2, 4, 8))
@@ -294,11 +294,13 @@ def cost_checks() -> Iterator[Check]:
     formulas.append(("a block's activations", "34 b T D", block_activation_bytes, 0))
     for title, text, count, argument in formulas:
 
-        def formula(c: Case, text: str = text) -> Fraction:
+        def formula(c: ClosedFormInputs, text: str = text) -> Fraction:
             return evaluate(text, c, **step_of(c).symbols())
 
         def computed(
-            c: Case, count: Callable[[Step, int], Fraction] = count, argument: int = argument
+            c: ClosedFormInputs,
+            count: Callable[[Step, int], Fraction] = count,
+            argument: int = argument,
         ) -> Fraction:
             return count(step_of(c), argument)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import checkout  # noqa: F401
 import torch
-from pipedream.__main__ import TRAINED
+from pipedream.__main__ import SCHEDULES_TO_TRAIN
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.train.oracle import MicrobatchError, final_loss, train, train_and_check
@@ -110,7 +110,7 @@ STUDY: dict[str, dict[str, Any]] = {
         "seeds": [0, 1, 2],
     },
     "final_losses": {
-        "schedule_names": ["1f1b", *TRAINED[3:]],
+        "schedule_names": ["1f1b", *SCHEDULES_TO_TRAIN[3:]],
         "num_stages": [2, 4, 8],
         "learning_rates": [0.1, 0.25, 0.5, 1.0],
         "num_microbatches": 4,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.runtime.record import makespan_error, render, waited_for_host
+from pipedream.runtime.record import launch_bound_cases, makespan_error, render
 
 from results.lab.tutorial.goals import GPU_GOAL, goal_of, is_met, points_error, validation_cases
 from results.lab.tutorial.tables import Record, final_loss_table, study_intro, title_of, wrap
@@ -103,7 +103,9 @@ def verdict(records: Mapping[str, Record]) -> str:
     ]
     early = sum(case["measured"]["received_before_sent"] for case in cases)
     late = [
-        f"{title(record)}: {run}" for record in records.values() for run in waited_for_host(record)
+        f"{title(record)}: {run}"
+        for record in records.values()
+        for run in launch_bound_cases(record)
     ]
     missed_text = f" (goal missed: {'; '.join(missed)})" if missed else ""
     return (

@@ -17,7 +17,12 @@ from fractions import Fraction
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
+from pipedream.schedules.closed_forms import (
+    CLOSED_FORMS,
+    ClosedForm,
+    ClosedFormInputs,
+    idle_fraction,
+)
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 
 ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
@@ -153,9 +158,9 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
     return sequences // (layout.data * microbatch)
 
 
-def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
+def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, ClosedFormInputs]:
     unit = Fraction(1)
-    return CLOSED_FORMS[layout.schedule], Case(layout.pipeline, k, 1, unit, unit, unit)
+    return CLOSED_FORMS[layout.schedule], ClosedFormInputs(layout.pipeline, k, 1, unit, unit, unit)
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
@@ -178,7 +183,12 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
 
 
 def _memory(
-    model: Model, layout: Layout, form: ClosedForm, case: Case, microbatch: int, stage: int
+    model: Model,
+    layout: Layout,
+    form: ClosedForm,
+    case: ClosedFormInputs,
+    microbatch: int,
+    stage: int,
 ) -> tuple[Fraction, Fraction, Fraction, Fraction]:
     """Return the sizes in bytes of the weights, gradients, optimizer state and activations on one
     device of a stage."""
