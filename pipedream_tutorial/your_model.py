@@ -46,11 +46,12 @@ def run(rank: int, folder: str) -> None:
     if rank == 0:  # rank 0 prints for both ranks, because the lines of two processes could mix
         forward, backward, off = zip(*stages, strict=True)
         verdict = "equal" if max(off) < 1e-5 else "DIFFER from"
-        print(f"gradients {verdict} those of one process; errors: {off[0]:.1e} and {off[1]:.1e}")
+        comparison = f"The gradients {verdict} the gradients of one process."
+        print(f"{comparison} Errors: {off[0]:.1e} and {off[1]:.1e}")
         costs = Costs(forward=forward, input_gradient=backward, weight_gradient=(0, 0))
         predicted = int(simulate(build_schedule("1f1b", 2, M), costs).makespan)
-        print(f"F per stage, in us: {forward}; B per stage, in us: {backward}")
-        print(f"time per batch, in us: predicted {predicted}, measured {measured}")
+        print(f"F per stage, in µs: {forward}. B per stage, in µs: {backward}")
+        print(f"Time per batch: predicted {predicted} µs, measured {measured} µs")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ const START = {
 const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
   m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "microbatches per batch" },
-  n: { name: "num_batches", whole: [1, 8], label: "batches", help: "one after the other" },
+  n: { name: "num_batches", whole: [1, 8], label: "batches", help: "consecutive batches" },
   v: { name: "chunks", whole: [1, 8], label: "v, chunks", help: "stages per rank, under interleaved 1F1B" },
   K: {
     name: "memory", whole: [1, 64], orNone: true, ends: [0, 64],
-    label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
+    label: "memory limit", help: "microbatches that a rank may hold; 0 means no limit",
   },
   F: { name: "forward", positive: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
   I: {
@@ -33,7 +33,7 @@ const RULES = {
   },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],
-    label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",
+    label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipe and DualPipeV)",
   },
   kept: {
     name: "recompute", most: 1, ends: [0, 1],
@@ -81,7 +81,7 @@ function acceptedList(text, p) {
   const list = text.split(",").map((one) => accepted("scale", one));
   if (list.length % p === 0) return list;
   const fix = `give ${p}, such as stage_scale=${range(p).fill(1)}, or a multiple of ${p}, one per chunk`;
-  throw new RuleError(`stage_scale has length ${list.length} for ${p} stages; ${fix}`);
+  throw new RuleError(`stage_scale has ${list.length} factors for ${p} ranks; ${fix}`);
 }
 
 function toHash(chosen) {
@@ -100,7 +100,7 @@ function fromHash(hash) {
   const given = new URLSearchParams(hash.slice(1));
   const chosen = startOf(given.get("level"));
   const refused = [...given].map(([key, text]) => refusal(() => {
-    if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
+    if (!(key in START)) throw new RuleError(`the link has the unknown key ${key}`);
     chosen[key] = readValue(key, text);
   }));
   if (chosen.schedule === "csv" && !chosen.csv) chosen.schedule = START.schedule;
@@ -160,9 +160,10 @@ function wholeSchedule(name, chosen) {
   const { p, m, n, v, cut, recompute, kept } = chosen;
   const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
   if (count > MOST_CELLS) {
-    throw new RuleError(`about ${count} operations are too many for a page; use fewer batches`);
+    const limit = `this page shows at most ${MOST_CELLS}`;
+    throw new RuleError(`there would be about ${count} operations, but ${limit}; use fewer batches`);
   }
-  if (recompute && name === "search") throw new RuleError("search has no recomputation; switch it off");
+  if (recompute && name === "search") throw new RuleError("the search does not support recomputation; switch off recomputation");
   let schedule;
   if (name === "search") schedule = fromWords(searchedFor(chosen).words);
   else if (name === "csv") schedule = fromCsv(chosen.csv);

@@ -275,7 +275,7 @@ class Pane {
     const error = refusal(() => {
       this.run = run(name, chosen, moves);
     });
-    this.title.textContent = entryOf(name).title + (moves.length ? ", changed by you" : "");
+    this.title.textContent = entryOf(name).title + (moves.length ? ", edited" : "");
     this.about.textContent = error ? "" : aboutOf(name, chosen);
     this.error.textContent = error && `error: ${error}`;
     this.error.hidden = !error;
@@ -346,7 +346,7 @@ function numbersOf(pane) {
     ["time", shortNumber(numbers.makespan)],
     ["idle", percent(numbers.idle.share)],
     ["idle in own spans", percent(numbers.span.share)],
-    ["held at most", shortNumber(Math.max(...numbers.peakActivations))],
+    ["microbatches held", shortNumber(Math.max(...numbers.peakActivations))],
     ["weight versions", numbers.peakVersions],
     ["updates behind", numbers.staleness],
   ];
@@ -360,7 +360,7 @@ function numbersOf(pane) {
   pairs.push(["measured", `${measured.last.toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
   const apart = measured.lines.flat().map(({ item }, k, all) => ({ item, late: lateness(pane, all[k]) }));
   const { item, late } = apart.reduce((a, b) => (Math.abs(b.late) > Math.abs(a.late) ? b : a));
-  return [...pairs, ["farthest apart", `${itemText(item)}, ${lateText(late)}`]];
+  return [...pairs, ["largest difference", `${itemText(item)}, ${lateText(late)}`]];
 }
 
 function lateText(late) {

@@ -8,8 +8,8 @@ const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
 // Line endings match Python's csv module.
 function toCsv({ orders, copies, ops }) {
-  if (copies > 1) throw new RuleError("a CSV cannot express that there are two copies of the model");
-  if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
+  if (copies > 1) throw new RuleError("a CSV file cannot describe two copies of the model");
+  if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV file cannot contain recomputation");
   return orders.map((order) => order.map(itemText).join() + "\r\n").join("");
 }
 
@@ -20,7 +20,7 @@ function fromCsv(text) {
     return cells.filter(Boolean).map((cell) => parseItem(cell, `line ${number + 1}`));
   });
   while (orders.length && !orders.at(-1).length) orders.pop();
-  if (!orders.length) throw new RuleError("it has no operations; write cells such as 0F0 and 0B0");
+  if (!orders.length) throw new RuleError("the file has no operations; write cells such as 0F0 and 0B0");
   const schedule = new Schedule(orders);
   checkOnceAndWhole(schedule);
   simulate(repeat(schedule, 2), buildCosts(schedule, { F: 1, I: 1, W: 1, c: 0 }));
@@ -63,7 +63,7 @@ function readTrace(text) {
   try {
     document = JSON.parse(text);
   } catch {
-    throw new RuleError("this is not JSON; use a file that --trace wrote");
+    throw new RuleError("the file is not JSON; use a file that --trace wrote");
   }
   const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
   slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
@@ -82,7 +82,7 @@ function readTrace(text) {
     const run = { group, schedule, lines, cells, last: lastEnd(lines) };
     return { ...run, durations: meanDurations(run) };
   }
-  throw new RuleError("it has no pipeline run; use a file that --trace wrote");
+  throw new RuleError("the file contains no pipeline run; use a file that --trace wrote");
 }
 
 // Return the mean durations for all layers of a rank and the communication time, in ms, and each
@@ -145,20 +145,20 @@ function attempt(act) {
   if (error) say(`Not possible: ${error}.`, "illegal");
 }
 
-// Throws RuleError for schedules that a CSV cannot express.
+// Throws RuleError for schedules that a CSV file cannot describe.
 function save() {
   const { schedule, n } = resolved(store.chosen);
-  if (!main.run) throw new RuleError("there is no order");
+  if (!main.run) throw new RuleError("there is no order to save");
   if (!main.run.policy.flushes) {
-    throw new RuleError("it does not flush, and a CSV has no operation that updates weights");
+    throw new RuleError("the schedule does not flush, and a CSV file cannot contain weight updates");
   }
-  if (n > 1) throw new RuleError("a CSV is one batch; set batches to 1");
+  if (n > 1) throw new RuleError("a CSV file contains only one batch; set batches to 1");
   const name = `${schedule === "csv" ? "order" : schedule}.csv`;
   const content = new Blob([toCsv(main.run.timeline.schedule)], { type: "text/csv" });
   const link = el("a", { download: name, href: URL.createObjectURL(content) });
   link.click();
   URL.revokeObjectURL(link.href);
-  say(`Saved. Run it: python pipedream_simple.py --set schedule=${name}`, "same");
+  say(`Saved. To simulate the file, run: python pipedream_simple.py --set schedule=${name}`, "same");
 }
 
 function loadCsv(text, name) {
@@ -184,7 +184,7 @@ function loadTrace(text, name) {
 function fixedBy(schedule) {
   const { numRanks: p, numMicrobatches: m } = schedule;
   if (p > RULES.p.whole[1] || m > RULES.m.whole[1]) {
-    throw new RuleError(`it has ${p} ranks and ${m} microbatches; at most 16 ranks and 64 microbatches are supported`);
+    throw new RuleError(`the file has ${p} ranks and ${m} microbatches, but at most 16 ranks and 64 microbatches are supported`);
   }
   return { schedule: "csv", csv: toCsv(schedule), p, m, n: 1, cut: false, moves: [], level: 0 };
 }

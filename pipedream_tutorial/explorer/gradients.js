@@ -168,12 +168,12 @@ function showTrained(trained, chosen) {
   const { whole, newest, perStage, losses } = trained;
   let verdict = "Exact: the gradient at the newest weights.";
   if (newest) verdict = "Valid: the exact gradient at the weights that the forward passes used, but not at the newest weights.";
-  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes use other weights than the forward passes.`;
+  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes use different weights from the forward passes.`;
   const few = Math.max(1, Math.floor(losses.length / 4));
   const [first, last] = [losses.slice(0, few), losses.slice(-few)].map((part) => (sum(part) / few).toFixed(2));
   byId("trained-text").textContent = `${verdict} The loss is ${first} at the start and ${last} at the end.`;
   const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
-  const rows = [["all stages", whole], ...errors, ["all, against the newest", newest]];
+  const rows = [["all stages", whole], ...errors, ["all stages, newest weights", newest]];
   const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);
   for (const [name, error] of rows) {
     const shown = Number.isFinite(error) ? percent(error) : "diverged";

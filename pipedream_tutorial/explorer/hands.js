@@ -205,7 +205,7 @@ class Player {
   ask() {
     const asker = document.activeElement ?? byId("play");
     const answers = this.idle.map((_, rank) => [`rank ${rank}`, rank]);
-    const buttons = [...answers, ["all alike", "alike"], ["just play", null]].map(([textContent, guess]) => {
+    const buttons = [...answers, ["all equally long", "alike"], ["skip the question", null]].map(([textContent, guess]) => {
       const onclick = () => {
         this.guess = guess;
         asker.focus();

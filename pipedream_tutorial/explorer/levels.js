@@ -3,8 +3,8 @@
 "use strict";
 
 // A goal: its text, and a test of whether a timeline's {numbers, trained} meet it.
-const timeAtMost = (limit) => [`time ${limit} or less`, ({ numbers }) => numbers.makespan <= limit + 1e-9];
-const idleAtMost = (share) => [`${100 * share}% idle or less`, ({ numbers }) => numbers.idle.share <= share + 1e-9];
+const timeAtMost = (limit) => [`time at most ${limit}`, ({ numbers }) => numbers.makespan <= limit + 1e-9];
+const idleAtMost = (share) => [`at most ${100 * share}% idle`, ({ numbers }) => numbers.idle.share <= share + 1e-9];
 const heldAtMost = (limit) => [
   `no rank holds more than ${limit} microbatches`,
   ({ numbers }) => Math.max(...numbers.peakActivations) <= limit,
@@ -32,7 +32,7 @@ const LEVELS = [
   },
   {
     title: "Beat GPipe's memory",
-    text: "GPipe keeps the activations of all 12 microbatches until the backward passes begin. Find an order that takes no longer and holds only 4.",
+    text: "GPipe keeps the activations of all 12 microbatches until the backward passes begin. Find an order that takes no more time and holds only 4.",
     start: { ...EVEN, schedule: "gpipe", p: 4, m: 12, held: true },
     schedules: ["naive", "gpipe", "eager-1f1b", "1f1b"],
     controls: [],
@@ -41,7 +41,7 @@ const LEVELS = [
     learned: "1F1B takes the same time, because the last rank still works without a pause. However, rank r holds only p-r microbatches, so you can increase m without using more memory.",
   },
   {
-    title: "Hide the W",
+    title: "Hide W in idle time",
     text: "The previous rank waits only for the input gradient I. No rank waits for the weight gradient W. Cut every backward pass in two, and then drag W operations into the gaps.",
     start: { ...EVEN, schedule: "1f1b", p: 3, m: 4, K: 3, held: true },
     schedules: ["1f1b"],
@@ -52,7 +52,7 @@ const LEVELS = [
   },
   {
     title: "Messages take time (c > 0)",
-    text: "A message now takes as long as a forward pass. Sending occupies no rank, but 1F1B waits in every round trip and takes 49 instead of 33. Reach 39 with whole backward passes and 7 microbatches in memory.",
+    text: "A message now takes as long as a forward pass. Sending occupies no rank, but 1F1B waits in every round trip and takes 49 instead of 33. Reach a time of 39 or less with whole backward passes and at most 7 microbatches in memory.",
     start: { ...EVEN, schedule: "1f1b", p: 4, m: 8, c: "1", held: true, arrows: true },
     schedules: ["naive", "gpipe", "1f1b", "eager-1f1b"],
     controls: [],
@@ -76,13 +76,13 @@ const LEVELS = [
   },
   {
     title: "Beat the search",
-    text: "A rank may hold 3 microbatches, and a message takes as long as a forward pass. A search that was stopped after a few tries found an order that takes 29. Drag operations to reach 28. OR-Tools proved that no order is faster.",
+    text: "A rank may hold 3 microbatches, and a message takes as long as a forward pass. A search that was stopped after 30 tries found an order that takes 29. Drag operations to reach 28. OR-Tools proved that no order is faster.",
     start: { ...EVEN, schedule: "csv", csv: STOPPED, p: 3, m: 6, c: "1", K: 3, held: true },
     schedules: ["csv"],
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
     hint: "Moves that gain nothing also help, because they make other moves possible. On rank 0, move F3 before I1, which costs no time. Then move W1 and F4 before I2.",
-    learned: "A search works in the same way. It moves single operations, and keeps a move if the batch takes no longer. To search with other sizes, choose the search in Free play.",
+    learned: "A search works in the same way. It moves single operations, and keeps a move if the batch does not take longer. To search with other sizes, choose \"Search within the memory limit\" in Free play.",
   },
 ];
 

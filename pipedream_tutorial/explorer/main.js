@@ -30,7 +30,7 @@ const store = {
 
 let measured = null;
 const main = new Pane(byId("panes"), "Timeline. Arrow keys select an operation. With Shift, they move the operation.");
-const beside = new Pane(byId("panes"), "Timeline of the schedule that is compared");
+const beside = new Pane(byId("panes"), "Timeline of the schedule to compare with");
 const panes = [main, beside];
 const player = new Player();
 
@@ -86,11 +86,11 @@ async function share() {
   const what = "It contains everything that you see except a measured run.";
   try {
     await navigator.clipboard.writeText(location.href);
-    say(`The address is in the clipboard. ${what}`, "same");
+    say(`The link was copied to the clipboard. ${what}`, "same");
   } catch { // clipboard access needs https and may be denied
     field.focus();
     field.select();
-    say(`The browser does not let this page use the clipboard. Copy the address from the field. ${what}`, "same");
+    say(`The browser does not let this page use the clipboard. Copy the link from the field. ${what}`, "same");
   }
 }
 

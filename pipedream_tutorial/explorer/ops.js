@@ -66,7 +66,7 @@ function inTicks(times) {
   const common = wholes.reduce(gcd, 0n) || 1n;
   const counts = wholes.map((whole) => Number(whole / common));
   if (counts.some((count) => count > 2 ** 40)) {
-    throw new RuleError("the durations have no common tick of a usable size");
+    throw new RuleError("the durations need a common unit that is too small to simulate");
   }
   return { tick: new Fraction(common, scale), counts };
 }
@@ -300,7 +300,7 @@ function judge(timeline, move, memory = Infinity) {
   const [was, is] = [timeline, after].map(({ last }) => shortNumber(last * timeline.tick));
   const by = shortNumber(Math.abs(after.last - timeline.last) * timeline.tick);
   const name = schedule.orders[move.rank][move.from].map((op) => op.text).join(" | ");
-  if (after.last === timeline.last) return { verdict: "same", text: `Free: ${name} may move, time stays ${is}.` };
-  if (after.last < timeline.last) return { verdict: "shorter", text: `Gains ${by}: time falls from ${was} to ${is}.` };
-  return { verdict: "longer", text: `Costs ${by}: time rises from ${was} to ${is}.` };
+  if (after.last === timeline.last) return { verdict: "same", text: `Free: ${name} can move, and the time stays ${is}.` };
+  if (after.last < timeline.last) return { verdict: "shorter", text: `Saves ${by}: the time falls from ${was} to ${is}.` };
+  return { verdict: "longer", text: `Costs ${by}: the time rises from ${was} to ${is}.` };
 }

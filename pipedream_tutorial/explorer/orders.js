@@ -296,19 +296,19 @@ const SCHEDULES = {
   },
   "eager-1f1b": {
     build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))), title: "Eager 1F1B",
-    says: "1F1B runs more forward passes ahead, so that messages arrive before they are needed.",
+    says: "Each rank starts with more forward passes than under 1F1B, so that messages arrive before they are needed.",
   },
   pipedream: {
     build: oneFOneB, policy: "stash", title: "PipeDream",
-    says: "1F1B runs without a flush. Weights change after each backward pass, and old versions are kept.",
+    says: "The order is the same as under 1F1B, but without a flush. Weights change after each backward pass, and old versions are kept.",
   },
   "pipedream-vertical": {
     build: oneFOneB, policy: "vertical", title: "PipeDream, vertical sync",
-    says: "PipeDream, but each microbatch uses the same version of the weights on every stage.",
+    says: "As under PipeDream, but each microbatch uses the same version of the weights on every stage.",
   },
   "pipedream-no-stash": {
     build: oneFOneB, policy: "in-place", title: "PipeDream, no stashing",
-    says: "PipeDream without old weights. Backward passes use newer weights, so gradients are wrong.",
+    says: "As under PipeDream, but no old versions are kept. Backward passes use newer weights, so gradients are wrong.",
   },
   "pipedream-2bw": {
     build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
@@ -322,17 +322,17 @@ const SCHEDULES = {
   "zb-h1": {
     build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)), title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
-    says: "The backward pass is cut into I and W. W waits until its rank would idle, in 1F1B's memory.",
+    says: "The backward pass is cut into I and W. W waits until its rank would otherwise idle. No rank holds more than rank 0 under 1F1B.",
   },
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
-    says: "More forward passes run ahead, in twice the memory. No rank pauses between its operations.",
+    says: "More forward passes run ahead than under ZB-H1, with nearly twice the memory. No rank pauses between its operations.",
   },
   "zb-v": {
     build: zbV, title: "ZB-V",
     idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Each rank has two stages, in a V. No rank pauses, with the memory of 1F1B.",
+    says: "Each rank has two stages, which are placed in the shape of a V. No rank pauses between its operations, and no rank holds more than rank 0 under 1F1B.",
   },
   "zb-v-fixed": {
     build: byRank(zbVFixed), title: "ZB-V, torch's order",
@@ -347,12 +347,12 @@ const SCHEDULES = {
   "v-min": {
     build: vMin, title: "V-Min",
     idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "Each microbatch ends as soon as two stages per rank allow. The memory is about a third of 1F1B's, but ranks pause.",
+    says: "Each microbatch ends as early as possible with two stages per rank. The memory is about a third of 1F1B's, but ranks pause.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",
     idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
-    says: "Each rank has two stages. A forward and a backward pass run as a pair, to hide messages.",
+    says: "Each rank has two stages. A forward and a backward pass run as a pair to hide messages.",
   },
   dualpipe: {
     build: dualpipe, title: "DualPipe",
@@ -362,13 +362,13 @@ const SCHEDULES = {
   chimera: {
     build: chimera, title: "Chimera",
     idle: "(p - 2) * (max(F, B) + (m / p - 1) * abs(F - B))",
-    says: "Two copies of the model run in opposite directions. Each fills the pauses of the other.",
+    says: "Two copies of the model run in opposite directions. Each copy fills the idle time of the other copy.",
   },
 };
 const OWN = {
   search: {
     title: "Search within the memory limit",
-    says: "The search moves single operations within the memory limit, and keeps a move if the batch takes no longer.",
+    says: "The search moves single operations within the memory limit, and keeps a move if the batch does not take longer.",
   },
   csv: { title: "From a file", says: "The orders come from a file and are timed by the same rules." },
 };
@@ -397,12 +397,12 @@ function aboutOf(name, chosen) {
     const { length, bound, tried, unit } = searchedFor(chosen);
     const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
     const proved = length === bound ? "no order is shorter" : `no order takes less than ${least}`;
-    return `${says} It found ${found} after ${tried} tries. With one stage per rank, ${proved}.`;
+    return `${says} After ${tried} tries, the best order takes ${found}. With one stage per rank, ${proved}.`;
   }
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);
   const own = !chosen.cut && !chosen.recompute && !chosen.moves.length && chosen.n === 1 && flushes;
-  const text = `${says} A rank idles ${idle.replaceAll(" * ", " ")}`;
+  const text = `${says} A rank idles for ${idle.replaceAll(" * ", " ")}`;
   if (even && own && evaluate(when || "true", chosen)) return `${text} = ${shortNumber(evaluate(idle, chosen))}.`;
   const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));
   const where = ["even stages", "c = 0", ...ranges.filter(Boolean)].join(", ");

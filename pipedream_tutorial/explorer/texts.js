@@ -54,12 +54,12 @@ function weightText(use, op) {
 function slackText(item, slack, at) {
   const weight = item.every((op) => op.kind === "W");
   if (slack) {
-    const free = `Slack ${at(slack)}: it may end this much later without delaying the end of the batch.`;
-    return free + (weight ? " No other rank waits for a W, so you may also move it behind the next operation." : "");
+    const free = `Slack ${at(slack)}: the operation can end this much later without delaying the end of the batch.`;
+    return free + (weight ? " No other rank waits for a W, so you can also move it after the next operation." : "");
   }
   return weight
-    ? "On a critical path. No other rank waits for a W. If you move it behind the next operation, that operation may start earlier."
-    : "On a critical path: if it starts earlier or becomes shorter, the last rank may end earlier.";
+    ? "On a critical path. No other rank waits for a W. If you move this W after the next operation, the next operation may start earlier."
+    : "On a critical path: if the operation starts earlier or becomes shorter, the last rank may end earlier.";
 }
 
 function measuredText(pane, cell) {
@@ -82,7 +82,7 @@ function showLegend(panes, chosen) {
       "paler: a rank's later stages, or the second copy"],
     [chosen.byVersion, "", "below: the kind of operation; above: the version of the weights that it uses (W uses none)"],
     [measured, "bad", "under a measured operation: it ended later than simulated"],
-    [measured, "good", "it ended earlier"],
+    [measured, "good", "under a measured operation: it ended earlier than simulated"],
     [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
     [chosen.held && chosen.K, "bad", "above the memory limit (dashed line)"],
     [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],

@@ -167,13 +167,13 @@ def export(row: Row, config: dict[str, Any]) -> None:
     schedule = row.batch.schedule
     if config["csv"] is not None:
         if config["recompute"] is not None:
-            problem = "a CSV has no operation that recomputes"
+            problem = "a CSV file cannot contain recomputation"
             raise UserError(problem, "set recompute=none")
         if schedule.copies > 1:
-            problem = f"{row.name} keeps two copies of the model, which a CSV cannot express"
+            problem = f"{row.name} keeps two copies of the model, which a CSV file cannot describe"
             raise UserError(problem, "choose another schedule")
         if not row.flushes:
-            problem = f"{row.name} does not flush, and a CSV has no operation that updates weights"
+            problem = f"{row.name} does not flush, and a CSV file cannot contain weight updates"
             raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")
         save_csv(schedule, Path(config["csv"]))
     if config["trace"] is not None:

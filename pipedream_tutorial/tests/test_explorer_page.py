@@ -128,7 +128,7 @@ def test_rejected_values_give_the_error_of_the_command_line(browser):
         assert text(browser, "said") == f"error: {refused.value}"
         assert numbers(browser)["time"] == "33"
     type_into(browser, "scale", "1,2")
-    assert text(browser, "said").startswith("error: stage_scale has length 2 for 4 stages; give 4")
+    assert text(browser, "said").startswith("error: stage_scale has 2 factors for 4 ranks; give 4")
     type_into(browser, "m", "9")
     assert text(browser, "said") == ""
     assert numbers(browser)["time"] == "36"
@@ -200,7 +200,7 @@ def test_a_drag_is_refused_or_can_be_undone(browser):
     assert numbers(browser)["time"] == "49"
     drag(browser, "0F4", "0B1")
     expected = with_late_forward()
-    assert text(browser, "said") == f"Costs {expected - 49}: time rises from 49 to {expected}."
+    assert text(browser, "said") == f"Costs {expected - 49}: the time rises from 49 to {expected}."
     assert numbers(browser)["time"] == str(expected)
     click(browser, "undo")
     assert numbers(browser)["time"] == "49"
@@ -298,7 +298,7 @@ def test_a_trace_shows_its_deviation_from_the_simulation(browser, tmp_path):
     shown = numbers(browser)
     assert shown["time"] == "140.03"
     assert shown["measured"] == "120.0 ms, -14%"
-    assert shown["farthest apart"] == "0B2, 20.03 ms earlier than simulated"
+    assert shown["largest difference"] == "0B2, 20.03 ms earlier than simulated"
     assert "it ended later than simulated" in text(browser, "legend")
 
 
@@ -336,7 +336,7 @@ CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: %s, configur
 
 def test_copy_link_says_what_happened_and_shows_the_address(browser):
     cases = [
-        ("{ writeText: async (text) => { window.copied = text; } }", "is in the clipboard"),
+        ("{ writeText: async (text) => { window.copied = text; } }", "copied to the clipboard"),
         ("{ writeText: async () => { throw new DOMException('no'); } }", "does not let"),
         ("undefined", "does not let"),  # undefined over http
     ]
@@ -348,7 +348,7 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
         assert message in text(browser, "said")
         assert browser.js("document.getElementById('link').value === location.href")
         assert not browser.js("document.getElementById('link').hidden")
-        assert browser.js("(window.copied === location.href)") == ("is in" in message)
+        assert browser.js("(window.copied === location.href)") == ("copied" in message)
 
 
 def test_a_question_is_asked_before_playback_and_answered_after_it(browser):
@@ -356,7 +356,7 @@ def test_a_question_is_asked_before_playback_and_answered_after_it(browser):
     waits."""
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
-        ("", "all alike", "No: rank 0 idles longest, for 9."),
+        ("", "all equally long", "No: rank 0 idles longest, for 9."),
         ("#schedule=zb-h2", "rank 1", "No: all ranks idle equally long, for 0."),
     ):
         browser.open(PAGE, hash_)
@@ -390,7 +390,7 @@ def test_a_long_press_drags_an_operation_and_a_button_moves_it_to_the_end(browse
         touch("touchMove", (x + share * (end + 3 - x), y))
     touch("touchEnd")
     browser.send("Emulation.setTouchEmulationEnabled", enabled=False)
-    assert text(browser, "said") == "Gains 1: time falls from 16 to 15."
+    assert text(browser, "said") == "Saves 1: the time falls from 16 to 15."
     click(browser, "undo")
     assert numbers(browser)["time"] == "16"
     browser.js("explorer.main.focus = explorer.main.run.timeline.cells.get('2W0')")

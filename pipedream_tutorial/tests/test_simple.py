@@ -203,12 +203,12 @@ def test_orders_that_cannot_run_give_a_one_line_error(tmp_path, order, problem):
         (["--set", "schedule=gpip"], "schedule=gpip is not accepted; did you mean 'gpipe'?"),
         (
             ["--set", "stage_scale=1,2"],
-            "stage_scale has length 2 for 4 stages; give 4 values, such as "
+            "stage_scale has 2 factors for 4 ranks; give 4 values, such as "
             "stage_scale=1,1,1,1, or one value per chunk",
         ),
         (
             ["--schedule=pipedream-2bw", "--csv", "a.csv"],
-            "pipedream-2bw does not flush, and a CSV has no operation that updates weights; add "
+            "pipedream-2bw does not flush, and a CSV file cannot contain weight updates; add "
             "--set schedule=1f1b, the same order with a flush",
         ),
         (

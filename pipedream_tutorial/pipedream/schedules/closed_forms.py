@@ -162,8 +162,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
             (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
         ),
         peak_activations=lambda c, r: min(c.m, c.p),
-        idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); own span of rank 0 has min(F,W)",
-        published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
+        idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); "
+        "for the own span of rank 0, replace min(F,I,W) with min(F,W)",
+        published="(p-1) (F+I-W): in the makespan if W <= F, I and m >= p, "
+        "in rank 0's own span if W <= F",
         source="2401.10241",
     ),
     "zb-h2": ClosedForm(
@@ -171,9 +173,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle_formula=lambda c, r, x: (c.p - 1 - r) * zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
         peak_activations=lambda c, r: min(c.m, 2 * c.p - 1),
-        idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
+        idle_text="(p-1) max(F, d) with d = max(0, F + I - 2 min(F,W)); "
+        "within its own span, rank r idles (p-1-r) d",
         range_text="m >= 2p-1",
-        published="own span (p-1) (F+I-2W): if W <= F and F+I >= 2W",
+        published="(p-1) (F+I-2W) in rank 0's own span if W <= F and F+I >= 2W",
         source="2401.10241",
     ),
     "zb-v": ClosedForm(
@@ -181,9 +184,9 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle_formula=lambda c, r, x: Fraction(0),
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.f == c.i and c.w > 0 and c.w % c.f == 0,
         peak_activations=lambda c, r: min(c.m, c.p),
-        idle_text="(p-1) F / 2, own span 0",
+        idle_text="(p-1) F / 2; 0 within the own span",
         range_text="F = I, W a multiple of F, m >= 2p-1",
-        published="own span 0 if F = I = W",
+        published="0 within the own span if F = I = W",
         source="2401.10241",
     ),
     "zb-v-fixed": ClosedForm(
@@ -191,9 +194,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle_formula=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: Fraction(min(2 * c.m, 2 * c.p, c.m + 1 + r), 2),
-        idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
+        idle_text="(p-1) max(I-W, I/2); "
+        "within its own span, rank r idles (p-1) (I-W) - r (F+I-2W) / 2",
         range_text="I >= F, I >= W, m >= 2p-1",
-        published="own span 0 if F = I = W",
+        published="0 within the own span if F = I = W",
         source="2401.10241",
     ),
     "v-half": ClosedForm(
@@ -213,7 +217,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle_formula=lambda c, r, x: x - _net_delay(c, r) * c.f,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
         peak_activations=v_min_activations,
-        idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
+        idle_text="(4p-5) F / 2, or (4p-7) F / 2 if 3 divides p",
         range_text="F = I = W, m >= p+1, p >= 2",
         published="about 2p/3 (F+B) if F = I = W",
         source="2405.15362",
@@ -223,7 +227,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle_formula=lambda c, r, x: x - r * (c.f + c.i - min(c.i, c.w)) / 2,
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
-        idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
+        idle_text="(p-1) (2F + I - min(I,W)) / 2 without overlap within pairs",
         range_text="F >= I, m >= 2p",
         published="(p-1) (F&B + B - 3W) / 2 for 2p stages on p ranks: equal if F = I >= W",
         source="2412.19437",
@@ -235,7 +239,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         ),
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: c.p + 1,
-        idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
+        idle_text="(p/2-1) (2F + I - min(I,W)) without overlap within pairs",
         range_text="F >= I",
         published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
         source="2412.19437",

@@ -101,7 +101,7 @@ def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
 def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
     if scale is not None and len(scale) % num_ranks:
         raise UserError(
-            f"stage_scale has length {len(scale)} for {num_ranks} stages",
+            f"stage_scale has {len(scale)} factors for {num_ranks} ranks",
             f"give {num_ranks} values, such as stage_scale={','.join(['1'] * num_ranks)}, or one "
             "value per chunk",
         )

@@ -81,26 +81,29 @@ ACTIVATIONS = {
     "pipedream-vertical": "p-r",
     "pipedream-no-stash": "p-r",
     "pipedream-2bw": "p-r",
-    "interleaved": "min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
+    "interleaved": "min(m v, (v-1) q + 2 (p-1-r) + 1) / v, with q microbatches per round",
     "zb-h1": "min(m, p)",
     "zb-h2": "min(m, 2p-1)",
     "zb-v": "at most min(p, m)",
     "zb-v-fixed": "min(p, m, (m+1+r)/2)",
     "v-half": "p//2 + 1 (if m >= p+2)",
     "v-min": "at most (p+4) // 3",
-    "dualpipe-v": "p + 1/2 (2p+1 stages' worth)",
+    "dualpipe-v": "p + 1/2 (the activations of 2p+1 stages)",
     "dualpipe": "p+1",
     "chimera": "p/2 + 1 + min(r, p-1-r)",
 }
 """Closed forms for the largest number of microbatches that rank r holds."""
 VERSIONS = {
-    "pipedream": ("p-s", "p-1-s, first min(i, p-1-s)"),
-    "pipedream-vertical": ("p", "p-1, first min(i, p-1)"),
-    "pipedream-no-stash": ("1", "p-1-s, first min(i, p-1-s), and forward and backward differ"),
-    "pipedream-2bw": ("2 (a batch has p-1 microbatches or more)", "1 batch, 0 in the first"),
+    "pipedream": ("p-s", "min(i, p-1-s)"),
+    "pipedream-vertical": ("p", "min(i, p-1)"),
+    "pipedream-no-stash": (
+        "1",
+        "min(i, p-1-s); forward and backward passes use different versions",
+    ),
+    "pipedream-2bw": ("2 (if a batch has at least p-1 microbatches)", "1, or 0 in the first batch"),
 }
 """For schedules without a flush: the number of weight versions on stage s, and the number of
-updates by which microbatch i is behind."""
+updates that the gradient of microbatch i does not include."""
 
 
 def activation_table() -> str:
@@ -111,7 +114,8 @@ def activation_table() -> str:
 
 def version_table() -> str:
     """Return a table of the pairs of formulas in VERSIONS."""
-    return _formula_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
+    head = ("weight versions on stage s", "updates that microbatch i's gradient does not include")
+    return _formula_table(head, VERSIONS)
 
 
 def microbatch_table(p: int = 4, i: int = 4) -> str:

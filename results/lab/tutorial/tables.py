@@ -138,7 +138,7 @@ METHODS = {
 def cut_table(record: Record) -> str:
     """Return a table with one row per method of splitting a backward pass. B is the time of the
     whole pass."""
-    lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
+    lines = ["| method | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
     for name, text in METHODS.items():
         method = record["ways"][name]
         _, i, w = method["ms"]

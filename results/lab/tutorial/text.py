@@ -40,7 +40,8 @@ def summary(records: Mapping[str, Record]) -> str:
     """Return a table with one row per record. It states the simulator's largest errors and whether
     they meet the goal."""
     lines = [
-        "| record | times from | runs predicted | makespan error | points of error | goal |",
+        "| record | times from | runs predicted | makespan error "
+        "| utilization error, points | goal |",
         "|---|---|---:|---:|---:|---|",
     ]
     for name, record in records.items():
@@ -65,24 +66,24 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "# Measured results",
         wrap(verdict(records)),
         wrap(
-            "`python results/lab/tutorial/pages.py --write` makes this page from "
+            "`python results/lab/tutorial/pages.py --write` generates this page from "
             "[records/](records/). Each record contains its command, machine and versions."
         ),
         "## Prediction against measurement",
         wrap(
-            "The simulator takes the mean times of one run as input and predicts the other runs. "
+            "The simulator uses the mean times of one run to predict the other runs. "
             "The makespan lasts from the first start to the last end. The utilization is the "
             "share of the makespan in which stages compute, and its error is in percentage "
             "points. "
-            f"The goals are {_goals(records)}."
+            f"The goals are errors of at most {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrap(
-            "The tables below are for the largest machine. Each cell shows the makespan in ms, the "
-            "utilization and, in parentheses, the error of the simulated utilization. The run "
-            "marked \\* provided the times. If a run was repeated, the table shows the run with "
-            "the largest error."
+            "The tables below are for the GPU records with the most stages. Each cell shows the "
+            "makespan in ms, the utilization and, in parentheses, the error of the simulated "
+            "utilization. The run marked \\* provided the times. If a run was repeated, the table "
+            "shows the run with the largest error."
         ),
         *sections(records),
     ]
@@ -107,14 +108,19 @@ def verdict(records: Mapping[str, Record]) -> str:
         for record in records.values()
         for run in launch_bound_cases(record)
     ]
-    missed_text = f" (goal missed: {'; '.join(missed)})" if missed else ""
+    missed_text = f" (not for {'; '.join(missed)})" if missed else ""
+    clocks = (
+        f"{early} messages arrived before they were sent, so the clocks disagree."
+        if early
+        else "No message arrived before it was sent, so the clocks agree."
+    )
     return (
-        f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
-        f"the goal{missed_text}. "
-        f"{_share_of([same for same in equal if same is not None])} final weights that were "
-        f"compared equal the weights of one process bit for bit. "
-        f"{_share_of(same_versions)} simulated runs kept as many weight versions as predicted. "
-        f"{early or 'No'} results arrived before they were sent, so the clocks agree."
+        f"The simulator meets the accuracy goal for {len(records) - len(missed)} of {len(records)} "
+        f"records{missed_text}. "
+        f"In {_share_of([same for same in equal if same is not None]).lower()} runs whose final "
+        "weights were compared, the weights are bit-identical to the weights of one process. "
+        f"{_share_of(same_versions)} runs that were also simulated kept as many weight versions as "
+        f"predicted. {clocks}"
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
 
@@ -148,6 +154,9 @@ def sections(records: Mapping[str, Record]) -> list[str]:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
+            workload = workload.replace(" of 1024 per", " of 1024 tokens per")
+            workload = workload.replace(", ", " with ", 1)
+            workload = re.sub(r", ([^,]*)$", r", and \1", workload)
             groups.setdefault(wrap(f"The following runs used {workload}."), {})[name] = record
     parts: list[str] = []
     for intro, records_of_work in groups.items():
@@ -164,11 +173,12 @@ def sections(records: Mapping[str, Record]) -> list[str]:
                 parts.append(_run_table(record))
                 parts += [wrap(record["note"])] if "note" in record else []
             else:
-                text = (
-                    f"Record `{name}` contains the same runs. In this record, the predictions are "
-                    f"based on times measured with the schedule {calibration}."
+                parts.append(
+                    wrap(
+                        f"Record `{name}` contains the same runs. The predictions in this record "
+                        f"use times from {calibration}."
+                    )
                 )
-                parts.append(wrap(text))
     return parts
 
 
