@@ -130,16 +130,18 @@ def main() -> int:
         return cli.configure(arguments, program, [*arguments.overrides, *override])
 
     names = {"batch_size", *KEYS["batch_size"].aliases}
-    open_batch = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
+    chooses_batch_size = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None:
             what = "the budget already specifies the GPUs"
             raise UserError(what, fix="leave out --cluster and --num_gpus")
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
-        lines = describe_budget(fastest_layouts(build, cluster, open_batch), cluster, seconds)
+        lines = describe_budget(
+            fastest_layouts(build, cluster, chooses_batch_size), cluster, seconds
+        )
     else:
-        lines = describe_loss(loss, build, arguments, open_batch)
-    sources = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
+        lines = describe_loss(loss, build, arguments, chooses_batch_size)
+    sources = [f"{fit.name}: {fit.source}. {fit.uncertainty}." for fit in FITS]
     sources.append("Losses are for MassiveText with its own tokenizer, with each text seen once.")
     print("\n".join([*lines, "", *(textwrap.fill(line, 80) for line in sources)]))
     return 0
@@ -149,7 +151,7 @@ def describe_loss(
     loss: float,
     build: Callable[[str | None], Request],
     arguments: argparse.Namespace,
-    open_batch: bool,
+    chooses_batch_size: bool,
 ) -> list[str]:
     """Describe the cheapest way to reach a loss and, with --cluster, the training time."""
     flops_by_fit = [(fit, fit.flops_for(loss)) for fit in FITS]
@@ -157,16 +159,17 @@ def describe_loss(
     lines.append(_optima(flops_by_fit))
     if arguments.cluster is not None:
         cluster = parse_cluster(arguments.cluster, arguments.gpu)
-        choices = fastest_layouts(build, cluster, open_batch)
+        choices = fastest_layouts(build, cluster, chooses_batch_size)
         for fit, flops in flops_by_fit:
             nearest = min(choices, key=functools.partial(_size_mismatch, fit, flops))
-            time = f"by {fit.name} {duration(flops / flops_per_s(nearest))} on {cluster.name}"
-            lines.append(f"{time}, at {nearest.plan.config.model}'s predicted speed")
+            time = f"{duration(flops / flops_per_s(nearest))} on {cluster.name}"
+            speed = f"at {nearest.plan.config.model}'s predicted speed"
+            lines.append(f"according to {fit.name}: {time}, {speed}")
     return lines
 
 
 def fastest_layouts(
-    build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
+    build: Callable[[str | None], Request], cluster: Cluster, chooses_batch_size: bool
 ) -> list[Prediction]:
     """Return a prediction for each model that fits on the cluster, with the model's fastest layout.
     Predictions are ordered from the smallest model to the largest. Raises UserError if no model
@@ -178,7 +181,7 @@ def fastest_layouts(
         with contextlib.suppress(UserError):  # Skip models that do not fit.
             config = with_values(build(None), model=model)
             values = {"model": model, "batch_size": config.batch_size}
-            if open_batch:  # Choose the smallest batch that keeps a GPU busy.
+            if chooses_batch_size:  # Choose the smallest batch that keeps a GPU busy.
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
                 values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
@@ -215,7 +218,8 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     summary += f"{tflops:.0f} TFLOP/s per GPU{mfu} predicted for {config.model} with "
     summary += f"{config.batch_size} x {config.max_length} tokens per GPU"
     names = " / ".join(fit.name for fit in FITS)
-    caption = f"each model in that time, and the tokens for which it is the best size,\nby {names}:"
+    caption = 'Each model, trained for that time. "best at" is the number of tokens for which\n'
+    caption += f"the model's size is optimal. Fits: {names}."
     rows = []
     for choice in choices:
         parameters = choice.plan.size.num_parameters

@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = sorted(find_records([folder]), key=lambda record: record.world_size)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
-        "what": "peak RAM of the fullest process, and seconds of a step where they were measured",
+        "what": "peak RAM of the process that uses the most RAM, and seconds per step if measured",
         **provenance(COMMAND + (" --timed" if arguments.timed else "")),
         "machine": records[0].machine,
         "calibrations": calibrations,
         "runs": [build_entry(record, arguments.timed) for record in records],
     }
     write_json(arguments.out, document)
-    print(f"wrote {arguments.out}: {len(records)} runs")
+    print(f"Wrote {len(records)} runs to {arguments.out}.")
     return 0
 
 

@@ -33,12 +33,12 @@ def fill_blocks(option: str, documents: Sequence[Path]) -> None:
         Cog().callable_main(["cog", option, "--verbosity=1", *map(str, documents)])
     except CogCheckFailed:
         what = "documents differ from results/records"
-        fix = f"type: {COMMAND} {names}"
+        fix = f"run: {COMMAND} {names}"
         raise UserError(what, fix=fix) from None
     except CogError as error:
         cause = error.__context__
         text = str(cause if isinstance(cause, UserError) else error).splitlines()[-1]
-        raise UserError(f"a block of {names} fails", text) from None
+        raise UserError(f"a generated block in {names} failed", text) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{names} cannot be read or written", str(error)) from None
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         documents = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
     fill_blocks("--check" if arguments.check else "-r", documents)
     plots = tables.RECORDS_DIR.with_name("plots")
-    figures.keep_figures(documents, tables.RECORDS_DIR, plots, write=not arguments.check)
+    figures.update_figures(documents, tables.RECORDS_DIR, plots, write=not arguments.check)
     return 0
 
 

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.out, record)
-            print(f"{len(results)} cases with seed {options.seed}; wrote {options.out}")
+            print(f"Wrote {len(results)} cases with seed {options.seed} to {options.out}.")
     return 0
 
 

@@ -52,7 +52,7 @@ def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float,
         lines.append((round(time.monotonic() - began, 2), line.rstrip("\n")))
         print(f"{lines[-1][0]:7.2f}  {lines[-1][1]}", flush=True)
     if code := process.wait():
-        sys.exit(f"the command ended with {code}")
+        sys.exit(f"error: The command ended with exit code {code}.")
     return [*lines, (round(time.monotonic() - began, 2), "")]
 
 

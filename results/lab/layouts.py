@@ -77,7 +77,7 @@ class LeftOver(NamedTuple):
     reserved: int
 
 
-class Spans:
+class CallTimer:
     """Recorder of the start and end of calls. Times are on the GPU's clock if there is a GPU."""
 
     def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
@@ -212,7 +212,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
     record."""
     config = run.plan.config
     topology = run.topology
-    spans = Spans(topology.device, pipeline_of(run.engine))
+    spans = CallTimer(topology.device, pipeline_of(run.engine))
     timer = StepTimer(topology.device)
     memory = PeakMemory(topology.device)
     memory.begin()
@@ -259,7 +259,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
     return measured
 
 
-def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
+def _train(run: harness.Run, spans: CallTimer, timer: StepTimer) -> None:
     for step in range(NUM_STEPS):
         if step in (0, NUM_WARMUP):
             spans.marks.clear()

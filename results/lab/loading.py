@@ -67,15 +67,17 @@ def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     if on_gpu:
         measured["gpu"] = torch.cuda.memory_allocated() / GIB
         measured["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
-    own_bytes = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
-               for p in engine.stages.parameters())  # type: ignore[attr-defined]  # fmt: skip
-    measured["own part"] = own_bytes / GIB
+    parameters = engine.stages.parameters()  # type: ignore[attr-defined]
+    local_shards = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
+    measured["local shard"] = sum(shard.nbytes for shard in local_shards) / GIB
     engine.close()
     return gather(measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description="Measure how a model is built.")
+    parser = checkout.Parser(
+        description="Measure the time and memory that each rank needs to build a model."
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args(argv)

@@ -6,7 +6,7 @@ without chunks, and with Liger.
 N is 1, or 2 with `--set strategy=fsdp` or `--set strategy=tp`. The default is Llama-3.2-1B with
 random weights in bf16 and 4 x 2048 tokens per GPU. The variant "liger" runs if liger_kernel is
 installed and the strategy is not tp. Every variant trains for the same number of steps, first
-operation by operation and then, except for "liger", as a CUDA graph. The columns show the highest
+without a CUDA graph and then, except for "liger", with a CUDA graph. The columns show the highest
 value of any rank:
 
 - `state`: GiB allocated before a step.
@@ -63,8 +63,8 @@ def measure(run: Run) -> dict[str, Any]:
     """Train for a few steps. Return this rank's milliseconds per step, its losses, and its memory
     use in GiB."""
     on_gpu = run.topology.device_type == "cuda"
-    part = next(iter(run.engine.stages.values()))  # type: ignore[attr-defined]
-    loss = part.loss
+    stage = next(iter(run.engine.stages.values()))  # type: ignore[attr-defined]
+    loss = stage.loss
     gib: dict[str, float] = {}
 
     def note_gib(name: str, *, peak: bool) -> None:
@@ -87,12 +87,12 @@ def measure(run: Run) -> dict[str, Any]:
         if step == 2:
             note_gib("state", peak=False)
             if not run.plan.config.compile or run.plan.config.loss_chunk_tokens:
-                part.loss = (
+                stage.loss = (
                     measured_loss  # Otherwise the loss is compiled together with the layers.
                 )
         if step == 3:
             note_gib("after", peak=True)
-            part.loss = loss
+            stage.loss = loss
         batch = run.batch(step)
         began = time.perf_counter()
         result = run.engine.train_step(batch)

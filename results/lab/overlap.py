@@ -103,14 +103,18 @@ class RankTrace:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds per step: in total, in each activity, and without any activity."""
-        parts = {
+        durations_us = {
             "step": length([self.window]),
             "computing": length(self.computing),
             "communicating": length(self.communicating),
             "exposed": length(self.exposed),
         }
-        parts["neither"] = parts["step"] - parts["computing"] - parts["exposed"]
-        return {name: microseconds / 1e6 / self.steps for name, microseconds in parts.items()}
+        durations_us["neither"] = (
+            durations_us["step"] - durations_us["computing"] - durations_us["exposed"]
+        )
+        return {
+            name: microseconds / 1e6 / self.steps for name, microseconds in durations_us.items()
+        }
 
 
 def read_trace(trace: Mapping[str, Any], rank: int) -> RankTrace:
@@ -140,7 +144,11 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> RankTrace:
             threads[event["tid"]][0].append(event["span"])
         elif event["name"].startswith("_c10d_functional::wait_tensor"):
             threads[event["tid"]][1].append(event["span"])
-    computing = (span for both in threads.values() for span in subtract(*both))
+    computing = (
+        span
+        for computing_spans, waiting_spans in threads.values()
+        for span in subtract(computing_spans, waiting_spans)
+    )
     return RankTrace(
         rank=rank,
         steps=len(steps),
@@ -236,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")
-    print(f"\nwrote {short_path(folder / 'overlap.png')}; ui.perfetto.dev opens the traces")
+    print(f"\nWrote {short_path(folder / 'overlap.png')}.")
+    print("To view the traces, open them in ui.perfetto.dev.")
     return 0
 
 

@@ -160,10 +160,10 @@ def build_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill blocks with documents, and return the positions and document ends. Each document has
     `length` tokens. If `length` is None, lengths are drawn from `lengths`."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     rows = []
     for _ in range(batch):
-        sizes = draw.choice(lengths, seq_len) if length is None else np.full(seq_len, length)
+        sizes = rng.choice(lengths, seq_len) if length is None else np.full(seq_len, length)
         ends = np.minimum(np.cumsum(sizes), seq_len)
         rows.append(np.append(ends[ends < seq_len], seq_len))
     width = max(map(len, rows))
@@ -285,7 +285,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
             results.add("losses", model, {**runs_by_case, "apart": gaps})
             text = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
             print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {text}")
-    # Compare a graph, replayed with other documents, to two runs of the same steps without a graph.
+    # Compare a graph that is replayed with other documents with two runs without a graph.
     model, batch, length = models[0]
     values = {**config(model, batch, length), "cuda_graphs": False}
     eager_runs = [measure_run(values, measure_speed) for _ in range(2)]
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(group, results, models, dataset)
     results.values["seconds"] = time.monotonic() - began
     results.write()
-    print(f"{results.values['seconds']:.0f} s; wrote {results.file}")
+    print(f"Wrote {results.file} after {results.values['seconds']:.0f} s.")
     return 0
 
 

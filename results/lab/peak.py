@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
 A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` reduces the model to N blocks, so
-that a case takes seconds. Each case trains for a few steps operation by operation or, with
+that a case takes seconds. Each case trains for a few steps without a CUDA graph or, with
 `cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the events of the
 last step, and the program replays them up to the moment when the most memory is allocated. The
 table shows the memory on rank 0 at that moment, without the state from before the step. As in
@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
     "checkpoint_every": 0, "learning_rate": 1e-4, "cuda_graphs": False,
 }  # fmt: skip
 NUM_STEPS = 3
-SHOWN_BYTES = 8 * 2**20  # One line adds up all smaller sums.
+MIN_ROW_BYTES = 8 * 2**20  # The table combines all smaller rows in one row.
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def find_peak_allocations(events: Sequence[dict[str, Any]]) -> list[tuple[int, i
         entry[0] += event["size"]
         entry[1] += 1
     rows = sorted(((size, count, line) for line, (size, count) in sums.items()), reverse=True)
-    shown = [row for row in rows if row[0] >= SHOWN_BYTES]
+    shown = [row for row in rows if row[0] >= MIN_ROW_BYTES]
     small = rows[len(shown) :]
     shown.append((sum(row[0] for row in small), sum(row[1] for row in small), "less than 8 MiB"))
     shown.append((-freed_bytes, 0, "freed memory from before the step"))

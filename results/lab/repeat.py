@@ -125,12 +125,12 @@ def main() -> int:
     """Run the commands from all records. Return 1 if a command is rejected."""
     refused = 0
     count = 0
-    for path, document in records(list(map(Path, sys.argv[1:]))):
+    for path, document in records([Path(name).resolve() for name in sys.argv[1:]]):
         count += 1
         if why := dry_run_command(document):
             refused += 1
             print(f"{path.relative_to(ROOT)}: {document['command']}\n  {why.splitlines()[-1]}")
-    print(f"{count - refused} of {count} commands are accepted")
+    print(f"{count - refused} of {count} commands were accepted.")
     return 1 if refused else 0
 
 

@@ -31,7 +31,7 @@ Measured = tuple[str, dict[str, Any] | str]  # (name, record or the reason why t
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
     """Parse the command line of a program that measures a plan. Return the arguments, the plan, and
     its runs by name. A run's record can also serve as a plan that repeats the run."""
-    parser = checkout.Parser(description=about, check=check_layouts)
+    parser = checkout.Parser(description=about, check=print_layouts)
     plan_help = "a JSON file of results/plans/, or the record of a run"
     parser.add_argument("plan", type=Path, help=plan_help)
     parser.add_argument("out", type=Path, help="a folder for the records")
@@ -66,7 +66,7 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
     return {name: {**plan["common"], **run} for name, run in chosen}
 
 
-def check_layouts(arguments: argparse.Namespace) -> None:
+def print_layouts(arguments: argparse.Namespace) -> None:
     """Print the layout of each run in a plan. The layout is planned for the record's machine if the
     plan is a run's record, and for this machine otherwise."""
     plan = load_json(arguments.plan, "plan")

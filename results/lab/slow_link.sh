@@ -15,7 +15,7 @@ for i in 0 1; do
   ip -n "${nodes[i]}" addr add "10.99.0.$((i + 1))/24" dev eth0
   ip -n "${nodes[i]}" link set lo up
   ip -n "${nodes[i]}" link set eth0 up
-  # A full bucket passes without delay, so tensors smaller than the bucket are not slowed down.
+  # As many bytes as the bucket holds pass without delay, so smaller tensors are not slowed down.
   # Gigabit rates need a large bucket.
   tc -n "${nodes[i]}" qdisc add dev eth0 root tbf rate "$rate" burst "${BURST:-1mb}" latency 200ms
 done

@@ -1,4 +1,4 @@
-"""Measure seconds per step over slow links. Root is required.
+"""Measure seconds per step over slow links. This program must run as root.
 
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
@@ -29,8 +29,8 @@ from results.lab.exchanges import PLAN
 
 CASES = ("`dp`", "bf16", "PowerSGD, rank 4", "top-k int8, k 0.01", "local SGD, H 8")
 ROUNDS = 3
-STEPS_A_ROUND = 8  # with one exchange of local SGD, H 8
-WARM_UP = 8
+STEPS_PER_ROUND = 8  # with one exchange of local SGD, H 8
+WARMUP_STEPS = 8
 MIN_LINK_SHARE = 0.5  # Publish a time only if the link takes at least this share of the step.
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 SCRIPT = Path(__file__).with_name("slow_link.sh")
@@ -39,19 +39,19 @@ SCRIPT = Path(__file__).with_name("slow_link.sh")
 def time_rounds(run: Run) -> dict[str, Any]:
     """Return the seconds per step in each round, and the number of bytes that this process's
     interface sent per step, averaged over all rounds. Both processes must call this function."""
-    for step in range(WARM_UP):
+    for step in range(WARMUP_STEPS):
         run.engine.train_step(run.batch(step))
     gather(None)
     seconds = []
     before = int(COUNTER.read_text())
-    step = WARM_UP
+    step = WARMUP_STEPS
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        for _ in range(STEPS_A_ROUND):
+        for _ in range(STEPS_PER_ROUND):
             run.engine.train_step(run.batch(step))
             step += 1
-        seconds.append((time.perf_counter() - began) / STEPS_A_ROUND)
-    counted = (int(COUNTER.read_text()) - before) / (ROUNDS * STEPS_A_ROUND)
+        seconds.append((time.perf_counter() - began) / STEPS_PER_ROUND)
+    counted = (int(COUNTER.read_text()) - before) / (ROUNDS * STEPS_PER_ROUND)
     by_formula = sum(sent_by_axis(run.plan).values())
     return {"round_s": seconds, "counted_bytes": counted, "formula_bytes": by_formula}
 
@@ -92,7 +92,7 @@ def measure_cases(out: Path, rate: str) -> None:
                 **provenance("python results/lab/slow_links.py OUT.json"),
                 "base": PLAN["common"],
                 "cases": {name: PLAN["cases"][name] for name in CASES},
-                "steps": {"warm_up": WARM_UP, "rounds": ROUNDS, "a_round": STEPS_A_ROUND},
+                "steps": {"warm_up": WARMUP_STEPS, "rounds": ROUNDS, "a_round": STEPS_PER_ROUND},
                 "load_average": os.getloadavg()[0],
                 "seconds_a_step": summarize(rates),
                 "rates": rates,
@@ -116,13 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "network namespaces need root and the programs ip and tc"
         raise UserError(what, fix="use sudo, and install iproute2")
     for rate in options.rates:
-        # Use a small token bucket, because the link passes a full bucket without delay.
+        # Use a small token bucket, because as many bytes as it holds pass without delay.
         command = ["bash", str(SCRIPT), f"{rate}mbit", str(Path(__file__))]
         command += [str(options.out.resolve()), "--rates", rate]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "BURST": "32kb"}).returncode
         if code:
             return code
-    print(f"wrote {options.out}")
+    print(f"Wrote {options.out}.")
     return 0
 
 

@@ -200,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     file = arguments.out / "overlap.json"
     began = time.monotonic()
-    results = runs_so_far(file, plan)  # Read before the processes meet. Rank 0 writes later.
+    # Read the file before the process group opens, because rank 0 writes the file later.
+    results = runs_so_far(file, plan)
     with harness.open_group_for(runs) as group:
         is_rank_0 = group.process.rank == 0
         run_cache = harness.RunCache()

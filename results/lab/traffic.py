@@ -35,7 +35,8 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, each_accepted_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
-# Suffix of the case with more blocks. The difference between the two rows is the blocks' traffic.
+# Suffix of the cases with more blocks. The difference from the same case without the suffix is the
+# traffic of the additional blocks.
 DEEPER = ", 12 blocks"
 BLOCK_SENDS = ("in all", "by formula")
 SMALL_BYTES = 8
@@ -63,8 +64,8 @@ class Traffic(TorchDispatchMode):
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self.topology = topology
+        # "axis kind" -> counts of calls, tensor_bytes and sent_bytes
         self.counted: dict[str, Counter[str]] = {}
-        """ "axis kind" -> calls, tensor_bytes, sent_bytes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
@@ -110,7 +111,7 @@ class Traffic(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _synchronous_operations() -> Iterator[None]:
     """Complete each operation in the `with` block before its caller continues. Otherwise, DDP's
     hooks would start their second operation on gloo's thread, where the operation is not
     counted."""
@@ -161,13 +162,13 @@ def count_step(run: Run) -> dict[str, Any]:
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
-    every = run.plan.steps_between_exchanges or 1
-    with Traffic(topology) as traffic, _one_thread():
-        for step in range(2, 2 + every):
+    num_steps = run.plan.steps_between_exchanges or 1
+    with Traffic(topology) as traffic, _synchronous_operations():
+        for step in range(2, 2 + num_steps):
             run.engine.train_step(run.batch(step))
-    for counts in traffic.counted.values() if every > 1 else ():
+    for counts in traffic.counted.values() if num_steps > 1 else ():
         for name in ("tensor_bytes", "sent_bytes"):
-            counts[name] /= every  # type: ignore[assignment]
+            counts[name] /= num_steps  # type: ignore[assignment]
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
@@ -234,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     twelve, eight = (PLAN["models"][f"{name}-blocks"]["num_layers"] for name in ("twelve", "eight"))
     record = {
         "what": "one training step on CPU processes over gloo: bytes given to each operation of "
-        "torch.distributed, and what a process sends for them in a ring",
+        "torch.distributed, and the bytes that a process sends for it in a ring",
         **provenance("python results/lab/traffic.py OUT.json"),
         "models": PLAN["models"],
         "base": PLAN["common"],
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mismatches = differences(cases)
     print(
         "\n".join(mismatches)
-        or f"wrote {out}: all counts of {len(cases)} cases equal their formulas"
+        or f"Wrote {out}. All counts of {len(cases)} cases equal their formulas."
     )
     return int(bool(mismatches))
 

@@ -175,7 +175,7 @@ def newest_record(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description="Run a whole job on a model of 8B and time each step.")
+    parser = checkout.Parser(description="Run a complete job with an 8B model and time each step.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
     parser.add_argument("--tiny", action="store_true")
@@ -183,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_gpus = torch.cuda.device_count()
     name = "tests/models/grouped" if arguments.tiny else arguments.model
     length = 64 if arguments.tiny else 1024
-    result: dict[str, Any] = {
-        "what": f"the whole job: LoRA of {name}",
+    document: dict[str, Any] = {
+        "what": f"a complete LoRA job with {name}",
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)],
         **provenance("python results/lab/whole_job.py OUT.json"),
         "steps": {},
@@ -194,9 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         measured = action()
         row = {"seconds": time.perf_counter() - began, RAM: None, **measured}
-        result["steps"][label] = row
+        document["steps"][label] = row
         print(f"{label}: {json.dumps(row)[:600]}", flush=True)
-        write_json(arguments.output, result)
+        write_json(arguments.output, document)
 
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
@@ -240,20 +240,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--num_tokens",
                 "32",
             ]
-            done = run([script, *options], gpus=1)
-            return {"text": done.printed[-200:], RAM: done.ram_gib}
+            result = run([script, *options], gpus=1)
+            return {"text": result.printed[-200:], RAM: result.ram_gib}
 
         def export(*merge: str) -> dict[str, Any]:
             to = Path(folder, "merged" if merge else "adapter")
-            done = run([script, "export", finished_run(), "--to", str(to), *merge], gpus=1)
+            result = run([script, "export", finished_run(), "--to", str(to), *merge], gpus=1)
             size = sum(file.stat().st_size for file in to.iterdir())
-            return {"GB": size / 1e9, RAM: done.ram_gib}
+            return {"GB": size / 1e9, RAM: result.ram_gib}
 
         def open_exports() -> dict[str, Any]:
             folders = [str(base), str(Path(folder, "adapter")), str(Path(folder, "merged"))]
-            done = run(["-c", OPEN_EXPORTS, *folders], gpus=1)
-            logits: dict[str, Any] = json.loads(done.printed.splitlines()[-1])
-            return {**logits, RAM: done.ram_gib}
+            result = run(["-c", OPEN_EXPORTS, *folders], gpus=1)
+            logits: dict[str, Any] = json.loads(result.printed.splitlines()[-1])
+            return {**logits, RAM: result.ram_gib}
 
         step("make the model", lambda: make_model(name, base))
         step("make the chats", lambda: make_chats(chats))

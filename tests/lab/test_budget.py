@@ -66,4 +66,4 @@ def test_budget_command_prints_a_table():
     assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
     assert max(map(len, shown.stdout.splitlines())) <= 80
     reverse = budget("--target_loss", "2.5", "--cluster", "1xH200")
-    assert "by replication" in reverse.stdout
+    assert "according to replication: " in reverse.stdout

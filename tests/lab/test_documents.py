@@ -13,7 +13,7 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
 from results.lab.documents import main
 from results.lab.pages import tables
-from results.lab.pages.figures import keep_figures
+from results.lab.pages.figures import update_figures
 from results.lab.pages.tables import published_table
 from tests.support import record_values, refused
 
@@ -61,12 +61,12 @@ def test_an_outdated_figure_is_reported(tmp_path):
     records, folder = ROOT / "results" / "records", tmp_path / "plots"
     page = tmp_path / "page.md"
     page.write_text("![bubbles](plots/bubbles.svg)")
-    keep_figures([page], records, folder, write=True)
+    update_figures([page], records, folder, write=True)
     assert [file.name for file in folder.iterdir()] == ["bubbles.svg"]
-    keep_figures([page], records, folder, write=False)
+    update_figures([page], records, folder, write=False)
     (folder / "bubbles.svg").write_text("<svg/>")
     with pytest.raises(UserError, match="differs from its records"):
-        keep_figures([page], records, folder, write=False)
+        update_figures([page], records, folder, write=False)
 
 
 BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!-- [[[end]]] -->\n"

@@ -19,4 +19,4 @@ def test_recorded_commands_are_accepted():
     paths = [ROOT / "results" / name for name in RECORDS]
     result = run_command([sys.executable, str(ROOT / "results/lab/repeat.py"), *paths])
     assert result.returncode == 0, result.stdout
-    assert result.stdout.endswith(f"{len(paths)} of {len(paths)} commands are accepted\n")
+    assert result.stdout.endswith(f"{len(paths)} of {len(paths)} commands were accepted.\n")

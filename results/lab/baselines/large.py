@@ -307,7 +307,8 @@ def show(name: str, result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = checkout.Parser(
-        description="Compare this suite with transformers' Trainer on models of 1 to 8B."
+        description="Compare this suite with transformers' Trainer on models with 1B to 8B "
+        "parameters."
     )
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS))
@@ -319,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows = arguments.rows or list(ROWS)
     result: dict[str, Any] = {
-        "what": "models of 1 to 8B in bf16: ours, and transformers' Trainer with PEFT and Liger",
+        "what": "models with 1B to 8B parameters in bf16: this suite, and transformers' Trainer "
+        "with PEFT and Liger",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **provenance(f"python -m results.lab.baselines.large OUT.json --rows {shlex.join(rows)}"),
         "rows": {},

@@ -1,4 +1,4 @@
-"""Compare the speed of this suite with that of transformers' Trainer, on a GPU or CPU.
+"""Compare the training speed of this suite and of transformers' Trainer, on a GPU or CPU.
 
     python -m results.lab.baselines.trainer OUT.json [--tiny]
 

@@ -1,7 +1,8 @@
 """Compare our `data --json` command with transformers on inputs from public bug reports.
 
-    python -m results.lab.corpus.public_reports CASES    (make_inputs.py CASES builds them)
+    python -m results.lab.corpus.public_reports CASES
 
+CASES contains one folder per case, with a model in the folder `model` and with data files.
 A case passes if the program rejects it with the expected message or if three conditions hold:
 
 - The token IDs of each sample equal the output of `tokenizer(text)`, or of `apply_chat_template`

@@ -111,20 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, help="folder for the text and the cache (default: one in /tmp)"
     )
-    a = parser.parse_args(argv)
-    size = int(a.size[:-2]) * UNITS[a.size[-2:]]
+    arguments = parser.parse_args(argv)
+    size = int(arguments.size[:-2]) * UNITS[arguments.size[-2:]]
     results = dict[str, Any]()
-    with tempfile.TemporaryDirectory(dir=a.work) as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         file = Path(folder, "text.txt")
         cache = Path(folder, "cache")
         write_text(file, size)
-        print(f"wrote {a.size}", flush=True)
+        print(f"Wrote {arguments.size} of text.", flush=True)
         command = [
             sys.executable,
             "-c",
             PREPARE_CODE,
             str(file),
-            str(a.tokenizer.resolve()),
+            str(arguments.tokenizer.resolve()),
             str(cache),
         ]
         for case in ("first", "again", "mapped"):
@@ -136,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache_bytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpus = len(os.sched_getaffinity(0))
     header = {
-        **provenance(f"python -m results.lab.corpus.text {a.size} OUT.json"),
-        "tokenizer": a.tokenizer.name,
+        **provenance(f"python -m results.lab.corpus.text {arguments.size} OUT.json"),
+        "tokenizer": arguments.tokenizer.name,
     }
     sizes = {"text_bytes": size, "cache_bytes": cache_bytes, "num_cpus": cpus}
-    write_json(a.out, {**header, **sizes, **results})
+    write_json(arguments.out, {**header, **sizes, **results})
     return 0
 
 

@@ -22,4 +22,5 @@ def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
 
 
 if __name__ == "__main__":
-    print(f"wrote {sys.argv[1]}: {train(Path(sys.argv[1])).num_tokens} tokens")
+    num_tokens = train(Path(sys.argv[1])).num_tokens
+    print(f"Wrote a tokenizer with {num_tokens} tokens to {sys.argv[1]}.")

@@ -142,14 +142,14 @@ def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description="Measure models through transformers' code.")
+    parser = checkout.Parser(description="Measure models that run transformers' code.")
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--tiny", action="store_true", help="run a smoke test on a CPU")
     parser.add_argument("--only", nargs="*", default=[*CASES, TRAINER])
     arguments = parser.parse_args(argv)
     tiny = arguments.tiny
     result: dict[str, Any] = {
-        "what": "models through transformers' code in bf16, one process",
+        "what": "models that run transformers' code, in bf16 and one process",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **provenance("python -m results.lab.hub.models OUT.json"),
         "cases": {},

@@ -19,7 +19,7 @@ DEFAULT = (
 )  # fmt: skip
 
 
-def _of_pipelines(number: NumberColumn) -> Callable[..., str]:
+def _pipelines_only(number: NumberColumn) -> Callable[..., str]:
     """Return a column that shows the number for pipelines and "-" for other runs."""
     return lambda *records: number(*records) if records[0].pipeline else "-"
 
@@ -78,10 +78,10 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "GPU memory by rank": _by_rank,
     "formula + operations + messages + gaps": _bubble_parts,
-    "bubble": _of_pipelines(
+    "bubble": _pipelines_only(
         NumberColumn(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format, NOT_MEASURED)
     ),
-    "ideal bubble": _of_pipelines(
+    "ideal bubble": _pipelines_only(
         NumberColumn(
             lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula"
         )

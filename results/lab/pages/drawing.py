@@ -84,11 +84,11 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 
 def _parameters_per_rank(plan: Draft) -> list[int]:
     """Return the number of parameters on each pipeline rank before tp and dp_shard shard them."""
-    cut = plan.layout.blocks_per_stage
-    held = [0] * plan.mesh["pp"]
+    blocks_per_stage = plan.layout.blocks_per_stage
+    parameters = [0] * plan.mesh["pp"]
     for stage, rank in enumerate(plan.layout.ranks):
-        held[rank] += stage_parameters(plan.size, cut, stage)
-    return held
+        parameters[rank] += stage_parameters(plan.size, blocks_per_stage, stage)
+    return parameters
 
 
 def _size_range(plan: Draft, size: int) -> str:

@@ -37,7 +37,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
-        # Round the positions, because the layout solver is exact only to some digits.
+        # Round the positions, because the layout solver is exact only to a few digits.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         for axes in figure.axes:
@@ -48,8 +48,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 
 
 def one_launch(records: Path) -> Figure:
-    """Plot the speed of steps launched operation by operation and of steps launched as one CUDA
-    graph."""
+    """Plot the speed of steps without a CUDA graph and of steps that are one CUDA graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
@@ -85,10 +84,10 @@ def tradeoff(records: Path) -> Figure:
     }  # fmt: skip
     figure, axes = _figure("If the state fits, dp is fastest; pipelines need the least memory", 4.4)
     axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
-    best = _medium(records)
+    best = _gpt2_medium_records(records)
     for name, shift in chosen.items():
         record = best[name]
-        point = (_fullest(record) / GIB, _speed(record))
+        point = (_peak_bytes(record) / GIB, _speed(record))
         axes.plot(*point, "o", color=COLORS[_split_kind(record)], markersize=7)
         label = name.removeprefix("3d ").replace("pp pp4", "pp4")
         label = label.replace("tp tp4", "tp4: all 256 samples in one micro-batch")
@@ -114,7 +113,9 @@ def bubbles(records: Path) -> Figure:
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
     left, right = figure.subplots(1, 2, sharey=True)
     for name in ("gpipe", "1f1b", "interleaved"):
-        runs_of = [r for r in _xl(records) if r.layout_name.startswith(f"pp pp4 {name}")]
+        runs_of = [
+            r for r in _gpt2_xl_records(records) if r.layout_name.startswith(f"pp pp4 {name}")
+        ]
         compiled = [r for r in runs_of if r.config["compile"]]
         points = sorted((r.batch.num_microbatches, *_idle(r)) for r in compiled)
         m, measured, ideal = zip(*points, strict=True)
@@ -131,7 +132,7 @@ def bubbles(records: Path) -> Figure:
     left.legend(frameon=False, fontsize=8.5)
     runs = {
         r.pipeline["schedule"]: r
-        for name, r in _medium(records).items()
+        for name, r in _gpt2_medium_records(records).items()
         if name.startswith("pp ") and name.endswith("-m8") and r.pipeline
     }
     for index, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
@@ -157,15 +158,15 @@ def memory(records: Path) -> Figure:
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
-    figure, axes = _figure("Peak memory in GiB on the GPU that uses the most", 4.0)
+    figure, axes = _figure("Peak memory in GiB on the GPU that uses the most memory", 4.0)
     axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
-    best = _medium(records)
+    best = _gpt2_medium_records(records)
     state = [
         sum(best[name].estimated_state_bytes[part] for part in ("parameters", "gradients",
                                                                 "optimizer")) / GIB
         for name in names
     ]  # fmt: skip
-    other = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
+    other = [_peak_bytes(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
     labels = [name.replace("pp pp4", "pp4").replace("tp tp4", "tp4") for name in names]
     axes.barh(labels, state, color="#0072b2", label="state (formula)")
     bars = axes.barh(
@@ -180,9 +181,9 @@ def memory(records: Path) -> Figure:
 def overlap(records: Path) -> Figure:
     """Draw the timeline of one GPU in one step, for several strategies."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
-    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
+    subtitle = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
     title = "Communication in one step, and how much of it is exposed"
-    return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
+    return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, subtitle)
 
 
 def from_scratch(records: Path) -> Figure:
@@ -200,9 +201,11 @@ def from_scratch(records: Path) -> Figure:
 def overlap_slow_link(records: Path) -> Figure:
     """Draw the timeline of one CPU process in one step over a slow link, for each strategy."""
     record = _overlap(records / "cpu-overlap")
-    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
+    subtitle = (
+        "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
+    )
     title = "Over a slow link: communication in one step, and how much of it is exposed"
-    return draw_timelines(record, list(record["shares"]), title, about)
+    return draw_timelines(record, list(record["shares"]), title, subtitle)
 
 
 def _overlap(folder: Path, name: str = "overlap.json") -> dict[str, Any]:
@@ -222,7 +225,7 @@ def _read(folder: Path) -> list[Record]:
     return [load_record(path) for path in sorted(folder.glob("*.json"))]
 
 
-def _medium(records: Path) -> dict[str, Record]:
+def _gpt2_medium_records(records: Path) -> dict[str, Record]:
     """Return the records for gpt2-medium on four GPUs, keyed by layout name."""
     all_records = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
@@ -232,7 +235,7 @@ def _medium(records: Path) -> dict[str, Record]:
     }
 
 
-def _xl(records: Path) -> list[Record]:
+def _gpt2_xl_records(records: Path) -> list[Record]:
     """Return the records for gpt2-xl-sized models on four GPUs. Most are from pipelines without
     CUDA graphs."""
     return _read(records / "h200-x4-layouts")
@@ -242,7 +245,7 @@ def _speed(record: Record) -> float:
     return float(record.performance["tokens_per_s"])
 
 
-def _fullest(record: Record) -> float:
+def _peak_bytes(record: Record) -> float:
     """Return the peak number of bytes allocated to tensors on the fullest rank."""
     return float(record.memory["peak_allocated_bytes"])
 
@@ -266,7 +269,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
 }
 
 
-def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, write: bool) -> None:
+def update_figures(documents: Sequence[Path], records: Path, folder: Path, *, write: bool) -> None:
     """Draw the figures that the documents show, and save them in `folder`. Without `write`, raise
     UserError if a saved figure does not match its records."""
     texts = [document.read_text(encoding="utf-8") for document in documents]
@@ -279,4 +282,4 @@ def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, writ
             folder.mkdir(exist_ok=True)
             file.write_text(svg, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != svg:
-            raise UserError(f"{file} differs from its records", fix="draw it: make docs")
+            raise UserError(f"{file} differs from its records", fix="run: make docs")

@@ -20,7 +20,7 @@ from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.tables import markdown_table
 
 GIB = 2**30
-NO_LAYOUT = "-"  # no such layout
+NO_LAYOUT = "-"  # cell for a combination that has no valid layout
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:

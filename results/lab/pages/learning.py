@@ -9,7 +9,7 @@ from distributed_training.records.record import Record
 
 
 def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figure:
-    """Plot losses over steps in a figure that is 900 pixels wide, with a panel for each data set
+    """Plot losses over steps in a figure that is 900 pixels wide, with a panel for each dataset
     and a color for each label. Training losses are thin lines, and validation losses are dots."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", dpi=100)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")

@@ -79,7 +79,7 @@ def published_json(*files: str, key: str, columns: str) -> str:
         for row, value in entries[key].items():
             values = value if isinstance(value, dict) else dict.fromkeys(column_names[:1], value)
             _check_names(f"{file}, {row}", "column", column_names, values)
-            rows.append([row, *(_figure(values[name]) for name in column_names)])
+            rows.append([row, *(_format_number(values[name]) for name in column_names)])
     return markdown_table(rows, ["", *(HEADINGS.get(name, name) for name in column_names)])
 
 
@@ -152,7 +152,7 @@ def published_links(*files: str, over: str = "") -> str:
     return markdown_table(rows, ["", *groups])
 
 
-def _figure(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return ""
     if value == 0 or abs(value) >= 100:
@@ -163,5 +163,5 @@ def _figure(value: float | None) -> str:
 def _check_names(where: str, what: str, names: Iterable[str], known: Collection[str]) -> None:
     for name in set(names).difference(known):
         what = f"{where}: the {what} {name!r} is not known"
-        why = f"known are {', '.join(known)}"
+        why = f"the known names are {', '.join(known)}"
         raise UserError(what, why, typed=name, known=known)

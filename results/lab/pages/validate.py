@@ -30,23 +30,23 @@ from results.lab.runs import to_current_keys
 
 RECORDS = ROOT / "results" / "records"
 # Runs that started before this time kept two more copies of each loss chunk.
-ADDED_UP_IN_PLACE = "2026-11-25T14"
+CHUNKS_IN_PLACE_SINCE = "2026-11-25T14"
 # zb-v runs that started before this time used PyTorch's fixed order.
-ZB_V_BY_DURATIONS = "2026-11-25T04"
+ZB_V_FROM_DURATIONS_SINCE = "2026-11-25T04"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """A run with its prediction and its measurements."""
 
-    page: str  # the record's folder
+    page: str  # name of the record's folder
     name: str
     record: Record
     plan: Draft
     prediction: Prediction
 
     @property
-    def memory_compares(self) -> bool:
+    def is_memory_comparable(self) -> bool:
         """Return whether the measured peak can be compared with the prediction.
 
         Memory that previous runs left in the process counts toward the peak. Old records do not say
@@ -54,7 +54,7 @@ class Row:
         quarter of the fullest rank's peak. Runs whose order of operations came from a search are
         excluded, because old records do not contain the order. Old runs that computed the loss in
         chunks are excluded, because a chunk took more memory then."""
-        is_old = self.record.started_at < ADDED_UP_IN_PLACE
+        is_old = self.record.started_at < CHUNKS_IN_PLACE_SINCE
         if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
         ranks = [
@@ -101,7 +101,11 @@ def plan_of(record: Record) -> Draft:
     request = build_config(config)
     count = record.world_size
     plan = draft_plan(request, this_machine(Machine(**machine), count, count))
-    if plan.orders is None or plan.schedule.is_searched or record.started_at > ZB_V_BY_DURATIONS:
+    if (
+        plan.orders is None
+        or plan.schedule.is_searched
+        or record.started_at > ZB_V_FROM_DURATIONS_SINCE
+    ):
         return plan
     fixed_orders = format_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
     return replace(plan, orders=replace(plan.orders, by_place=fixed_orders))
@@ -135,7 +139,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
-    """Run on CPUs, with the RAM of the process that uses the most, and the seconds per step."""
+    """Run on CPUs, with the RAM of the process that uses the most RAM, and the seconds per step."""
 
     name: str
     measured_bytes: int
@@ -165,8 +169,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         request = build_config(to_current_keys(run["config"]))
         plan = draft_plan(request, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
-            guess = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
-            rates = from_calibration(document["calibrations"][str(count)], guess)
+            default_rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
+            rates = from_calibration(document["calibrations"][str(count)], default_rates)
             seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         rows.append(
             CpuRow(
@@ -300,7 +304,7 @@ def fitted_pages() -> set[str]:
 
 def memory_errors(rows: Iterable[Row]) -> list[float]:
     """Return the memory errors of all runs whose peaks can be compared with predictions."""
-    return [row.memory_error for row in rows if row.memory_compares]
+    return [row.memory_error for row in rows if row.is_memory_comparable]
 
 
 def calibrated_errors() -> list[float]:
@@ -356,7 +360,9 @@ def worst_times() -> str:
 
 
 def worst_memory() -> str:
-    return worst(lambda row: row.memory_error, (row for row in gpu_rows() if row.memory_compares))
+    return worst(
+        lambda row: row.memory_error, (row for row in gpu_rows() if row.is_memory_comparable)
+    )
 
 
 def _layout(row: Row) -> str:
@@ -366,7 +372,7 @@ def _layout(row: Row) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         f"  {row.name}",
-        f"{row.memory_error:+.1%}" if row.memory_compares else "-",
+        f"{row.memory_error:+.1%}" if row.is_memory_comparable else "-",
         f"{row.time_error:+.1%}",
     )
 

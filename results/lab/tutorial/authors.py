@@ -3,10 +3,10 @@
     git clone --depth 1 https://github.com/sail-sg/zero-bubble-pipeline-parallelism CLONE
     python results/lab/tutorial/authors.py CLONE
 
-In general, the orders must be equal, operation by operation. For ZB-H1 and ZB-H2, only the longest
-span of a rank must equal the longest span in the authors' automatic schedule with the same memory
-limit. A rank's span lasts from the start of its first operation to the end of its last. No other
-program here needs the clone.
+The orders must be equal, operation by operation, except for ZB-H1 and ZB-H2. For these two
+schedules, only the longest span of a rank must equal the longest span in the authors' automatic
+schedule with the same memory limit. A rank's span lasts from the start of its first operation to
+the end of its last. No other program here needs the clone.
 """
 
 import argparse

@@ -33,11 +33,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "tokens": 128}
 REPEATS = 30
 
-Halves = tuple[float, float, float]
+PassTimes = tuple[float, float, float]
 """Seconds for F, I and W. If the backward pass is whole, seconds for F and B, followed by 0."""
 
 
-def time_steps(*steps: Callable[[], Any]) -> Halves:
+def time_steps(*steps: Callable[[], Any]) -> PassTimes:
     """Run two or three steps. Return the duration of each step in seconds, with 0 for a missing
     third step."""
     times = []
@@ -48,7 +48,7 @@ def time_steps(*steps: Callable[[], Any]) -> Halves:
     return times[0], times[1], sum(times[2:])
 
 
-def time_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
+def time_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> PassTimes:
     """Time the passes of the runtime's StageTrainer for the middle of three stages."""
     schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
@@ -60,7 +60,7 @@ def time_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
     return time_steps(lambda: trainer.forward(0, x, x), *steps)
 
 
-def time_torch_helpers(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+def time_torch_helpers(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> PassTimes:
     """Time stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def time_torch_helpers(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> 
     )
 
 
-def time_two_calls(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+def time_two_calls(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> PassTimes:
     """Time two calls to autograd.grad on the same graph."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
@@ -96,9 +96,9 @@ def time_two_calls(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halv
     )
 
 
-METHODS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
-    "whole": lambda *given: time_trainer(*given, cut=False),
-    "cut": lambda *given: time_trainer(*given, cut=True),
+METHODS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], PassTimes]] = {
+    "whole": lambda *inputs: time_trainer(*inputs, cut=False),
+    "cut": lambda *inputs: time_trainer(*inputs, cut=True),
     "torch": time_torch_helpers,
     "twice": time_two_calls,
 }
@@ -112,12 +112,12 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)
     module = nn.Sequential(*list(gpt2_layers(size).values())[1:-1])
     x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
-    times: dict[str, list[Halves]] = {name: [] for name in METHODS}
+    times: dict[str, list[PassTimes]] = {name: [] for name in METHODS}
     for turn in range(2 + repeats):
         for name, run in METHODS.items():
-            gradients = run(module, x, dy)
+            pass_times = run(module, x, dy)
             if turn >= 2:  # the first turns are a warm-up
-                times[name].append(gradients)
+                times[name].append(pass_times)
     whole_backward_s = [backward for _, backward, _ in times["whole"]]
     return {
         name: {

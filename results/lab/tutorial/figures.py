@@ -137,11 +137,11 @@ def zero_bubble() -> Picture:
 def two_directions() -> Picture:
     panels = _batch_panels(("dualpipe-v", "chimera"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
-    flushed = number(max(idle(row_of("1f1b").batch).makespan))
+    idle_1f1b = number(max(idle(row_of("1f1b").batch).makespan))
     title = (
         f"Filled from both ends: a rank idles for {idles[0]} time units under "
         f"{SCHEDULES['dualpipe-v'].title}, {idles[1]} under {SCHEDULES['chimera'].title}, "
-        f"{flushed} under 1F1B"
+        f"{idle_1f1b} under 1F1B"
     )
     return Picture(title, panels)
 
@@ -224,8 +224,8 @@ def plan() -> Picture:
         for stage in plan.stages
     ]
     notes = tuple(
-        f"{name[:1].upper()}{name[1:]}: F + B are drawn with the {float(stage.sync_s):.2f} s for "
-        f"which its {stage.replicas} workers synchronize. They compute for only "
+        f"{name[:1].upper()}{name[1:]}: F + B are drawn {float(stage.sync_s):.2f} s long, because "
+        f"its {stage.replicas} workers synchronize for this time. They compute for only "
         f"{float(stage.compute_s):.2f} s"
         for name, stage in zip(names, plan.stages, strict=True)
         if stage.sync_s > stage.compute_s
@@ -344,8 +344,8 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
-    predicted = [one for one in cases if not one[2]["calibrated_on"]]
-    text, _, worst = max(predicted, key=lambda one: abs(points_error(one[2])))
+    predicted = [labeled for labeled in cases if not labeled[2]["calibrated_on"]]
+    text, _, worst = max(predicted, key=lambda labeled: abs(points_error(labeled[2])))
     worst_run = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
     num_within = sum(abs(points_error(case)) <= GPU_GOAL.limit for _, _, case in predicted)
     markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}

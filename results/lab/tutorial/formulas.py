@@ -90,7 +90,7 @@ def idle(name: str, c: ClosedFormInputs) -> Fraction:
     return timeline.makespan - c.m * c.total
 
 
-def earlier_ends(timeline: Timeline) -> list[Fraction]:
+def idle_at_end(timeline: Timeline) -> list[Fraction]:
     """Return the time from the end of each rank's last operation to the end of the run."""
     return [timeline.makespan - ends[-1] * timeline.tick for ends in timeline.ends]
 
@@ -171,7 +171,7 @@ def version_check(name: str, text: str) -> Check:
 
 
 def recomputing_checks(name: str) -> Iterator[Check]:
-    def earlier(c: ClosedFormInputs) -> Fraction:
+    def makespan_with_early_recomputation(c: ClosedFormInputs) -> Fraction:
         schedule = with_recomputation(build_schedule(name, c.p, c.m), Fraction(1, 20))
         costs = build_costs(schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
         return simulate(schedule, costs).makespan
@@ -186,7 +186,7 @@ def recomputing_checks(name: str) -> Iterator[Check]:
         f"{name}, recomputation before the gradient arrives: m F more",
         lambda c: c.p > 1,
         lambda c: (c.m + c.p - 1) * c.total + c.m * c.f,
-        earlier,
+        makespan_with_early_recomputation,
     )
 
 
@@ -344,10 +344,10 @@ def schedule_checks() -> Iterator[Check]:
         "1F1B: rank r ends r B before rank 0",
         always,
         lambda c: [r * c.backward for r in range(c.p)],
-        lambda c: earlier_ends(run("1f1b", c)),
+        lambda c: idle_at_end(run("1f1b", c)),
     )
     yield Check(
-        "GPipe on uneven stages: sum F + (m-1) max F, and the same of B",
+        "GPipe on uneven stages: sum F + (m-1) max F, and the same for B",
         always,
         lambda c: (sum(factors(c)) + (c.m - 1) * max(factors(c))) * c.total,
         lambda c: run("gpipe", c, stage_scale=factors(c)).makespan,

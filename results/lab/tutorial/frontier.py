@@ -24,13 +24,13 @@ def costs_of(communication: int) -> Costs:
     return build_costs(build_schedule("1f1b", RANKS, 1), communication=communication)
 
 
-def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
+def frontier(prove_s: float = PROVE_S) -> list[dict[str, Any]]:
     """Return one row per communication time and memory limit. Each row contains the makespan, a
     lower bound, and the operation kinds of each rank in order (`words`)."""
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):
-            result = search(costs_of(communication), MICROBATCHES, memory, prove=prove)
+            result = search(costs_of(communication), MICROBATCHES, memory, prove=prove_s)
             rows.append(
                 {
                     "communication": communication,
@@ -50,7 +50,7 @@ def main() -> None:
     """Write the record and print its rows."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
-            "one path in a folder that exists is needed",
+            "give one path in an existing folder",
             "type python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json",
         )
     rows = frontier()

@@ -275,14 +275,15 @@ def main() -> None:
     )
     if parser.parse_args().write:
         names = write_outdated(FOLDER)
-        print("\n".join(f"wrote {name}" for name in names) or "all files are up to date")
+        print("\n".join(f"Wrote {name}." for name in names) or "All files are up to date.")
         return
     names = outdated_files(FOLDER)
     if names:
-        fix = "type python results/lab/tutorial/pages.py --write"
-        print(f"error: out of date: {', '.join(names)}; {fix}", file=sys.stderr)
+        command = "python results/lab/tutorial/pages.py --write"
+        text = f"error: These files are out of date: {', '.join(names)}. Run:\n  {command}"
+        print(text, file=sys.stderr)
         sys.exit(1)
-    print("all files are up to date")
+    print("All files are up to date.")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def main() -> None:
     """Run STUDY on one thread, write the record that the tutorial's text quotes, and print it."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
-            "one path in a folder that exists is needed",
+            "give one path in an existing folder",
             "type python results/lab/tutorial/staleness.py "
             "pipedream_tutorial/records/cpu-staleness.json",
         )

@@ -36,12 +36,12 @@ def study_intro(study: Record) -> str:
         for row in study["gradient_errors"]
         if row["mode"] == "pipedream"
     ]
-    agrees = f"is up to {max(stashed):.2g} off" if any(stashed) else "equals"
+    relation = f"differs by up to {max(stashed):.2g} from" if any(stashed) else "equals"
     return wrap(
         "`python results/lab/tutorial/staleness.py` trained a residual network under each schedule "
         f"in {study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
-        f"gradient {agrees} autograd's at the same weights. The table gives the median final loss "
-        "of 5 seeds. A microbatch's update uses 1/m of the learning rate."
+        f"gradient {relation} autograd's gradient at the same weights. The table gives the median "
+        "final loss of 5 seeds. A microbatch's update uses 1/m of the learning rate."
     )
 
 
@@ -66,7 +66,7 @@ def _loss(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "not possible"
     if row["median"] is None:
-        text = "no number"
+        text = "not finite"
     else:
         text = f"{row['median']:.3f}" if row["median"] < 100 else f"{row['median']:,.0f}"
     diverged = f" ({row['num_diverged']} diverged)"
@@ -129,7 +129,7 @@ def _idle(case: Record) -> str:
 
 
 METHODS = {
-    "cut": "cut as above",
+    "cut": "split as above",
     "torch": "torch's `stage_backward_input` and `stage_backward_weight`",
     "twice": "autograd called twice",
 }

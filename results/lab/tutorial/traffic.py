@@ -147,7 +147,8 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
     ):
         if number % divisor:
             raise UserError(
-                f"{number} {what} cannot be cut into {divisor} equal parts", "take a divisor"
+                f"{number} {what} cannot be split into {divisor} equal parts",
+                f"use a divisor of {number}",
             )
     if layout.zero >= 2 and layout.pipeline > 1:
         raise UserError(

@@ -46,9 +46,10 @@ td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; overflow-wrap: normal; }}
 </html>
 """
 COLAB = "https://colab.research.google.com"
+# Colab's own badge would need network access.
 BADGE = """ |
-<a class="badge" href="{link}">Open the notebook in Colab</a>"""  # Colab's badge needs a network
-FETCH = """# Colab has torch, numpy and matplotlib; this fetches the tutorial.
+<a class="badge" href="{link}">Open the notebook in Colab</a>"""
+FETCH = """# Colab has torch, numpy and matplotlib. This cell downloads the tutorial.
 !git clone --quiet --depth 1 https://github.com/{repository} tutorial
 %cd tutorial/pipedream_tutorial"""
 
