@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training import models
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig
@@ -53,10 +53,10 @@ def test_paths_that_are_named_exist():
 
 def test_example_of_a_strategy(folder):
     config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
-    plan = make_plan(config, this_machine(CPU_MACHINE, 4, 4))
+    plan = make_plan(config, local_cluster(CPU_MACHINE, 4, 4))
     assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
     with refused("but the run has 3"):
-        make_plan(config, this_machine(CPU_MACHINE, 3, 3))
+        make_plan(config, local_cluster(CPU_MACHINE, 3, 3))
 
 
 def test_example_of_a_model(folder):

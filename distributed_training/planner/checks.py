@@ -171,7 +171,7 @@ def check_extensions(plan: Draft) -> None:
         fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
     for name in extensions:
-        refuse_stale_lock(name)
+        check_stale_lock(name)
 
 
 def required_extensions(strategy: Strategy) -> list[str]:
@@ -214,7 +214,7 @@ def has_libaio() -> bool:
     return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
 
 
-def refuse_stale_lock(name: str) -> None:
+def check_stale_lock(name: str) -> None:
     """Raise UserError if a killed build of an extension left its lock file behind. Every later run
     would wait until the lock file is removed."""
     for lock in _extension_files(name, "lock"):

@@ -17,11 +17,11 @@ from distributed_training.plan.orders import build_timed_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.planner.conflicts import check_settings
-from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide
+from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide_over_mesh
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
-from distributed_training.predict.rates import rates_of
+from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
@@ -39,14 +39,22 @@ from distributed_training.settings.strategies import Strategy
 
 WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
 # Keys in WORDS_PRESET that are ignored here
-PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
+IGNORED_PRESET_KEYS = {
+    "dataset",
+    "model",
+    "strategy",
+    "generate",
+    "compile",
+    "weights",
+    "tokenizer",
+}
 CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per sample
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 # Values that replace "auto", as functions of the hidden size d. The Hugging Face Trainer uses the
 # same functions.
-AUTO_SIZES = {
+AUTO_ZERO_SIZES = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
     "stage3_param_persistence_threshold": lambda d: 10 * d,
@@ -112,7 +120,7 @@ def _choose_for_cpu(
         f"no GPU was found, so {model} is trained on the CPU. A model of this size learns words, "
         "but not coherent text"
     )
-    excluded_keys = PRESET_KEEPS.union(config.set_by)
+    excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
     if config.is_set("epochs"):
         excluded_keys |= {"max_steps"}
     settings: Settings = {}
@@ -151,10 +159,10 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     request = candidate.config
     model = candidate.model
     options = candidate.strategy.options(request.engine_options)
-    document = _fill_sizes(candidate.strategy.document, model.size.hidden_size)
+    document = _fill_zero_sizes(candidate.strategy.document, model.size.hidden_size)
     strategy = replace(candidate.strategy, document=document)
     resolved: Settings = {"precision": _choose_precision(request.precision, machine)}
-    mesh, layout, batch = divide(candidate, num_processes)
+    mesh, layout, batch = divide_over_mesh(candidate, num_processes)
     if request.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
     if request.base_dtype == AUTO:
@@ -222,11 +230,13 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     )
 
 
-def _fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+def _fill_zero_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Return the DeepSpeed configuration `document` with each "auto" ZeRO size replaced by the
     value that the Hugging Face Trainer uses."""
     zero = document.get("zero_optimization", {})
-    sizes = {name: size(hidden_size) for name, size in AUTO_SIZES.items() if zero.get(name) == AUTO}
+    sizes = {
+        name: size(hidden_size) for name, size in AUTO_ZERO_SIZES.items() if zero.get(name) == AUTO
+    }
     return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
 
 
@@ -370,7 +380,7 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     """Compute orders of operations for a pipeline's predicted durations. If the cluster's rates are
     unknown, the durations are predicted with the rates of an H200. The plan stores the orders,
     because ranks with different orders would deadlock."""
-    step = StepCosts(plan, cluster.rates or rates_of(known_gpu("H200")))
+    step = StepCosts(plan, cluster.rates or gpu_rates(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))

@@ -19,7 +19,7 @@ from distributed_training.settings.keys import Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class Prerequisite:
     """Condition that a layout must meet for some keys to have an effect."""
 
     keys: tuple[str, ...]
@@ -49,34 +49,34 @@ def _uses_fsdp(candidate: Candidate) -> bool:
     return candidate.strategy.traits.averages_with_torch and "dp_shard" in axes and "pp" not in axes
 
 
-NEEDS = (
-    Need(
+PREREQUISITES = (
+    Prerequisite(
         keys=("fsdp_prefetch",), is_met=_uses_fsdp, is_strict=True,
         why="only FSDP gathers parameters by block", fix="strategy to fsdp",
     ),
-    Need(
+    Prerequisite(
         keys=("bucket_cap_mb",), is_met=_uses_ddp, is_strict=True,
         why="this layout does not use PyTorch's DDP, whose bucket size the key sets",
         fix="strategy to dp",
     ),
-    Need(
+    Prerequisite(
         keys=("gradient_compression",), is_met=_uses_ddp, off_values=("none",), is_strict=True,
         why="this layout does not use PyTorch's DDP, whose communication hook the key selects",
         fix="strategy to dp",
     ),
-    Need(
+    Prerequisite(
         keys=("pipeline_schedule",), is_met=lambda candidate: candidate.mesh["pp"] > 1,
         resolved_values=("1f1b",), why="there is no pipeline with pp=1", fix="strategy to pp",
     ),
-    Need(
+    Prerequisite(
         keys=("sequence_parallel",), is_met=lambda candidate: candidate.mesh["tp"] > 1,
         off_values=(False,), why="no layers are split with tp=1", fix="strategy to tp",
     ),
-    Need(
+    Prerequisite(
         keys=("offload_dir",), is_met=lambda candidate: candidate.strategy.swaps_to_disk,
         why="the strategy keeps no state on disk", fix="strategy to infinity",
     ),
-    Need(
+    Prerequisite(
         keys=("lora_alpha", "lora_dropout", "lora_targets"), off_values=(None, 0.0),
         is_met=lambda candidate: candidate.config.lora_rank > 0,
         conflict="lora_rank=0", why="without LoRA, there are no adapters", fix="lora_rank to 16",
@@ -84,14 +84,14 @@ NEEDS = (
 )  # fmt: skip
 
 
-def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str, Need]]:
+def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str, Prerequisite]]:
     """Yield each key that the user set but that has no effect with the layout, together with the
     condition that the layout does not meet."""
-    for need in NEEDS:
-        for key in need.keys:
-            is_off = getattr(request, key) in need.off_values
-            if request.is_set(key) and not is_off and not need.is_met(candidate):
-                yield key, need
+    for prerequisite in PREREQUISITES:
+        for key in prerequisite.keys:
+            is_off = getattr(request, key) in prerequisite.off_values
+            if request.is_set(key) and not is_off and not prerequisite.is_met(candidate):
+                yield key, prerequisite
 
 
 def check_settings(
@@ -110,15 +110,15 @@ def check_settings(
 
 
 def _check_idle(request: Request, candidate: Candidate, options: Options, notes: list[str]) -> None:
-    for key, need in idle_settings(request, candidate):
+    for key, prerequisite in idle_settings(request, candidate):
         value = f"{key}={getattr(request, key)!r}"
-        is_resolved = getattr(request, key) in (KEYS[key].default, *need.resolved_values)
-        is_refused = need.is_strict or request.set_by[key] == "command line"
+        is_resolved = getattr(request, key) in (KEYS[key].default, *prerequisite.resolved_values)
+        is_refused = prerequisite.is_strict or request.set_by[key] == "command line"
         if is_refused and not is_resolved:
-            other = need.conflict.format(strategy=request.strategy)
-            fix = f"leave out {key}, or set {need.fix}"
-            raise UserError(f"{value} cannot be used with {other}", need.why, fix)
-        notes.append(f"{value} has no effect, because {need.why}")
+            other = prerequisite.conflict.format(strategy=request.strategy)
+            fix = f"leave out {key}, or set {prerequisite.fix}"
+            raise UserError(f"{value} cannot be used with {other}", prerequisite.why, fix)
+        notes.append(f"{value} has no effect, because {prerequisite.why}")
     for key, why in options.idle().items():
         value = f"{key}={getattr(options, key)!r} has no effect"
         if request.set_by.get(key) == "command line":

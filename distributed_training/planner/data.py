@@ -42,11 +42,11 @@ class Sources:
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
-    identities: dict[str, str]  # value of `Plan.sources`
+    fingerprints: dict[str, str]  # value of `Plan.sources`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class DataValues:
     """Counts and CONFIG values that depend on the samples."""
 
     config_values: dict[str, Any] = field(default_factory=dict)  # key -> value
@@ -96,19 +96,19 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         )
     if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
-    identities = dict[str, str]()
+    fingerprints = dict[str, str]()
     if weights_dir is not None:
-        identities["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
+        fingerprints["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
     if spec.weights_dir is not None:
-        identities["model"] = sample_file(spec.weights_dir / "config.json")
+        fingerprints["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
-        identities["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
+        fingerprints["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
     return Sources(
         config_values=config_values,
         tokenizer_dir=tokenizer_dir,
         weights_dir=weights_dir,
         adapters_dir=adapters_dir,
-        identities=identities,
+        fingerprints=fingerprints,
     )
 
 
@@ -137,14 +137,14 @@ def read_data(draft: Draft, sources: Sources) -> Data:
     )
 
 
-def cut_data(plan: Plan) -> Data:
+def load_planned_data(plan: Plan) -> Data:
     """Return a plan's samples. Tokenize the text if the token cache does not contain the plan's
     tokens or if they are damaged."""
     folder = token_cache_dir() / (plan.cache or "")
     if plan.cache and is_intact(folder):
         tokenizer = Tokenizer(plan.tokenizer_dir)
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
-        return _cut(folder, tokenizer, plan, [])
+        return _build_data(folder, tokenizer, plan, [])
     return _tokenize(plan, plan.config.dataset, plan.tokenizer_dir, token_cache_dir())
 
 
@@ -158,17 +158,17 @@ def _tokenize(
     folder = tokenize(
         corpus, tokenizer, config, cache_dir, embedding_rows=draft.model.size.vocab_size
     )
-    return _cut(folder, tokenizer, draft, find_unread(dataset, corpus))
+    return _build_data(folder, tokenizer, draft, find_unread(dataset, corpus))
 
 
-def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
+def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
     can_pack = draft.strategy.traits.packs_records and draft.size.packs
     data = cut_samples(folder, tokenizer, draft.config, can_pack=can_pack)
     counts = report.summarize(folder, draft.config, can_pack=can_pack)
     return replace(data, counts={**counts, "unread": unread})
 
 
-def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
+def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValues:
     """Return the numbers of samples and steps, and shorten the warm-up if it is too long for the
     run. Raises UserError if the run has too few steps for `profile`."""
     config = draft.config
@@ -232,7 +232,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
             max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
-    return Fit(config_values=config_values, packing=packing, num_steps=num_steps)
+    return DataValues(config_values=config_values, packing=packing, num_steps=num_steps)
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:

@@ -12,7 +12,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 # AdamW settings that every strategy uses. A DeepSpeed configuration may repeat these values.
-OPTIMIZER: dict[str, tuple[Any, ...]] = {
+ACCEPTED_OPTIMIZER_VALUES: dict[str, tuple[Any, ...]] = {
     "betas": ([0.9, 0.999],),
     "eps": (1e-8,),
     "adam_w_mode": (True,),
@@ -21,9 +21,9 @@ OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "torch_adam": (True, False),
 }
 # With these loss-scale settings, fp16 skips the same steps under every strategy.
-FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
+FP16_LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 # DeepSpeed scheduler -> value of CONFIG's lr_schedule with the same shape
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+LR_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
@@ -62,13 +62,16 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
-        if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
+        if name in ("lr", "weight_decay") or value in (
+            AUTO,
+            *ACCEPTED_OPTIMIZER_VALUES.get(name, ()),
+        ):
             continue
         what = (
             f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
             "strategies use"
         )
-        accepted_values = OPTIMIZER.get(name)
+        accepted_values = ACCEPTED_OPTIMIZER_VALUES.get(name)
         raise UserError(
             what, fix=f"write {accepted_values[0]!r}" if accepted_values else "remove it"
         )
@@ -81,14 +84,16 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         # Reject a scheduler even if all its values are "auto", because DeepSpeed's default warm-up
         # is logarithmic, but the warm-up of this suite is linear.
         scheduler_type = scheduler.get("type") if isinstance(scheduler, dict) else None
-        lr_schedule = SCHEDULES.get(str(scheduler_type), "linear, cosine or constant")
+        lr_schedule = LR_SCHEDULES.get(str(scheduler_type), "linear, cosine or constant")
         why = "CONFIG sets the schedule of every strategy with lr_schedule and warmup_steps"
         fix = f"remove it and set lr_schedule to {lr_schedule}"
         raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
     if config.precision == "fp16":
-        fp16_section = document["fp16"] = {**FP16, **document["fp16"]}
+        fp16_section = document["fp16"] = {**FP16_LOSS_SCALING, **document["fp16"]}
         changed = [
-            f"fp16.{name}={fp16_section[name]}" for name in FP16 if fp16_section[name] != FP16[name]
+            f"fp16.{name}={fp16_section[name]}"
+            for name in FP16_LOSS_SCALING
+            if fp16_section[name] != FP16_LOSS_SCALING[name]
         ]
         if fp16_section.get("loss_scale"):
             changed.append(f"fp16.loss_scale={fp16_section['loss_scale']}")

@@ -70,8 +70,8 @@ KNOWN_SECTIONS = {
     *PASSED_SECTIONS,
     *FILLED_SECTIONS,
 }
-# Keys whose usual values are whole numbers (NUMBERS) or booleans (SWITCHES)
-NUMBERS = {
+# Keys whose usual values are whole numbers (INTEGER_KEYS) or booleans (BOOLEAN_KEYS)
+INTEGER_KEYS = {
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "buffer_count", "buffer_size",
@@ -79,7 +79,7 @@ NUMBERS = {
     "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "block_size",
     "queue_depth", "intra_op_parallelism", "thread_count", "steps_per_print",
 }  # fmt: skip
-SWITCHES = {
+BOOLEAN_KEYS = {
     "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "enabled",
     "allgather_partitions", "overlap_comm", "load_from_fp32_weights", "round_robin_gradients",
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
@@ -97,7 +97,7 @@ _TEXT_KEYS = {"device", "nvme_path"}
 _CHECKED_SECTIONS = {"zero_optimization", "bf16", "fp16", *PASSED_SECTIONS}
 # Keys for which only one value is accepted. Any other value would make computation, memory use or
 # communication differ from the plan.
-DEFAULTS: dict[str, Any] = {
+REQUIRED_VALUES: dict[str, Any] = {
     "cpu_offload": False,
     "cpu_offload_param": False,
     "cpu_offload_use_pin_memory": False,
@@ -163,7 +163,7 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
     unusual_paths = []
     for path, value in _leaves(document):
         section, _, name = path.rpartition(".")
-        if name in DEFAULTS and value != DEFAULTS[name]:
+        if name in REQUIRED_VALUES and value != REQUIRED_VALUES[name]:
             what = (
                 f"{source}: {path}={shown(value)} would change computation, memory or communication"
             )
@@ -186,10 +186,10 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             raise UserError(what, f"it must be {accepted_values}")
         is_count = isinstance(value, int | float) and not isinstance(value, bool)
         is_count = is_count and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
-        is_usual = name in DEFAULTS or (name in _TEXT_KEYS and isinstance(value, str))
-        is_usual |= name in NUMBERS and is_count and float(value).is_integer()
-        is_usual |= name in SWITCHES and isinstance(value, bool)
-        is_usual |= value in (None, "auto") and name in {*NUMBERS, *SWITCHES, *_TEXT_KEYS}
+        is_usual = name in REQUIRED_VALUES or (name in _TEXT_KEYS and isinstance(value, str))
+        is_usual |= name in INTEGER_KEYS and is_count and float(value).is_integer()
+        is_usual |= name in BOOLEAN_KEYS and isinstance(value, bool)
+        is_usual |= value in (None, "auto") and name in {*INTEGER_KEYS, *BOOLEAN_KEYS, *_TEXT_KEYS}
         if not is_usual and path.partition(".")[0] in _CHECKED_SECTIONS:
             unusual_paths.append(path)
     return unusual_paths
@@ -200,18 +200,18 @@ def _accepted_values(name: str, value: Any) -> str:
     values. Otherwise, return "". DeepSpeed does not check the values of top-level keys."""
     if value is None:
         return ""
-    if name in NUMBERS:
+    if name in INTEGER_KEYS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return "" if is_number and value > 0 else "a number greater than 0"
-    if name in SWITCHES and not isinstance(value, bool):
+    if name in BOOLEAN_KEYS and not isinstance(value, bool):
         return "true or false"
     return ""
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of each leaf. The value of a key in DEFAULTS is a leaf
-    even if it is a dict."""
-    if isinstance(node, dict) and node and path.rpartition(".")[2] not in DEFAULTS:
+    """Yield the dotted path and the value of each leaf. The value of a key in REQUIRED_VALUES
+    is a leaf even if it is a dict."""
+    if isinstance(node, dict) and node and path.rpartition(".")[2] not in REQUIRED_VALUES:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     else:

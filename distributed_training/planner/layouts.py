@@ -63,7 +63,7 @@ class Candidate:
         return find_schedule(self.schedule_name, self.mesh)
 
 
-def divide(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
+def divide_over_mesh(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
     """Return the mesh, the layout of the model and the batch of one step. If the candidate's mesh
     is still the strategy's mesh, an axis of size -1 gets the remaining processes. Raises UserError
     if the mesh does not fit the processes, or cannot divide the model or the batch."""
@@ -71,7 +71,7 @@ def divide(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layou
     if mesh == candidate.strategy.mesh:
         mesh = fill_mesh(candidate, world_size)
         candidate = replace(candidate, mesh=mesh)
-    return mesh, build_layout(candidate), cut_batch(candidate)
+    return mesh, build_layout(candidate), split_batch(candidate)
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
@@ -79,7 +79,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     UserError if the mesh does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
-    fixed_size, open_axis = _split_mesh(strategy)
+    fixed_size, open_axis = _fixed_size_and_open_axis(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
         what = f"mesh {format_axes(axes)} is not accepted"
         fix = "use whole numbers of 1 or more; at most one axis may be -1"
@@ -108,7 +108,7 @@ def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
     from the strategy's mesh. The distance is the sum of `abs(log(size / strategy_size))` over the
     axes."""
     target = dict(candidate.strategy.mesh)
-    fixed_size, open_axis = _split_mesh(candidate.strategy)
+    fixed_size, open_axis = _fixed_size_and_open_axis(candidate.strategy)
     if open_axis:
         target[open_axis] = max(1, world_size // fixed_size)
     # A data-parallel axis of size -1 gets the remaining processes without a setting.
@@ -138,8 +138,8 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     free_axes: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
     # If a strategy has only one of the axes pp and tp, this axis must be larger than 1. Otherwise
     # the layout would belong to another strategy.
-    sole_axis = free_axes if len(free_axes) == 1 and world_size > 1 else ()
-    required_axes = [axis for axis in sole_axis if strategy.mesh[axis] != 1]
+    sole_axes = free_axes if len(free_axes) == 1 and world_size > 1 else ()
+    required_axes = [axis for axis in sole_axes if strategy.mesh[axis] != 1]
     free_axes |= {"dp_replicate"}.intersection(supported_axes)
     sizes = (
         divisors(world_size) if axis in free_axes else [1] for axis in ("pp", "dp_replicate", "tp")
@@ -152,7 +152,7 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
             yield axes
 
 
-def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
+def _fixed_size_and_open_axis(strategy: Strategy) -> tuple[int, str | None]:
     """Return the product of the known sizes in the strategy's mesh, and the axis of size -1 (None
     if there is none)."""
     open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
@@ -173,7 +173,7 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
         relaxed = replace(candidate, config=candidate.config.model_copy(update=settings))
         with contextlib.suppress(UserError):
             build_layout(relaxed)
-            cut_batch(relaxed)
+            split_batch(relaxed)
             return settings
     return None
 
@@ -288,7 +288,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     return first_stages + (second_stages[::-1] if v_shaped else second_stages)
 
 
-def cut_batch(candidate: Candidate) -> Batch:
+def split_batch(candidate: Candidate) -> Batch:
     """Split the batch of one step into micro-batches as CONFIG requests. For "auto", use the rule
     below.
 

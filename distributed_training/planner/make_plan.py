@@ -10,7 +10,7 @@ from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out
-from distributed_training.planner.data import Fit, Sources, find_sources, fit_to_data
+from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate
 from distributed_training.planner.rank import choose_batch_size, choose_strategy
@@ -41,9 +41,9 @@ def make_plan(
     sources = find_sources(draft, notes)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
     data = read(draft, sources)
-    fit = Fit() if data is None else fit_to_data(draft, data, notes)
-    config = draft.config.model_copy(update=sources.config_values | fit.config_values)
-    draft = replace(draft, config=config, packing=fit.packing)
+    data_values = DataValues() if data is None else resolve_data_values(draft, data, notes)
+    config = draft.config.model_copy(update=sources.config_values | data_values.config_values)
+    draft = replace(draft, config=config, packing=data_values.packing)
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
@@ -58,10 +58,10 @@ def make_plan(
         tokenizer_dir=sources.tokenizer_dir,
         weights_dir=sources.weights_dir,
         adapters_dir=sources.adapters_dir,
-        sources=sources.identities,
+        sources=sources.fingerprints,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
-        num_steps=fit.num_steps,
+        num_steps=data_values.num_steps,
         prediction=prediction.as_record(),
         notes=tuple(notes),
     )
@@ -126,10 +126,12 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     if not is_batch_set:
         inherited |= {name: earlier_settings[name] for name in batch_keys}
     config = with_values(config, **inherited)
-    return config if is_batch_set else share_batch(config, earlier, num_processes, notes)
+    return config if is_batch_set else keep_global_batch(config, earlier, num_processes, notes)
 
 
-def share_batch(config: Request, earlier: Plan, num_processes: int, notes: list[str]) -> Request:
+def keep_global_batch(
+    config: Request, earlier: Plan, num_processes: int, notes: list[str]
+) -> Request:
     """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
     processes. Raises UserError if the processes cannot share the batch evenly."""
     size = earlier.batch.global_batch_size

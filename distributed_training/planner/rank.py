@@ -40,7 +40,7 @@ TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that we
 MAX_SLOWDOWN = 0.05  # maximum relative increase in step time for the layout with the least memory
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
-MAX_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
+MAX_MICROBATCH_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
 
 
 def rank_layouts(
@@ -70,8 +70,10 @@ def rank_layouts(
                 engine = name if strategy.traits.takes_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (engine, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
-                known = choices.get(key)
-                if known is None or _simplicity_key(plan) < _simplicity_key(known.plan):
+                previous_choice = choices.get(key)
+                if previous_choice is None or _simplicity_key(plan) < _simplicity_key(
+                    previous_choice.plan
+                ):
                     choices[key] = predict(plan, cluster.rates)
     return sorted(choices.values(), key=lambda choice: choice.sort_key)
 
@@ -96,7 +98,7 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
     strategy = load_strategy(config)
     config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
     candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
-    cut_is_open = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
+    microbatches_are_auto = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
             continue
@@ -111,11 +113,11 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                 scheduled = config.model_copy(update={"pipeline_schedule": schedule})
                 first_draft = lay_out(replace(candidate, config=scheduled, mesh=mesh), cluster)
                 yield first_draft
-                if first_draft.schedule.is_searched or not cut_is_open:
+                if first_draft.schedule.is_searched or not microbatches_are_auto:
                     continue
                 # With fewer micro-batches, activations would need more memory than `batch_size`
                 # sequences under dp.
-                for count in _more_microbatches(first_draft)[:MAX_COUNTS]:
+                for count in _more_microbatches(first_draft)[:MAX_MICROBATCH_COUNTS]:
                     with contextlib.suppress(UserError):
                         counted = scheduled.model_copy(update={"num_microbatches": count})
                         yield lay_out(replace(candidate, config=counted, mesh=mesh), cluster)
@@ -220,7 +222,7 @@ def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
-        if choice.gpu_memory_fit != "no" and choice.memory.needed_bytes < cluster.below_bytes
+        if choice.gpu_memory_fit != "no" and choice.memory.needed_bytes < cluster.max_gpu_bytes
     ]
     return first_choice(choices) if choices else None
 
@@ -255,7 +257,7 @@ def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -
     ]
 
 
-def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
+def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     """Return the recommended layouts from a ranking, each with labels such as "first, fastest"."""
     best = choices[0]
     safest = min(
@@ -313,7 +315,7 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
         with contextlib.suppress(UserError):
             draft = lay_out(_with_batch_size(candidate, size), cluster)
             prediction = predict(draft, cluster.rates)
-            is_below = prediction.memory.needed_bytes < cluster.below_bytes
+            is_below = prediction.memory.needed_bytes < cluster.max_gpu_bytes
             if prediction.memory_fit == "yes" and is_below:
                 speeds[size] = prediction.tokens_per_s or size
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)

@@ -27,7 +27,7 @@ CHANGES_PER_OPERATION = 150  # changes tested per operation
 MAX_SIMULATED = 5_000_000  # maximum number of simulated operations; a search takes 1 to 2 s
 MAX_OFFSET = 6  # maximum number of positions by which an operation is moved
 SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation, not one per period
-HEAT = 0.16  # initial limit on the slowdown from a change, in mean operation durations
+INITIAL_THRESHOLD = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
@@ -107,8 +107,8 @@ def search_orders(
     ]
     draw = random.Random(0).random
     orders = list(best)
-    current_length = shortest = total_duration(simulate(orders, durations, consumers))
-    heat = HEAT * sum(durations.values()) / len(durations)
+    current_duration = best_duration = total_duration(simulate(orders, durations, consumers))
+    initial_threshold = INITIAL_THRESHOLD * sum(durations.values()) / len(durations)
     count = sum(map(len, orders))
     num_iterations = min(CHANGES_PER_OPERATION * count, MAX_SIMULATED // count)
     for iteration in range(num_iterations):
@@ -126,14 +126,16 @@ def search_orders(
         if held_blocks is None or held_blocks > max_blocks[rank]:
             continue
         orders[rank] = new
-        longest_accepted = current_length + heat * (1 - iteration / num_iterations) * draw()
-        length = total_duration(simulate(orders, durations, consumers))
-        if length > longest_accepted:
+        max_duration = (
+            current_duration + initial_threshold * (1 - iteration / num_iterations) * draw()
+        )
+        duration = total_duration(simulate(orders, durations, consumers))
+        if duration > max_duration:
             orders[rank] = old
             continue
-        current_length = length
-        if current_length < shortest:
-            shortest = current_length
+        current_duration = duration
+        if current_duration < best_duration:
+            best_duration = current_duration
             best = list(orders)
     by_place = tuple(
         text.replace(f"F{last_stage}", f"F{last_stage} I{last_stage}")

@@ -140,9 +140,9 @@ class Timing(PipelineRank):
     def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan)
         gbit = plan.config.network_gbit
-        self.rates = rates if gbit is None else replace(rates, network_bytes=gbit * 1e9 / 8)
+        self.rates = rates if gbit is None else replace(rates, network_bytes_per_s=gbit * 1e9 / 8)
 
-    def gemm(self, m: float, k: float, n: float) -> Cost:
+    def gemm_cost(self, m: float, k: float, n: float) -> Cost:
         """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops
@@ -151,7 +151,7 @@ class Timing(PipelineRank):
     def memory_cost(self, num_bytes: float) -> Cost:
         """Return the cost of element-wise kernels that read and write `num_bytes` bytes in
         total."""
-        return num_bytes / self.rates.memory_bytes * MEMORY
+        return num_bytes / self.rates.memory_bytes_per_s * MEMORY
 
     def collective_s(
         self, axis: str, operation: str, tensor_bytes: float, num_collectives: float
@@ -164,10 +164,10 @@ class Timing(PipelineRank):
         axes = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in axes[: axes.index(axis)])
         members_per_node = min(members, max(1, self.plan.processes_here // stride))
-        rate = self.rates.link_bytes
+        rate = self.rates.link_bytes_per_s
         latency = self.rates.link_latency_s
         if members_per_node < members:
-            rate = min(rate, self.rates.network_bytes * members_per_node)
+            rate = min(rate, self.rates.network_bytes_per_s * members_per_node)
             latency *= 2
         num_bytes = sent_bytes(operation, tensor_bytes, members)
         return num_collectives * latency * math.sqrt(max(1, members - 1)) + num_bytes / rate
@@ -221,4 +221,4 @@ class Mechanism:
     hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
     # Seconds per step for offloading, by bottleneck. The second argument is the largest number of
     # trained parameters on any rank.
-    off_device_s: Callable[[PipelineRank, float], dict[str, float]] = lambda _, most_parameters: {}
+    offload_s: Callable[[PipelineRank, float], dict[str, float]] = lambda _, most_parameters: {}

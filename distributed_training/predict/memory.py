@@ -35,14 +35,14 @@ class MemoryEstimate:
     disk_bytes: int  # size of the files per process
 
     @property
-    def fullest(self) -> dict[str, int]:
+    def peak_by_component(self) -> dict[str, int]:
         """Memory by component, in bytes, of the process that uses the most memory."""
         return max(self.by_rank, key=_sum_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Total size in bytes of the tensors in the process that uses the most memory."""
-        return sum(self.fullest.values())
+        return sum(self.peak_by_component.values())
 
     @property
     def needed_bytes(self) -> int:
@@ -82,7 +82,7 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
         num_shards = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
         model_bytes = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / num_shards
     host_bytes += model_bytes if plan.machine.num_gpus else max(peak, model_bytes)
-    copy_bytes = estimate_copy(plan, ranks)
+    copy_bytes = checkpoint_copy_bytes(plan, ranks)
     if (host_bytes + copy_bytes) * plan.processes_here <= plan.machine.ram_bytes:
         host_bytes += copy_bytes  # otherwise training waits during saves
     return MemoryEstimate(
@@ -102,7 +102,7 @@ def estimate_state(plan: Draft) -> dict[str, int]:
     return _estimate_state(fullest, used_by(plan))
 
 
-def estimate_copy(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
+def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
     """Return the number of bytes that a process copies for a checkpoint: its share of the fp32
     weights and Adam moments, and its engine's private state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
@@ -173,10 +173,10 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
     pending = pending_bytes(rank)
     outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
     logit_changes = {
-        "F": loss.kept,
-        "B": -loss.kept,
-        "I": loss.until_weights - loss.kept,
-        "W": -loss.until_weights,
+        "F": loss.kept_bytes,
+        "B": -loss.kept_bytes,
+        "I": loss.pending_bytes - loss.kept_bytes,
+        "W": -loss.pending_bytes,
     }
     block_bytes = logit_bytes = 0.0
     peak = (0.0, 0.0)
@@ -188,12 +188,12 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
         current = (block_bytes, logit_bytes)
         # The first stage needs no input gradients. If the first stage is not compiled, its W runs
         # the whole backward pass.
-        until_weights = pending if stage or rank.config.compile else 0.0
+        pending_per_block = pending if stage or rank.config.compile else 0.0
         block_changes = {
             "F": per_block,
             "B": -per_block,
-            "I": until_weights,
-            "W": -per_block - until_weights,
+            "I": pending_per_block,
+            "W": -per_block - pending_per_block,
         }
         block_bytes += blocks[stage] * block_changes[change]
         if is_last_stage:
@@ -202,9 +202,13 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
             current = (block_bytes, logit_bytes)
         candidates = [current]
         if is_last_stage and change != "W":
-            candidates.append((current[0], current[1] + loss.peak - loss.kept))
+            candidates.append((current[0], current[1] + loss.peak_bytes - loss.kept_bytes))
         if change in "BI":
-            logits = current[1] - loss.kept + loss.rows_gradient if is_last_stage else current[1]
+            logits = (
+                current[1] - loss.kept_bytes + loss.output_gradient_bytes
+                if is_last_stage
+                else current[1]
+            )
             freed = outer_loss_bytes if rank.pp == 1 else 0
             candidates.append((current[0] + backward - freed, logits))
         peak = max(peak, *candidates, key=sum)

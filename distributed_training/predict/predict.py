@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
-from distributed_training.predict.rates import FITTED, Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates, measured_rates
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
@@ -21,7 +21,7 @@ from distributed_training.settings.machine import (
     with_power_limit,
 )
 
-_FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
+_CLUSTER_PATTERN = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MAX_PROCESSES = 2**16
 MEASURED_CAPABILITY = (9, 0)  # compute capability of the GPUs on which the records were measured
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
@@ -41,7 +41,7 @@ class Cluster:
     name: str
     is_local: bool  # whether this machine is one of the nodes
     # Layouts that "auto" chooses must need less GPU memory than this number of bytes
-    below_bytes: float = math.inf
+    max_gpu_bytes: float = math.inf
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -49,7 +49,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     be omitted, as in "8xH200" (one node) or "L4" (one GPU). If `gpu` names the kind, the form is
     `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, an unknown GPU, or
     more than MAX_PROCESSES GPUs."""
-    match = _FORM.fullmatch(text.strip())
+    match = _CLUSTER_PATTERN.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
     name = match[3]
@@ -76,13 +76,13 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         num_processes=nodes * gpus_per_node,
         processes_per_node=gpus_per_node,
         machine=machine,
-        rates=rates_of(gpu_spec),
+        rates=gpu_rates(gpu_spec),
         name=f"{nodes} x {name}" if nodes > 1 else name,
         is_local=False,
     )
 
 
-def this_machine(
+def local_cluster(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
     """Return the cluster of a local run: this machine and, with several nodes, identical machines.
@@ -98,7 +98,7 @@ def this_machine(
         gpu_spec = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
         if gpu_spec is not None:
             limited = with_power_limit(gpu_spec, machine.power_w)
-            rates = measured_rates(str(machine.gpu_name), rates_of(limited))
+            rates = measured_rates(str(machine.gpu_name), gpu_rates(limited))
     return Cluster(
         num_processes=num_processes,
         processes_per_node=processes_here,
@@ -149,18 +149,18 @@ class Prediction:
         return (MEMORY_FITS.index(self.memory_fit), self.step.seconds if self.step else 0.0)
 
     @property
-    def bottleneck_kind(self) -> str:
+    def error_class(self) -> str:
         """Key of FITTED.likely_s that selects the typical error of this prediction, or "unknown" if
         the rates are not known."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
-        if rates.on_host and not rates.measured:
+        if rates.on_host and not rates.measured_parts:
             return "cpu"
         measured_part = "host" if self.step.bound_by == "host" else "gpu"
         if (
             rates.on_host
-            or measured_part in rates.measured
+            or measured_part in rates.measured_parts
             or self.step.bound_by in ("disk", "host RAM")
         ):
             return "other"
@@ -189,7 +189,7 @@ class Prediction:
     def likely_shares(self) -> tuple[float, float]:
         """Typical range of the measured step time, relative to the predicted time: the 10th and
         90th percentile. The range is wider if the prediction is not validated."""
-        low, high = vars(FITTED.likely_s)[self.bottleneck_kind]
+        low, high = vars(FITTED.likely_s)[self.error_class]
         if not self.validated:
             wider_range = FITTED.unvalidated_s
             low, high = min(low, wider_range[0]), max(high, wider_range[1])
@@ -222,12 +222,12 @@ class Prediction:
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
-            "memory_bytes": self.memory.fullest,
+            "memory_bytes": self.memory.peak_by_component,
             "host_bytes": self.memory.host_bytes,
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
-            "kind": self.bottleneck_kind,
+            "kind": self.error_class,
             "validated": self.validated,
             "likely_s": self.likely_s,
             "likely_bytes": self.memory.likely_bytes,

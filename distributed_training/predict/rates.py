@@ -23,7 +23,7 @@ TILES = ((128, 256), (256, 128))  # (rows, columns) of a tile in a matrix multip
 SPLIT_K = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
 
 
-def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
+def scale_launch_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
     """Multiply each launch cost in `seconds` by `factor` to estimate the launch costs on another
     host. `seconds` has the same fields as FITTED.launching_s."""
     return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
@@ -35,13 +35,13 @@ class Rates:
 
     gemm_flops: float  # FLOP/s of large 16-bit matrix multiplications
     fp32_gemm_flops: float
-    memory_bytes: float  # bytes/s that element-wise kernels read and write
-    # memory_bytes in the loss and in the optimizer step; None if there is no separate rate
-    head_memory_bytes: float | None = None
-    update_memory_bytes: float | None = None
+    memory_bytes_per_s: float  # bytes/s that element-wise kernels read and write
+    # memory_bytes_per_s in the loss and in the optimizer step; None if there is no separate rate
+    head_memory_bytes_per_s: float | None = None
+    update_memory_bytes_per_s: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences
-    link_bytes: float  # bytes/s that a process sends in a collective inside a node
-    network_bytes: float = ADAPTER_BYTES_PER_S
+    link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
+    network_bytes_per_s: float = ADAPTER_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
@@ -49,10 +49,10 @@ class Rates:
     on_host: bool = False  # whether Python and the computation share the CPU
     peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
     measured_at: str = ""  # time of calibration; "" if the rates were not measured
-    measured: tuple[str, ...] = ()  # parts that were measured: "host", "gpu"
+    measured_parts: tuple[str, ...] = ()  # parts that were measured: "host", "gpu"
 
 
-def rates_of(gpu: Gpu) -> Rates:
+def gpu_rates(gpu: Gpu) -> Rates:
     """Return the rates of a GPU, estimated from its datasheet values.
 
     On most GPUs, long matrix multiplications would exceed the power limit, so the GPU lowers its
@@ -68,9 +68,9 @@ def rates_of(gpu: Gpu) -> Rates:
     return Rates(
         gemm_flops=gemm_flops,
         fp32_gemm_flops=shares.gemm * gpu.fp32_tflops * 1e12,
-        memory_bytes=min(bandwidth, FITTED.multiprocessor_bytes_per_s * gpu.num_sms),
+        memory_bytes_per_s=min(bandwidth, FITTED.multiprocessor_bytes_per_s * gpu.num_sms),
         attention_flops=shares.attention * gemm_flops,
-        link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
+        link_bytes_per_s=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
     )
@@ -86,13 +86,13 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
     return Rates(
         gemm_flops=(core.fp32_gemm_flops if has_bf16 else core.gemm_flops) * cores,
         fp32_gemm_flops=core.fp32_gemm_flops * cores,
-        memory_bytes=core.memory_bytes * cores,
-        head_memory_bytes=core.head_memory_bytes * cores,
+        memory_bytes_per_s=core.memory_bytes * cores,
+        head_memory_bytes_per_s=core.head_memory_bytes * cores,
         attention_flops=FITTED.gpu_shares.attention * core.fp32_gemm_flops * cores,
-        link_bytes=link.bytes_per_s,
-        network_bytes=link.bytes_per_s,
+        link_bytes_per_s=link.bytes_per_s,
+        network_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_s,
-        host=host_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
+        host=scale_launch_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
         on_host=True,
     )
 
@@ -123,17 +123,17 @@ def measured_rates(device: str, base: Rates) -> Rates:
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
-    measured: dict[str, Any] = {"measured": ("gpu",)}
+    measured: dict[str, Any] = {"measured_parts": ("gpu",)}
     for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
         matmuls = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
         measured[name] = _matmul_rate(matmuls, base.num_sms)
     bandwidths = document["memory_bytes_per_s"]
     if base.on_host:  # CPU caches make these rates differ
-        measured["memory_bytes"] = bandwidths["block"]
-        measured["head_memory_bytes"] = bandwidths["head"]
-        measured["update_memory_bytes"] = bandwidths["update"]
+        measured["memory_bytes_per_s"] = bandwidths["block"]
+        measured["head_memory_bytes_per_s"] = bandwidths["head"]
+        measured["update_memory_bytes_per_s"] = bandwidths["update"]
     else:
-        measured["memory_bytes"] = statistics.mean((bandwidths["gelu"], bandwidths["adamw"]))
+        measured["memory_bytes_per_s"] = statistics.mean((bandwidths["gelu"], bandwidths["adamw"]))
     longest = max(document["attention"], key=lambda entry: entry["length"])
     slowdown = 1 + FITTED.attention_half / longest["length"]
     measured["attention_flops"] = longest["flops_per_s"]["both"] * slowdown
@@ -141,8 +141,8 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         measured |= _link_rates(document["collectives"], base.on_host)
     block_s = document["seconds"].get("compiled_block")
     if block_s is not None:
-        measured["host"] = host_costs(base.host, block_s / FITTED.launching_s.block)
-        measured["measured"] = ("host", "gpu")
+        measured["host"] = scale_launch_costs(base.host, block_s / FITTED.launching_s.block)
+        measured["measured_parts"] = ("host", "gpu")
     return replace(
         base,
         **measured,
@@ -180,4 +180,7 @@ def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str
     latency = min(entry["seconds"]["all_gather"] for entry in entries)
     if on_host:  # gloo's latencies differ and do not overlap
         latency = statistics.mean(entries[0]["seconds"].values()) / (members - 1) ** 0.5
-    return {"link_bytes": sent_bytes / largest["seconds"]["all_gather"], "link_latency_s": latency}
+    return {
+        "link_bytes_per_s": sent_bytes / largest["seconds"]["all_gather"],
+        "link_latency_s": latency,
+    }

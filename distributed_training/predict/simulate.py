@@ -35,7 +35,7 @@ def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[St
 
 def simulate(
     orders: Sequence[Sequence[Step | Operation]],
-    seconds: Mapping[Step, float],
+    durations: Mapping[Step, float],
     consumers: Mapping[Step, tuple[Step, float]],
     launch_s: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
@@ -46,7 +46,7 @@ def simulate(
     host launches operations ahead of the GPU, and no operation ends on the GPU before its launch
     has ended."""
     # Times at which each micro-batch's input, or the gradient of its output, arrives
-    ready: dict[Step, list[float]] = {step: [] for step, _ in consumers.values()}
+    arrival_times: dict[Step, list[float]] = {step: [] for step, _ in consumers.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
     host_clocks = [0.0] * len(orders)
     gpu_clocks = [0.0] * len(orders)
@@ -59,20 +59,20 @@ def simulate(
                 step = steps[-1][:2]
                 finished = spans[step]
                 begin = end
-                if step in ready:
-                    arrivals = ready[step]
+                if step in arrival_times:
+                    arrivals = arrival_times[step]
                     if len(arrivals) == len(finished):
                         break
                     if arrivals[len(finished)] > begin:
                         begin = arrivals[len(finished)]
-                end = begin + seconds[step]
+                end = begin + durations[step]
                 if launch_s:
                     host_clocks[rank] += launch_s[step]
                     end = max(end, host_clocks[rank])
                 finished.append((begin, end))
                 if step in consumers:
                     consumer, message_s = consumers[step]
-                    ready[consumer].append(end + message_s)
+                    arrival_times[consumer].append(end + message_s)
                 steps.pop()
             gpu_clocks[rank] = end
         if sum(map(len, remaining)) == num_remaining:
@@ -89,8 +89,8 @@ def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
     """Return the expected (start, end) times of each operation in seconds, given the durations for
     which the orders were computed."""
     assert plan.orders is not None
-    seconds = durations_by_step(plan.orders.stage_s)
+    durations = durations_by_step(plan.orders.stage_s)
     spans = simulate(
-        find_orders(plan), seconds, map_consumers(plan.layout.ranks, plan.orders.message_s)
+        find_orders(plan), durations, map_consumers(plan.layout.ranks, plan.orders.message_s)
     )
     return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}

@@ -44,10 +44,10 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     ranks = pipeline_ranks(plan)
     costs = step.operation_costs()
     orders = find_orders(plan)
-    seconds = {key: float(cost.sum()) for key, cost in costs.items()}
+    durations = {key: float(cost.sum()) for key, cost in costs.items()}
     consumers = map_consumers(plan.layout.ranks, message_s(step))
-    gpu_passes_s = total_duration(simulate(orders, seconds, consumers))
-    busy_s = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
+    gpu_passes_s = total_duration(simulate(orders, durations, consumers))
+    busy_s = [sum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
     processes_here = plan.processes_here
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
         gpu_passes_s = max(
@@ -56,7 +56,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         )
     passes_s = gpu_passes_s
     if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations
-        passes_s = total_duration(simulate(orders, seconds, consumers, step.launch_s()))
+        passes_s = total_duration(simulate(orders, durations, consumers, step.launch_s()))
     slowest = busy_s.index(max(busy_s))
     slowest_rank = ranks[slowest]
     seconds_by_resource = np.sum(
@@ -72,19 +72,19 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         launch_s = step.host_block_s() * max_blocks * step.num_microbatches + host_step_s
     gpu_s = passes_s + data_parallel_s + update_s
     most_parameters = max(other.trained_parameters for other in ranks)
-    off_device = {"host RAM": 0.0, "disk": 0.0}
+    offload_seconds = {"host RAM": 0.0, "disk": 0.0}
     for mechanism in step.mechanisms:
-        off_device |= mechanism.off_device_s(step, most_parameters)
+        offload_seconds |= mechanism.offload_s(step, most_parameters)
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
-    total_s += sum(off_device.values())
+    total_s += sum(offload_seconds.values())
     seconds_by_bottleneck = dict(
         zip(("arithmetic", "memory", "network"), seconds_by_resource, strict=True)
     )
     seconds_by_bottleneck["memory"] += update_s
     seconds_by_bottleneck["network"] += data_parallel_s
     seconds_by_bottleneck["bubble"] = max(0.0, gpu_passes_s - computing_s) if step.pp > 1 else 0.0
-    seconds_by_bottleneck |= off_device
+    seconds_by_bottleneck |= offload_seconds
     seconds_by_bottleneck["host"] = max(0.0, total_s - sum(seconds_by_bottleneck.values()))
     return StepTime(
         total_s, max(seconds_by_bottleneck, key=lambda name: seconds_by_bottleneck[name])
@@ -137,7 +137,7 @@ class StepCosts(Timing):
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
-        rate = self.rates.update_memory_bytes or self.rates.memory_bytes
+        rate = self.rates.update_memory_bytes_per_s or self.rates.memory_bytes_per_s
         return sum(mechanism.update_bytes(process) for mechanism in self.mechanisms) / rate
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:

@@ -14,7 +14,7 @@ from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, printable
@@ -45,7 +45,7 @@ def print_plan(
     elif process is None:
         cluster = requested_cluster(config, options.num_gpus)
     elif process.local_world_size:
-        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
+        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     else:
         what = (
             f"the launcher does not set how many of the {process.world_size} processes run on "

@@ -24,7 +24,7 @@ from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Cluster, this_machine
+from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, exit_code, print_error
@@ -78,7 +78,7 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
         mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
-    return this_machine(machine, count, count)
+    return local_cluster(machine, count, count)
 
 
 def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -> int:
@@ -144,7 +144,7 @@ def _plan_smaller(failed_plan: Plan, config: Request, cluster: Cluster) -> Plan:
     """Plan the run again with a layout whose predicted memory use is lower than that of the failed
     layout."""
     what = f"{layout_name(failed_plan)} with batch_size={failed_plan.config.batch_size}"
-    cluster = replace(cluster, below_bytes=estimate_memory(failed_plan).needed_bytes)
+    cluster = replace(cluster, max_gpu_bytes=estimate_memory(failed_plan).needed_bytes)
     plan = plan_run(config, cluster)
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)

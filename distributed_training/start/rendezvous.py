@@ -26,8 +26,8 @@ from distributed_training.checkpoint import resume
 from distributed_training.parallel import agree
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.planner import data as plan_data
-from distributed_training.planner.make_plan import make_plan, share_batch
-from distributed_training.predict.predict import this_machine
+from distributed_training.planner.make_plan import keep_global_batch, make_plan
+from distributed_training.predict.predict import local_cluster
 from distributed_training.records.record import code, versions
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, first_line, print_error
@@ -338,7 +338,7 @@ def agree_on_plan(
     launchers = sorted(set(gather_values(agent))) if agent else []
 
     def make() -> Plan:
-        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
+        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
         continued_config, notes = continue_run(config, launchers, process.world_size)
         plan = make_plan(continued_config, cluster, plan_data.read_data)
         return run_dir.reserve_run_dir(plan, launchers, [*notes, *standalone_note(process)])
@@ -367,7 +367,7 @@ def continue_run(
     if checkpoint:
         config = config.model_copy(update={"resume": str(checkpoint)})
     notes = [note]
-    config = share_batch(config, old_plan, num_processes, notes)
+    config = keep_global_batch(config, old_plan, num_processes, notes)
     return config, ["; ".join(notes)]
 
 

@@ -23,7 +23,7 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.costs.block import BACKWARD_ATTENTION
 from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.precision import MOMENT_BYTES, UPDATE_BYTES
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import StepCosts
 from distributed_training.records.record import provenance, write_json
@@ -128,7 +128,7 @@ def time_training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str
     `measured` contains the results so far. The measured times include the effects of caches and of
     processes that share the CPU."""
     settings = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    plan = draft_plan(build_config(settings), this_machine(machine, 1, 1))
+    plan = draft_plan(build_config(settings), local_cluster(machine, 1, 1))
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)

@@ -34,7 +34,7 @@ from distributed_training.planner.conflicts import droppable_keys
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, duration, short_name, short_path
@@ -186,7 +186,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
         extensions = set[str]()
         for config, count in runs:
             try:
-                plan = make_plan(config, this_machine(machine, count, count), peek_data)
+                plan = make_plan(config, local_cluster(machine, count, count), peek_data)
             except UserError:  # the error is printed when this run is started
                 run_seconds.append(0.0)
                 continue

@@ -210,7 +210,7 @@ def check_building(machine: Machine) -> Iterator[Finding]:
         ("pin_memory", "infinity strategy"),
     ):
         try:
-            checks.refuse_stale_lock(name)
+            checks.check_stale_lock(name)
         except UserError as error:
             text = f"The {users} cannot start. {str(error).removesuffix(error.command)}"
             yield fail("lock", text, f"\n{error.command}")

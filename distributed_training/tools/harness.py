@@ -33,7 +33,7 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.data import cut_data
+from distributed_training.planner.data import load_planned_data
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, print_error
 from distributed_training.settings.request import build_config
@@ -197,7 +197,7 @@ def _do_run(
             topology = run_cache.topology(topology)
             if group.device.type == "cpu":  # on GPUs, initializing weights takes under a second
                 model = run_cache.random_model(plan)
-        data = cut_data(plan)
+        data = load_planned_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)

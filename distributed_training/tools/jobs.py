@@ -14,8 +14,8 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import (
     MAX_DRY_RUN_BYTES,
     find_sources,
-    fit_to_data,
     peek_data,
+    resolve_data_values,
 )
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
@@ -107,7 +107,7 @@ def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
         reason = f"is larger than {MAX_DRY_RUN_BYTES / 1e6:g} MB"
         try:
             if data := peek_data(plan, find_sources(plan, [])):
-                return fit_to_data(plan, data, notes).num_steps
+                return resolve_data_values(plan, data, notes).num_steps
         except (UserError, OSError):
             reason = "cannot be tokenized on this machine"
     if config.num_samples == -1:

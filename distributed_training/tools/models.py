@@ -32,7 +32,7 @@ from distributed_training.models.adapters import base_folder, is_adapter, read_a
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
-from distributed_training.planner.data import choose_dataset, choose_tokenizer, cut_data
+from distributed_training.planner.data import choose_dataset, choose_tokenizer, load_planned_data
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
@@ -226,7 +226,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     display = Display(enabled=True)
     if arguments.dataset is None:
         assert plan is not None
-        data = cut_data(replace(plan, config=config))
+        data = load_planned_data(replace(plan, config=config))
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:

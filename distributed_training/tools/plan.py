@@ -18,13 +18,13 @@ from typing import Any
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import layout_name, pick, rank_layouts
+from distributed_training.planner.rank import layout_name, rank_layouts, recommended_layouts
 from distributed_training.predict.predict import (
     MEMORY_FITS,
     Cluster,
     Prediction,
+    local_cluster,
     parse_cluster,
-    this_machine,
 )
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
@@ -126,7 +126,7 @@ def run(
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")]
     if not fitting:
         raise _fits_nowhere(choices, cluster, only)
-    picks = pick(fitting)
+    picks = recommended_layouts(fitting)
     labels = {id(choice): label for label, choice in picks}
     listed = [choice for _, choice in picks]
     listed += [choice for choice in fitting if id(choice) not in labels]
@@ -146,7 +146,7 @@ def run(
         print(f"{num_hidden} more {fit}{too_large}. --all lists all layouts.")
     gbit = None
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
-        gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
+        gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
     first = picks[0][1]
     lines = [legend(listed, cluster, gbit, every=arguments.all), explain_first(first, fitting)]
     price = arguments.price
@@ -184,7 +184,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         fix = f"to specify the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
         raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
     count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
-    return this_machine(machine, count, count, gpu)
+    return local_cluster(machine, count, count, gpu)
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster, only: str) -> UserError:

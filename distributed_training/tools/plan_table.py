@@ -30,7 +30,7 @@ def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bo
 
 def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[str, str]:
     memory = choice.memory
-    fullest = memory.fullest
+    fullest = memory.peak_by_component
     sizes = {
         "state": sum(fullest[name] for name in STATE),
         "acts": fullest["activations"] + fullest["logits"],

@@ -14,7 +14,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.data import cut_data
+from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
@@ -36,7 +36,7 @@ def train(
     display = Display(enabled=is_rank_0)
     for note in plan.notes:
         display.note(note)
-    data = cut_data(plan)
+    data = load_planned_data(plan)
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)

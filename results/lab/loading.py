@@ -21,7 +21,7 @@ import torch
 from tabulate import tabulate
 
 from distributed_training.parallel.agree import gather
-from distributed_training.planner.data import cut_data
+from distributed_training.planner.data import load_planned_data
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import build_config
@@ -54,7 +54,7 @@ def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     config = build_config(settings)
     plan = agree_on_plan(config, group.process, gather)
     topology = build_topology(plan, group.process, group.device)
-    cut_data(plan)
+    load_planned_data(plan)
     plan.strategy.load_engine()  # Import the engine before the measurement.
     on_gpu = group.device.type == "cuda"
     if on_gpu:

@@ -14,7 +14,7 @@ from distributed_training.plan.layout import Batch
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import layout_name
-from distributed_training.predict.predict import Cluster, this_machine
+from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.record import Record, write_json
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.files import load_json
@@ -80,10 +80,10 @@ def cluster_of(plan: Mapping[str, Any]) -> Cluster:
     return this machine with the processes that the launcher starts."""
     if "machine" not in plan:
         count = int(os.environ.get("WORLD_SIZE", "1"))
-        return this_machine(detect_machine(), count, count)
+        return local_cluster(detect_machine(), count, count)
     values = plan["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
-    return this_machine(machine, plan["world_size"], plan["world_size"])
+    return local_cluster(machine, plan["world_size"], plan["world_size"])
 
 
 def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:

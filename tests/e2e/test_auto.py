@@ -76,10 +76,10 @@ def test_the_next_choice_is_predicted_to_need_less(tmp_path):
     plan = plan_for(tmp_path, GPU_MACHINE, 4, **words)
     for _ in range(2):
         needed = estimate_memory(plan).needed_bytes
-        plan = plan_for(tmp_path, GPU_MACHINE, 4, below_bytes=needed, **words)
+        plan = plan_for(tmp_path, GPU_MACHINE, 4, max_gpu_bytes=needed, **words)
         assert estimate_memory(plan).needed_bytes < needed
     with refused("no strategy can train gpt2-large"):
-        plan_for(tmp_path, GPU_MACHINE, 4, below_bytes=2**20, **words)
+        plan_for(tmp_path, GPU_MACHINE, 4, max_gpu_bytes=2**20, **words)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from distributed_training.checkpoint.resume import read_meta
 from distributed_training.plan.plan import load_plan
 from distributed_training.predict.mechanism import pipeline_ranks
-from distributed_training.predict.memory import estimate_copy
+from distributed_training.predict.memory import checkpoint_copy_bytes
 from distributed_training.records.folder import list_checkpoints
 from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (
@@ -112,7 +112,7 @@ def test_checkpoint_copy_is_as_large_as_predicted(strategy, uninterrupted):
     plan = load_plan(uninterrupted(strategy))
     *_, newest = list_checkpoints(plan.run_dir)
     fullest = max(read_meta(newest).files.values())  # including headers and generator states
-    assert estimate_copy(plan, pipeline_ranks(plan)) == pytest.approx(fullest, rel=0.05)
+    assert checkpoint_copy_bytes(plan, pipeline_ranks(plan)) == pytest.approx(fullest, rel=0.05)
 
 
 @pytest.mark.parametrize(

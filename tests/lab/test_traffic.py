@@ -14,7 +14,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.mesh import Topology
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.mechanism import PipelineRank, sent_bytes
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.predict.traffic import sent_by_axis, tensor_bytes
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
@@ -30,7 +30,7 @@ RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_tex
 
 
 def place_of(config, processes, rank):
-    plan = draft_plan(config, this_machine(CPU_MACHINE, processes, processes))
+    plan = draft_plan(config, local_cluster(CPU_MACHINE, processes, processes))
     return PipelineRank(plan, cpu_topology(plan, rank).pp_rank)
 
 
@@ -131,7 +131,7 @@ QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch
 def test_worked_examples_on_the_strategy_pages_match(folder, said, processes, rank, axes, words):
     values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
     config = build_config(values)
-    mesh = draft_plan(config, this_machine(CPU_MACHINE, processes, processes)).mesh
+    mesh = draft_plan(config, local_cluster(CPU_MACHINE, processes, processes)).mesh
     # The pages assume that each replica has grad_accum_steps micro-batches of batch_size sequences.
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
@@ -163,7 +163,7 @@ def test_published_tables_match_their_runs():
 @pytest.mark.parametrize("name", PLAN["cases"])
 def test_recorded_bytes_equal_the_formulas(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]})
-    sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
+    sent = sum(sent_by_axis(draft_plan(config, local_cluster(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
     if name in slow_links.CASES:
         for cases in TIMES["rates"].values():  # the network interface also counts headers

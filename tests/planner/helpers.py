@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from distributed_training.models import find_model
 from distributed_training.plan.layout import Batch, Layout
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.layouts import Candidate, divide
+from distributed_training.planner.layouts import Candidate, divide_over_mesh
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
@@ -52,7 +52,7 @@ def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
     """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
     `overrides`. Raises UserError if there is no valid layout."""
     requested = candidate(*overrides, **config)
-    return LayoutResult(*divide(requested, world_size))
+    return LayoutResult(*divide_over_mesh(requested, world_size))
 
 
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
@@ -76,12 +76,12 @@ def plan_for(
     *,
     here: int | None = None,
     checked: bool = True,
-    below_bytes: float = math.inf,
+    max_gpu_bytes: float = math.inf,
     **config: Any,
 ) -> Plan:
     """Return a plan, by default for gpt2-tiny. If `checked` is False, return a draft. `here` is the
     number of processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
-    cluster = this_machine(machine, num_processes, here or num_processes)
-    return make(merged(values), dataclasses.replace(cluster, below_bytes=below_bytes))
+    cluster = local_cluster(machine, num_processes, here or num_processes)
+    return make(merged(values), dataclasses.replace(cluster, max_gpu_bytes=max_gpu_bytes))

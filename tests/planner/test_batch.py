@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.layouts import cut_batch
+from distributed_training.planner.layouts import split_batch
 from distributed_training.settings.errors import UserError
 from tests.planner.helpers import candidate, lay_out
 
@@ -13,7 +13,7 @@ from tests.planner.helpers import candidate, lay_out
 def cut(mesh, name, **config):
     """Return the batch, and the schedule for which it was split."""
     requested = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
-    return cut_batch(requested), requested.schedule
+    return split_batch(requested), requested.schedule
 
 
 @pytest.mark.parametrize(

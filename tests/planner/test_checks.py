@@ -18,7 +18,7 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner import checks
 from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import predict, this_machine
+from distributed_training.predict.predict import local_cluster, predict
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 
@@ -38,7 +38,7 @@ def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **co
 
 def suggest(plan):
     return suggest_settings(
-        plan, this_machine(plan.machine, plan.num_processes, plan.processes_here)
+        plan, local_cluster(plan.machine, plan.num_processes, plan.processes_here)
     )
 
 
@@ -54,7 +54,7 @@ def with_gpus(**changes):
 def test_a_run_that_exceeds_the_limit_on_open_files_is_refused(limit, fits, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     plan = draft(tmp_path, "dp")
-    here = this_machine(plan.machine, plan.num_processes, plan.processes_here)
+    here = local_cluster(plan.machine, plan.num_processes, plan.processes_here)
     if fits:
         checks.check_run(predict(plan, None), here)
         return

@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training.cli import main
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan as command
@@ -208,13 +208,21 @@ def test_too_little_ram_is_distinguished_from_too_small_gpus(monkeypatch, capsys
 def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
     for machine, count in ((CPU_MACHINE, 2), (GPU_MACHINE, 1)):
         notes = []
-        cluster = this_machine(machine, count, count)
+        cluster = local_cluster(machine, count, count)
         planned = draft_plan(merged({"model": "gpt2-tiny", "strategy": AUTO}), cluster, notes)
         assert (planned.strategy.name, planned.requested.strategy) == ("dp", AUTO)
         assert any("the planner chose dp (" in note for note in notes)
     config = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
     busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **config)
     assert busy.config.batch_size >= 8
+    for changes, reason in (
+        ({}, "the smallest value predicted to reach 95% of the best tokens/s"),
+        ({"gpu_name": "unknown"}, "the largest tested value that is predicted to fit into memory"),
+    ):
+        notes = []
+        machine = dataclasses.replace(GPU_MACHINE, **changes)
+        planned = draft_plan(merged(config), local_cluster(machine, 1, 1), notes)
+        assert f"batch_size is {planned.config.batch_size}, {reason}" in notes
     with refused("no strategy can train gpt2-xl"):
         small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)
         plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")

@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from distributed_training.plan.layout import Batch
-from distributed_training.planner.deepspeed_json import FP16, OPTIMIZER, fill_deepspeed_json
+from distributed_training.planner.deepspeed_json import (
+    ACCEPTED_OPTIMIZER_VALUES,
+    FP16_LOSS_SCALING,
+    fill_deepspeed_json,
+)
 from distributed_training.planner.deepspeed_sections import check_sections
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
@@ -96,7 +100,10 @@ def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
     assert filled == fill(tmp_path, deepspeed_json())
     assert not {"train_batch_size", "optimizer", "scheduler"} & set(filled)
     bare = fill(tmp_path, {"zero_optimization": {"stage": 2}}, precision="fp16")
-    assert (bare["fp16"], bare["bf16"]) == ({**FP16, "enabled": True}, {"enabled": False})
+    assert (bare["fp16"], bare["bf16"]) == (
+        {**FP16_LOSS_SCALING, "enabled": True},
+        {"enabled": False},
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +159,9 @@ def test_json_sections_that_config_decides_are_refused(changes, messages, tmp_pa
 def test_a_json_may_repeat_the_constants_of_every_engine():
     from distributed_training.engines.base import ADAM
 
-    assert OPTIMIZER["betas"] == ([*ADAM["betas"]],)
-    assert OPTIMIZER["eps"] == (ADAM["eps"],)
-    assert deepspeed_json()["fp16"] == {**FP16, "enabled": "auto"}
+    assert ACCEPTED_OPTIMIZER_VALUES["betas"] == ([*ADAM["betas"]],)
+    assert ACCEPTED_OPTIMIZER_VALUES["eps"] == (ADAM["eps"],)
+    assert deepspeed_json()["fp16"] == {**FP16_LOSS_SCALING, "enabled": "auto"}
 
 
 def test_json_values_without_effect_are_accepted(tmp_path):

@@ -3,9 +3,9 @@ a note."""
 
 import pytest
 
-from distributed_training.planner.conflicts import NEEDS
+from distributed_training.planner.conflicts import PREREQUISITES
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
@@ -27,13 +27,16 @@ TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 def notes_of(config, *override):
     notes = []
     config = {"strategy": "dp", "model": "gpt2-tiny-4-blocks", **config}
-    draft_plan(merged(config, *override), this_machine(CPU_MACHINE, 2, 2), notes)
+    draft_plan(merged(config, *override), local_cluster(CPU_MACHINE, 2, 2), notes)
     return [note for note in notes if "has no effect" in note]
 
 
 def test_every_key_is_tested():
     # False requests nothing and True is the default, so sequence_parallel is never rejected.
-    assert {key for need in NEEDS for key in need.keys} == {*TYPED, "sequence_parallel"}
+    assert {key for prerequisite in PREREQUISITES for key in prerequisite.keys} == {
+        *TYPED,
+        "sequence_parallel",
+    }
 
 
 @pytest.mark.parametrize("key", TYPED)

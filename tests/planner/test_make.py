@@ -9,9 +9,9 @@ import pytest
 
 from distributed_training.data.cache import token_cache_dir
 from distributed_training.planner import checks, data
-from distributed_training.planner.data import cut_data, peek_data, read_data
+from distributed_training.planner.data import load_planned_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, refused
@@ -26,12 +26,12 @@ def plan_for(tmp_path, num_words, *, read=read_data, **config):
         "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
         "output_dir": str(tmp_path / "runs"), **config,
     }  # fmt: skip
-    return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), read)
+    return make_plan(build_config(values), local_cluster(CPU_MACHINE, 2, 2), read)
 
 
 def test_a_short_text_is_used_completely(tmp_path):
     plan = plan_for(tmp_path, 2000, epochs=3)
-    num_samples = len(cut_data(plan).train)
+    num_samples = len(load_planned_data(plan).train)
     assert 8 < num_samples < 1000
     assert plan.config.num_samples == plan.work["num_samples"] == num_samples
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
@@ -76,17 +76,17 @@ def test_a_dry_run_counts_the_samples_of_a_short_text_and_writes_nothing(tmp_pat
 
 def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, monkeypatch):
     plan = plan_for(tmp_path, 2000)
-    expected = cut_data(plan).train
+    expected = load_planned_data(plan).train
     (tmp_path / "mine.txt").write_text("another text " * 3000)
     with monkeypatch.context() as patch:
         patch.setattr(data, "find_corpus", None)
-        found = cut_data(plan).train
+        found = load_planned_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     # Tokens are not read from output_dir, because other users may be able to write to it.
     assert not (tmp_path / "runs" / ".cache").exists()
     # A machine with a separate disk has no such cache and reads its copy of the text.
     shutil.rmtree(token_cache_dir() / plan.cache)
-    assert cut_data(plan).cache != plan.cache
+    assert load_planned_data(plan).cache != plan.cache
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_strict_run_accepts_no_substitutes(config, messages, tmp_path):
     values = {"model": "gpt2", "weights": "random", "strategy": "dp", **config}
     values["output_dir"] = str(tmp_path)
     built = build_config(values)
-    cluster = this_machine(CPU_MACHINE, 1, 1)
+    cluster = local_cluster(CPU_MACHINE, 1, 1)
     assert make_plan(built, cluster).config.weights == "random"
     with refused(*messages):
         make_plan(built.model_copy(update={"strict": True}), cluster)
@@ -111,7 +111,7 @@ def test_a_missing_dataset_is_reported_before_missing_memory(key, tmp_path):
     values = {"model": "gpt2-xl", "strategy": "dp", "weights": "random", "dataset": "embedded"}
     built = build_config({**values, key: str(tmp_path / "none.txt"), "output_dir": str(tmp_path)})
     with refused(f"{key}=", "none.txt", "does not exist"):
-        make_plan(built, this_machine(replace(CPU_MACHINE, ram_bytes=GIB), 2, 2))
+        make_plan(built, local_cluster(replace(CPU_MACHINE, ram_bytes=GIB), 2, 2))
 
 
 def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch):
@@ -124,4 +124,4 @@ def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch
     built = build_config({**values, "output_dir": str(tmp_path)})
     assert make_plan(built, parse_cluster("2x2xH100-80GB")).num_processes == 4
     with pytest.raises(AssertionError):
-        make_plan(built, this_machine(CPU_MACHINE, 1, 1))
+        make_plan(built, local_cluster(CPU_MACHINE, 1, 1))

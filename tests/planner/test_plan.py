@@ -13,7 +13,7 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.planner import checks
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config, load_preset
@@ -151,7 +151,7 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
         if config.get(key) not in WORDS:
             config[key] = str(scratch / config[key])
     try:
-        plan = make_plan(build_config(config), this_machine(machine, num_processes, num_processes))
+        plan = make_plan(build_config(config), local_cluster(machine, num_processes, num_processes))
     except UserError as error:
         text = str(error)
         assert text.splitlines() == [text]

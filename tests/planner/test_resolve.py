@@ -11,7 +11,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model, weights
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import with_values
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
@@ -28,7 +28,7 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     """Return (object with the fields of the draft and of its sources, list of notes)."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
-    draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
+    draft = draft_plan(built, local_cluster(machine, world_size, world_size), notes)
     sources = find_sources(draft, notes)
     config = with_values(draft.config, **sources.config_values)
     found = {
@@ -42,7 +42,7 @@ def test_a_user_text_without_a_gpu_uses_the_words_preset():
     differ from their defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
-    config = draft_plan(built, this_machine(CPU_MACHINE, 2, 2)).config
+    config = draft_plan(built, local_cluster(CPU_MACHINE, 2, 2)).config
     found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
     assert found == (60, 1200, 0.1, 100, 4)
     assert config.dataset == own["dataset"]
@@ -51,7 +51,7 @@ def test_a_user_text_without_a_gpu_uses_the_words_preset():
         ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
     ):  # fmt: skip
         built = build_config({"strategy": "dp", **values})
-        assert draft_plan(built, this_machine(machine, 2, 2)).config.epochs == 2
+        assert draft_plan(built, local_cluster(machine, 2, 2)).config.epochs == 2
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "fetch_folder", Mock(side_effect=AssertionError("asked the Hub")))
     given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
     with refused("tp=2 does not divide num_heads=25"):
-        make_plan(build_config(given), this_machine(gpu(num_gpus=2), 2, 2))
+        make_plan(build_config(given), local_cluster(gpu(num_gpus=2), 2, 2))
     given = build_config({**given, "strategy": "dp"})
     with refused("needs 26.1 GiB per GPU", "Use more GPUs"):
-        make_plan(given, this_machine(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
+        make_plan(given, local_cluster(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
 
 
 TP = {"strategy": "tp", "world_size": 2}

@@ -7,8 +7,12 @@ import pytest
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import best_layout, rank_layouts, with_strategy
 from distributed_training.predict.mechanism import pipeline_ranks
-from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
-from distributed_training.predict.predict import parse_cluster, predict, this_machine
+from distributed_training.predict.memory import (
+    checkpoint_copy_bytes,
+    estimate_memory,
+    estimate_state,
+)
+from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
@@ -18,7 +22,7 @@ TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 
 def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
     config = merged({"strategy": strategy, "model": "gpt2-tiny", **values})
-    return draft_plan(config, this_machine(machine, processes, processes))
+    return draft_plan(config, local_cluster(machine, processes, processes))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +92,13 @@ def test_bytes_of_optimizer_state_and_checkpoint():
         plan = plan_of(**values)
         whole = estimate_state(plan)["parameters"] / 4
         assert estimate_state(plan)["optimizer"] == optimizer * whole
-        assert estimate_copy(plan, pipeline_ranks(plan)) == copied * whole
+        assert checkpoint_copy_bytes(plan, pipeline_ranks(plan)) == copied * whole
 
 
 def test_fewer_bytes_pay_off_only_on_slow_links():
     """Over a 1 Gbit/s link, the predicted step time falls with the number of bytes. Over NVLink, it
     hardly changes."""
-    slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
+    slow = dataclasses.replace(H200.rates, link_bytes_per_s=0.125e9)
     config = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [
         plan_of(machine=H200.machine, processes=8, **config, **values)

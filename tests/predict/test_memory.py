@@ -11,7 +11,7 @@ from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import estimate_memory, estimate_state
-from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.predict.rates import FITTED
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
@@ -32,9 +32,9 @@ def test_a_compiled_dp_step_matches_a_hand_calculation(tmp_path):
     """When the loss is computed, memory holds fp32 weights, Adam moments, rounded weights, the
     activations of 12 blocks, and logits. With a chunked loss, only one chunk's logits are held,
     together with the gradients of the hidden states and of the output layer's rows."""
-    chunked = peak(tmp_path, strategy="dp").fullest
+    chunked = peak(tmp_path, strategy="dp").peak_by_component
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
-    memory = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
+    memory = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).peak_by_component
     padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
     assert memory["parameters"] == pytest.approx(4 * padded)
     assert memory["optimizer"] == pytest.approx(8 * padded)
@@ -58,7 +58,7 @@ def test_rank_0_of_a_v_schedule_has_the_first_and_last_stage(tmp_path):
 
 def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
     one, two, four = (
-        peak(tmp_path, count, strategy=name).fullest
+        peak(tmp_path, count, strategy=name).peak_by_component
         for count, name in ((1, "dp"), (2, "dp"), (4, "fsdp"))
     )
     assert two["gradients"] == two["parameters"] == one["parameters"]
@@ -71,7 +71,7 @@ def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
 
 def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
     config = {"strategy": "dp", "loss_chunk_tokens": 0}
-    compiled, eager = (peak(tmp_path, **config, compile=c).fullest for c in (True, False))
+    compiled, eager = (peak(tmp_path, **config, compile=c).peak_by_component for c in (True, False))
     assert eager["logits"] == 6 * compiled["logits"]
 
 
@@ -81,8 +81,8 @@ def test_tensor_parallelism_saves_gathered_activations(tmp_path, sequence_parall
     sharded. The batch grows with the number of processes, so each quarter of the model processes
     four times as many tokens."""
     config = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
-    split = peak(tmp_path, 4, strategy="tp", **config).fullest["activations"]
-    alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
+    split = peak(tmp_path, 4, strategy="tp", **config).peak_by_component["activations"]
+    alone = peak(tmp_path, 1, strategy="dp").peak_by_component["activations"]
     assert split / alone == pytest.approx(4 * (whole + (16 - whole) / 4) / 16, rel=0.05)
 
 
@@ -109,7 +109,8 @@ def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monke
     }
     config = build_config({**values, "output_dir": str(tmp_path)})
     first, second, two = (
-        make_plan(config, this_machine(CPU_MACHINE, count, count), read_data) for count in (1, 1, 2)
+        make_plan(config, local_cluster(CPU_MACHINE, count, count), read_data)
+        for count in (1, 1, 2)
     )
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
     assert saved == FITTED.process_bytes.tokenizing
@@ -121,7 +122,7 @@ def test_a_save_copies_the_state_to_ram_if_it_fits(tmp_path):
     parameters. If RAM is short, no copy is made."""
     four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
     copied = four.host_bytes - none.host_bytes
-    assert copied == pytest.approx(3 * four.fullest["parameters"] / 4)
+    assert copied == pytest.approx(3 * four.peak_by_component["parameters"] / 4)
     small = dataclasses.replace(GPU_MACHINE, ram_bytes=4 * four.host_bytes - 1)
     plan = plan_for(tmp_path, small, 4, model="gpt2", strategy="dp", checked=False)
     assert estimate_memory(plan).host_bytes == none.host_bytes
@@ -138,7 +139,7 @@ def test_recomputing_rounds_weights_again(tmp_path):
     peak occurs in the last block's backward pass, which has recomputed the whole block and holds
     the gradient of the MLP's hidden units."""
     none, some, full = (
-        peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
+        peak(tmp_path, strategy="dp", activation_checkpointing=mode).peak_by_component
         for mode in ("none", "selective", "full")
     )
     padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
@@ -152,7 +153,7 @@ def test_recomputing_rounds_weights_again(tmp_path):
 
 
 def test_dropout_saves_two_masks_per_block(tmp_path):
-    none, some = (peak(tmp_path, strategy="dp", dropout=d).fullest for d in (0.0, 0.1))
+    none, some = (peak(tmp_path, strategy="dp", dropout=d).peak_by_component for d in (0.0, 0.1))
     assert some["activations"] - none["activations"] == pytest.approx(L * 2 * TOKENS * D)
 
 
@@ -201,11 +202,15 @@ def test_state_bytes_on_four_processes(name, precision, expected):
 
 def test_an_nf4_base_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
     config = {"strategy": "dp", "lora_rank": 8}
-    four, whole = (peak(tmp_path, **config, base_dtype=d).fullest for d in ("nf4", "auto"))
+    four, whole = (
+        peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", "auto")
+    )
     values = L * 12 * D**2
     assert whole["parameters"] - four["parameters"] == pytest.approx((2 - 9 / 16) * values)
     config |= {"batch_size": 1, "max_length": 16}
-    four, whole = (peak(tmp_path, **config, base_dtype=d).fullest for d in ("nf4", "auto"))
+    four, whole = (
+        peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", "auto")
+    )
     matrix = 2 * 4 * D**2  # the matrix that is currently gathered
     assert four["activations"] - whole["activations"] == pytest.approx(matrix, rel=0.1)
 
@@ -214,7 +219,9 @@ def test_an_nf4_base_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
     ("optimizer", "bytes_per_parameter"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)]
 )
 def test_low_precision_optimizers_need_fewer_bytes(optimizer, bytes_per_parameter, tmp_path):
-    less, most = (peak(tmp_path, strategy="dp", optimizer=o).fullest for o in (optimizer, "adamw"))
+    less, most = (
+        peak(tmp_path, strategy="dp", optimizer=o).peak_by_component for o in (optimizer, "adamw")
+    )
     assert less["optimizer"] == pytest.approx(bytes_per_parameter / 8 * most["optimizer"])
 
 

@@ -12,8 +12,8 @@ import pytest
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.rank import enumerate_plans, layout_settings, rank_layouts
 from distributed_training.predict.memory import estimate_memory, estimate_state
-from distributed_training.predict.predict import parse_cluster, predict, this_machine
-from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, rates_of
+from distributed_training.predict.predict import local_cluster, parse_cluster, predict
+from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -22,7 +22,7 @@ from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from tests.planner.helpers import NAMES, merged, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
-H200 = rates_of(GPUS["H200"])
+H200 = gpu_rates(GPUS["H200"])
 
 
 def build(name, **config):
@@ -38,19 +38,19 @@ def test_every_fitted_value_says_where_it_comes_from():
 
 def test_results_of_calibrate_are_used_in_later_plans(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
-    assert this_machine(GPU_MACHINE, 4, 4).rates == H200
+    assert local_cluster(GPU_MACHINE, 4, 4).rates == H200
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
-    rates = this_machine(GPU_MACHINE, 4, 4).rates
+    rates = local_cluster(GPU_MACHINE, 4, 4).rates
     assert rates.measured_at
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
-    assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
+    assert rates.link_bytes_per_s == pytest.approx(3e11, rel=0.05)
 
 
 def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny")
     guess = cpu_rates(CPU_MACHINE.num_cpus, 1)
     assert predict(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
-    measured = dataclasses.replace(guess, measured=("gpu",))
+    measured = dataclasses.replace(guess, measured_parts=("gpu",))
     assert predict(plan, measured).likely_shares == (0.85, 1.2)
 
 
@@ -64,8 +64,8 @@ def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
 def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, link):
     rates = parse_cluster(f"4x{name}").rates
     assert rates.gemm_flops / 1e12 == pytest.approx(gemm, rel=0.03)
-    assert rates.memory_bytes / 1e9 == pytest.approx(memory, rel=0.05)
-    assert rates.link_bytes / 1e9 < link
+    assert rates.memory_bytes_per_s / 1e9 == pytest.approx(memory, rel=0.05)
+    assert rates.link_bytes_per_s / 1e9 < link
 
 
 @pytest.mark.parametrize("name", NAMES)

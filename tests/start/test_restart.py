@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributed_training.planner.make_plan import inherit_settings, make_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir
@@ -22,7 +22,7 @@ def config_for(output_dir, **values):
 
 
 def build_plan(config, num_processes):
-    return make_plan(config, this_machine(CPU_MACHINE, num_processes, 1))
+    return make_plan(config, local_cluster(CPU_MACHINE, num_processes, 1))
 
 
 @pytest.fixture

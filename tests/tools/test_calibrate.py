@@ -38,7 +38,13 @@ def test_two_processes_calibrate_together():
         value = getattr(rates, field.name)
         if isinstance(value, float):
             assert 0 < value < math.inf, field.name
-    for name in ("gemm_flops", "memory_bytes", "head_memory_bytes", "link_bytes", "kernel_s"):
+    for name in (
+        "gemm_flops",
+        "memory_bytes_per_s",
+        "head_memory_bytes_per_s",
+        "link_bytes_per_s",
+        "kernel_s",
+    ):
         assert getattr(rates, name) != getattr(guess, name), name
     assert rates.host == guess.host  # not measured
 
@@ -91,6 +97,6 @@ def test_rates_are_recovered_from_measured_times():
     rates = from_calibration(document, base)
     assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)
     assert rates.attention_flops == pytest.approx(4e12)
-    assert rates.link_bytes == pytest.approx(1e11, rel=0.01)
+    assert rates.link_bytes_per_s == pytest.approx(1e11, rel=0.01)
     assert rates.link_latency_s == pytest.approx(1e-5, rel=0.01)
     assert rates.host.block == pytest.approx(4e-3)

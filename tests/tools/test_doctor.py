@@ -87,7 +87,7 @@ def test_lines_fit_a_terminal_and_commands_can_be_copied(tmp_path, monkeypatch, 
     def find_lock(name):
         raise UserError(f"{lock} is old", fix=f"run:  rm {lock}")
 
-    monkeypatch.setattr(doctor.checks, "refuse_stale_lock", find_lock)
+    monkeypatch.setattr(doctor.checks, "check_stale_lock", find_lock)
     code = doctor.main(tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert f"rm {lock}" in [line.strip() for line in printed]

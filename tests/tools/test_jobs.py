@@ -69,7 +69,7 @@ def random_words(number):
 def sources_of():
     """Return Sources (tokenizer, weights and adapters) that do not change any CONFIG values."""
     return Sources(
-        config_values={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, identities={}
+        config_values={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, fingerprints={}
     )
 
 
@@ -80,11 +80,15 @@ def call(monkeypatch):
 
     def run(words):
         picked, printed = [], []
-        pick, describe = command.pick, dry_run.describe_plan
+        recommend, describe = command.recommended_layouts, dry_run.describe_plan
         monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of())
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         with monkeypatch.context() as patch:
-            patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)
+            patch.setattr(
+                command,
+                "recommended_layouts",
+                lambda choices: picked.extend(recommend(choices)) or picked,
+            )
             patch.setattr(
                 dry_run,
                 "describe_plan",

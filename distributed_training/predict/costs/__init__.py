@@ -21,7 +21,7 @@ MECHANISMS = (
     lora.LORA,
     lora.NF4,
     block.BLOCK,
-    block.TENSORS,
+    block.TENSOR_OVERHEAD,
     precision.FP32,
     precision.AUTOCAST,
     loss.TIED,

@@ -28,20 +28,20 @@ def block_costs(timing: Timing) -> PassCosts:
     costs = np.zeros((3, 3))
     for n, k in _matrix_shapes(timing):
         costs += (
-            timing.gemm(timing.tokens, k, n),
-            timing.gemm(timing.tokens, n, k),
-            timing.gemm(k, timing.tokens, n),
+            timing.gemm_cost(timing.tokens, k, n),
+            timing.gemm_cost(timing.tokens, n, k),
+            timing.gemm_cost(k, timing.tokens, n),
         )
     attention = _attention_cost(timing)
-    forward, backward_bytes = elementwise_costs(timing)
-    costs[:2] += forward + attention, backward_bytes + BACKWARD_ATTENTION * attention
+    forward, backward = elementwise_costs(timing)
+    costs[:2] += forward + attention, backward + BACKWARD_ATTENTION * attention
     return costs
 
 
 def last_gemm_cost(timing: Timing) -> Cost:
     """Return the cost of a block's last matrix multiplication in the forward pass."""
     n, k = _matrix_shapes(timing)[-1]
-    return timing.gemm(timing.tokens, k, n)
+    return timing.gemm_cost(timing.tokens, k, n)
 
 
 def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
@@ -55,10 +55,10 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
         forward = timing.memory_cost(
             traffic_factors.forward * timing.traced_bytes("forward", timing.compile_mode)
         )
-        backward_bytes = timing.memory_cost(
+        backward = timing.memory_cost(
             traffic_factors.backward * timing.traced_bytes("backward", timing.compile_mode)
         )
-        return forward + start_s * MEMORY, backward_bytes + 2 * start_s * MEMORY
+        return forward + start_s * MEMORY, backward + 2 * start_s * MEMORY
     relative_size = timing.split_values / 12  # relative to GPT-2, whose blocks were measured
     values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
     forward = timing.memory_cost(values * eager_factor * timing.hidden_bytes) + start_s * MEMORY
@@ -177,7 +177,7 @@ BLOCK = Mechanism(
 )
 # If there are several ranks, an engine without hooks runs Python code for each tensor once per
 # step.
-TENSORS = Mechanism(
+TENSOR_OVERHEAD = Mechanism(
     is_used=lambda plan: not plan.strategy.traits.hooks_between_blocks,
     hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),
 )

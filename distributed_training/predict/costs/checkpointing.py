@@ -7,7 +7,7 @@ from distributed_training.predict.costs import block, lora, tp
 from distributed_training.predict.mechanism import Cost, Mechanism, PipelineRank, Timing
 
 
-def forward_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
+def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the forward pass. The last matrix multiplication is repeated
     only in uncompiled blocks with adapters. Compiled blocks with adapters repeat only half of the
     adapters' computation."""
@@ -19,7 +19,7 @@ def forward_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return (forward, -last_gemm) if timing.trained_share else (forward,)
 
 
-def elementwise_again(timing: Timing, forward: Cost) -> Sequence[Cost]:
+def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the element-wise operations and half of the collectives over
     tp."""
     return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
@@ -54,11 +54,11 @@ FULL = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "full",
     activation_bytes=boundary_bytes,
     backward_bytes=block.activation_bytes,
-    recomputed_costs=forward_again,
+    recomputed_costs=full_recompute_costs,
 )
 SELECTIVE = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "selective",
     activation_bytes=selective_activation_bytes,
     backward_bytes=block.activation_bytes,
-    recomputed_costs=elementwise_again,
+    recomputed_costs=selective_recompute_costs,
 )

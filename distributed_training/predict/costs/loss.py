@@ -17,18 +17,18 @@ from distributed_training.predict.mechanism import (
 )
 from distributed_training.predict.rates import FITTED
 
-SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run yet
-EAGER_CHUNK = 17  # bytes that loss_and_gradient allocates per logit of a chunk, uncompiled
+PENDING_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run yet
+EAGER_BYTES_PER_LOGIT = 17  # allocated by loss_and_gradient for a chunk, without compilation
 
 
 class LossBytes(NamedTuple):
     """Memory in bytes that the loss of one micro-batch needs on the last stage."""
 
-    kept: float  # from forward to backward
-    peak: float
-    until_weights: float  # from I to W
+    kept_bytes: float  # from forward to backward
+    peak_bytes: float
+    pending_bytes: float  # from I to W
     outer_bytes: float  # for the last norm and the output layer, throughout the passes
-    rows_gradient: float  # gradient of the output layer's weight, if not counted elsewhere
+    output_gradient_bytes: float  # gradient of the output layer's weight, if not counted elsewhere
 
 
 def loss_bytes(rank: PipelineRank) -> LossBytes:
@@ -38,9 +38,11 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
     With tp, the probabilities are kept in fp32, and the gradient is a separate tensor."""
     rounds_or_shards = rank.strategy.traits.rounds_weights or rank.plan.uses_fsdp
-    rows_gradient = 0.0
+    output_gradient_bytes = 0.0
     if rank.trained_share and not rank.has_buckets and rank.num_microbatches == 1:
-        rows_gradient = (rank.dtype_bytes if rounds_or_shards else 4) * rank.embedding_parameters
+        output_gradient_bytes = (
+            rank.dtype_bytes if rounds_or_shards else 4
+        ) * rank.embedding_parameters
     outer_bytes = rank.hidden_bytes * (
         rank.hidden_share + 2
     )  # input and output of the norm, and one gradient
@@ -50,28 +52,29 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
         # The gradients of the hidden states and of the output layer's weight are kept. The peak
         # also includes one chunk. If the weights are fp32, an fp32 copy of the weight's gradient
         # exists after the last chunk, and the larger of chunk and copy counts.
-        row_parameters = rank.trained_share * (
+        output_parameters = rank.trained_share * (
             rank.size.padded_vocab_size * rank.size.hidden_size / rank.tp
         )
-        kept = rank.hidden_bytes + rank.dtype_bytes * row_parameters
+        kept = rank.hidden_bytes + rank.dtype_bytes * output_parameters
         share = min(chunk, rank.tokens) / rank.tokens
-        chunk_bytes = (
-            share
-            * num_logits
-            * (rank.dtype_bytes if rank.config.compile else rank.dtype_bytes + EAGER_CHUNK)
-        )
+        eager_bytes = 0 if rank.config.compile else EAGER_BYTES_PER_LOGIT
+        chunk_bytes = share * num_logits * (rank.dtype_bytes + eager_bytes)
         if rank.dtype_bytes < 4 and not rounds_or_shards:
-            chunk_bytes = max(chunk_bytes, 4 * row_parameters)
-        return LossBytes(kept, kept + chunk_bytes, 0, outer_bytes, rows_gradient)
+            chunk_bytes = max(chunk_bytes, 4 * output_parameters)
+        return LossBytes(kept, kept + chunk_bytes, 0, outer_bytes, output_gradient_bytes)
     outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
     kept, peak = {
         "split": (4, 4 + rank.dtype_bytes),
         "compiled": (rank.dtype_bytes, rank.dtype_bytes),
         "eager": (4, 12),
     }[_loss_kernels(rank)]
-    until_weights = 0 if rank.config.compile else SPLIT_LOGIT_BYTES
+    pending_bytes = 0 if rank.config.compile else PENDING_LOGIT_BYTES
     return LossBytes(
-        kept * num_logits, peak * num_logits, until_weights * num_logits, outer_bytes, rows_gradient
+        kept * num_logits,
+        peak * num_logits,
+        pending_bytes * num_logits,
+        outer_bytes,
+        output_gradient_bytes,
     )
 
 
@@ -96,10 +99,10 @@ def head_costs(timing: Timing) -> PassCosts:
     """Return the costs of the output layer and the loss for each pass of one micro-batch."""
     d = timing.size.hidden_size
     vocabulary = timing.size.padded_vocab_size / timing.tp
-    rate = timing.rates.memory_bytes
+    rate = timing.rates.memory_bytes_per_s
     kernels = _loss_kernels(timing)
     if kernels != "split":  # PyTorch's loss is one kernel
-        rate = timing.rates.head_memory_bytes or rate
+        rate = timing.rates.head_memory_bytes_per_s or rate
     logit_bytes = (
         vars(FITTED.logit_traffic)[kernels] * timing.dtype_bytes / 2 * timing.tokens * vocabulary
     )
@@ -107,13 +110,13 @@ def head_costs(timing: Timing) -> PassCosts:
     # Each chunk reads and writes the gradient of the output layer's weight.
     chunk = int(timing.config.loss_chunk_tokens)
     num_accesses = 2 * math.ceil(timing.tokens / chunk) if chunk else 0
-    weights = timing.gemm(d, timing.tokens, vocabulary) + timing.memory_cost(
+    weights = timing.gemm_cost(d, timing.tokens, vocabulary) + timing.memory_cost(
         num_accesses * timing.dtype_bytes * vocabulary * d
     )
     return np.stack(
         [
-            timing.gemm(timing.tokens, d, vocabulary) + traffic,
-            timing.gemm(timing.tokens, vocabulary, d) + traffic,
+            timing.gemm_cost(timing.tokens, d, vocabulary) + traffic,
+            timing.gemm_cost(timing.tokens, vocabulary, d) + traffic,
             timing.trained_share * weights,
         ]
     )

@@ -32,11 +32,11 @@ def stage_traffic(rank: PipelineRank) -> Traffic:
 
 def message_s(timing: Timing) -> float:
     """Return the time in seconds to send a result from one stage to the next."""
-    rate = timing.rates.link_bytes
+    rate = timing.rates.link_bytes_per_s
     latency = timing.rates.link_latency_s
     # The next stage is on another node.
     if timing.plan.num_processes // timing.pp >= timing.plan.processes_here:
-        rate = timing.rates.network_bytes
+        rate = timing.rates.network_bytes_per_s
         latency *= 2
     rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
     return latency + timing.hidden_bytes * timing.hidden_share / rate

@@ -16,7 +16,7 @@ MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 UPDATE_BYTES = 12 + 12
 
 
-def state(rank: PipelineRank) -> ComponentBytes:
+def state_bytes(rank: PipelineRank) -> ComponentBytes:
     return {
         "parameters": 4 / rank.shards,
         "gradients": 4 / rank.shards,
@@ -35,8 +35,8 @@ def rounded_weight_bytes(
     num_kept = rank.trained_parameters
     if rank.trained_share and rank.recomputes:
         num_kept = rank.parameters_outside_blocks
-    num_shares = max(1, rank.num_blocks) if point == "first block" and rank.trained_share else 1
-    return {"copies": 2 * num_kept / num_shares}
+    divisor = max(1, rank.num_blocks) if point == "first block" and rank.trained_share else 1
+    return {"copies": 2 * num_kept / divisor}
 
 
 def update_bytes(rank: PipelineRank) -> float:
@@ -60,6 +60,6 @@ AUTOCAST = Mechanism(
 )
 FP32 = Mechanism(
     is_used=lambda plan: not plan.strategy.traits.rounds_weights,
-    state=state,
+    state=state_bytes,
     update_bytes=update_bytes,
 )

@@ -23,7 +23,7 @@ SWAPPED_BYTES = 38
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # offload device in DeepSpeed -> component of state
 
 
-def state(rank: PipelineRank) -> ComponentBytes:
+def state_bytes(rank: PipelineRank) -> ComponentBytes:
     """Return the number of bytes per parameter for each component of the state: weights and
     gradients in the compute dtype, the fp32 master copy, and both Adam moments (ZeRO paper, section
     3.1)."""
@@ -121,7 +121,7 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
     return 0, wait_s if rank.shards == 1 else 2 * wait_s
 
 
-def off_device_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
+def offload_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
     """Return the time in seconds that offloading adds to each step, keyed by bottleneck. The key is
     "disk" for file access, or "host RAM" for the optimizer step on the CPU. Return {} if offloading
     adds no time."""
@@ -148,11 +148,11 @@ ZERO = Mechanism(
     host_bytes=lambda rank: 2 * rank.strategy.swap_buffer_values,
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
-    off_device_s=off_device_s,
+    offload_s=offload_s,
 )
 MASTER_COPY = Mechanism(
     is_used=lambda plan: plan.strategy.traits.rounds_weights,
-    state=state,
+    state=state_bytes,
     additional_bytes=fp32_gradient_bytes,
     update_bytes=update_bytes,
 )

@@ -18,8 +18,8 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.search import fixed_zb_v
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Prediction, predict, this_machine
-from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
+from distributed_training.predict.predict import Prediction, local_cluster, predict
+from distributed_training.predict.rates import cpu_rates, from_calibration, gpu_rates
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.settings.files import ROOT
@@ -100,7 +100,7 @@ def plan_of(record: Record) -> Draft:
     }
     request = build_config(config)
     count = record.world_size
-    plan = draft_plan(request, this_machine(Machine(**machine), count, count))
+    plan = draft_plan(request, local_cluster(Machine(**machine), count, count))
     if (
         plan.orders is None
         or plan.schedule.is_searched
@@ -127,7 +127,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
             plan = plan_of(record)
             gpu = find_gpu(plan.machine.gpu_name)
             # The GPU's published rates, not rates that were measured on this machine
-            rates = None if gpu is None else rates_of(gpu)
+            rates = None if gpu is None else gpu_rates(gpu)
             yield Row(
                 page=path.parent.name,
                 name=path.stem,
@@ -167,7 +167,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         count = run["processes"]
         seconds = None
         request = build_config(to_current_keys(run["config"]))
-        plan = draft_plan(request, this_machine(machine, count, count))
+        plan = draft_plan(request, local_cluster(machine, count, count))
         if run["step_time_s"] is not None:
             default_rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
             rates = from_calibration(document["calibrations"][str(count)], default_rates)
@@ -311,7 +311,7 @@ def calibrated_errors() -> list[float]:
     """Return the relative errors of step times predicted with the rates that `plan --calibrate`
     measured on four H200s."""
     document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
-    rates = from_calibration(document, rates_of(GPUS["H200"]))
+    rates = from_calibration(document, gpu_rates(GPUS["H200"]))
     return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
