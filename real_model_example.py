@@ -16,8 +16,8 @@ from pathlib import Path
 
 # The most common keys. --help lists all keys; every key also works here.
 CONFIG = {
-    "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by hardware
-    "strategy": "auto",  # dp, zero1/2/3, fsdp, tp, pp, 3d, ...; --help lists all; auto: by plan
+    "model": "auto",  # such as gpt2-medium, or a Llama from the Hub; auto: depends on the GPU
+    "strategy": "auto",  # dp, zero1/2/3, fsdp, tp, 3d, ... (see --help); auto: the planner's choice
     "batch_size": 4,  # sequences per GPU and accumulation step
     "grad_accum_steps": 1,  # accumulation steps per optimizer step; multiplies batch_size
     "epochs": 2,  # passes over the training samples
@@ -27,22 +27,23 @@ CONFIG = {
     "dataset": "auto",  # a .txt, .md, .jsonl, .csv or .parquet file, a folder, user/name on the Hub
     "precision": "auto",  # bf16, fp16, fp32; master weights are always fp32
     "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, higher for random weights
-    "lr_schedule": "cosine",  # constant, linear, cosine; the last two decrease toward 0
+    "lr_schedule": "cosine",  # constant, linear or cosine; linear and cosine decay toward 0
     "warmup_steps": 10,  # steps over which the learning rate rises
     "activation_checkpointing": "none",  # full, selective: save memory by recomputing activations
-    "deepspeed_config": None,  # path to a DeepSpeed configuration file; None: the strategy's own
+    "deepspeed_config": None,  # path to a DeepSpeed configuration file; None: the strategy's file
     "generate": "The value of",  # prompt for samples before and after training; None: no samples
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
-    "checkpoint_every": None,  # steps; None: at the end of each epoch, signal: on Ctrl-C, 0: never
+    "checkpoint_every": None,  # every N steps; None: every epoch, signal: only on Ctrl-C, 0: never
     "resume": None,  # a run's folder, or auto: the newest unfinished run with these settings
-    "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
+    "log_to": None,  # tensorboard, wandb, mlflow or trackio, which must be installed
 }
 
 
 def main() -> int:
     """Run the command line. Without a command, run `train`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):  # a notebook's kernel would lose the output or the process
+    # In a notebook's kernel, output could be lost, and a failed run would end the kernel.
+    if hasattr(shell, "kernel"):
         arguments = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
         command = shlex.join([sys.executable, os.path.abspath(__file__), *arguments])
         print("error: Training cannot run in a notebook's kernel. Run this command in a cell:")
@@ -51,7 +52,7 @@ def main() -> int:
     try:
         from distributed_training.start.bytecode import keep_bytecode
 
-        keep_bytecode()  # this precedes the imports that it speeds up
+        keep_bytecode()  # called before the slow imports, which it speeds up
         from distributed_training import cli
 
         return cli.main(CONFIG, str(__doc__), __file__)

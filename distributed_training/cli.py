@@ -1,5 +1,6 @@
-"""Define the command line. Each value of COMMANDS is a function that adds the command's options to
-a parser and returns the action to run. torch is not imported before training begins."""
+"""Define the command line. Each value of COMMANDS is a function that adds the options of one
+command to a parser and returns the function that runs the command. This module does not import
+torch."""
 
 import argparse
 import importlib
@@ -35,19 +36,19 @@ from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import (
-    LastingStream,
+    NonBlockingStream,
     open_closed_streams,
     replace_unencodable,
 )
 from distributed_training.supervise.process import Startup
 
-OWN_OPTIONS = (
+NON_KEY_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
     "help",
 )  # fmt: skip
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
-USE_BEST = "use the best weights, saved with keep_best=True, instead of the last weights"
-MODEL_NAMES = ("model", *KEYS["model"].aliases)
+BEST_HELP = "use the best weights, saved with keep_best=True, instead of the last weights"
+MODEL_KEYS = ("model", *KEYS["model"].aliases)
 Act = Callable[[argparse.Namespace], int]
 
 
@@ -71,7 +72,7 @@ class AddOverride(argparse.Action):
         namespace.overrides.append(f"{option.removeprefix('--')}={value}")
 
 
-def about_key(key: Key, *details: str) -> str:
+def format_key_help(key: Key, *details: str) -> str:
     """Return a key's help, followed by its choices and `details` in parentheses."""
     notes = list(details)
     if key.name == "strategy":  # the choices are the folders in strategies/
@@ -87,36 +88,40 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
-    preset = "preset that overrides CONFIG: a name in configs/presets/, or a path"
-    add("--preset", metavar="NAME", help=preset)
+    preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
+    add("--preset", metavar="NAME", help=preset_help)
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="set several keys")  # fmt: skip
-    processes = f"start N processes. all: one per GPU, or {launch.CPU_PROCESSES} without GPUs"
-    add("--num_gpus", metavar="N", help=processes)
-    restarts = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
-    add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
+    num_gpus_help = (
+        f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
+        "GPUs"
+    )
+    add("--num_gpus", metavar="N", help=num_gpus_help)
+    restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
+    add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts_help)
     add(
         *DRY_RUN_OPTIONS,
         action="store_true",
         help="check the run and print its settings without training",
     )
-    elsewhere = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
-    add("--cluster", metavar="NxMxGPU", help=elsewhere)
-    add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
+    cluster_help = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
+    add("--cluster", metavar="NxMxGPU", help=cluster_help)
+    gpu_help = "with plan or --dry-run: plan for this GPU, given by its name or as JSON"
+    add("--gpu", metavar="GPU", help=gpu_help)
     add(
         "--force",
         action="store_true",
         help="start the run even if it is predicted not to fit in GPU memory",
     )
-    strict = (
+    strict_help = (
         "fail if the data, weights or tokenizer are missing, instead of using the embedded data "
         "and tokenizer, and random weights"
     )
-    add("--strict", action="store_true", help=strict)
+    add("--strict", action="store_true", help=strict_help)
     for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
         group = parser.add_argument_group(title)
         for key in members:
-            text = about_key(key, f"default {key.default!r}").replace("%", "%%")
+            text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
             for option in (key.name, *key.aliases):
                 group.add_argument(
                     f"--{option}", action=AddOverride, dest="overrides", metavar="",
@@ -148,7 +153,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         word = unknown[0].lstrip("-").partition("=")[0]
         fix = "see --help"
         if overrides is not None and unknown[0].startswith("--"):
-            hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
+            hint = nearest_key(word, all_keys().values(), NON_KEY_OPTIONS)
             fix = foreign_key_advice(word) or (f"did you mean --{hint}?" if hint else fix)
         if not unknown[0].startswith("-"):
             what = f"{shown(unknown[0])} does not follow an option"
@@ -235,8 +240,8 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add --model to the parser of a command that reads a run. A run may use the user's own model
     code, which is executed only if the user names its folder with --model."""
-    family = "folder with the code of your own model family, if the run trained such a model"
-    parser.add_argument("--model", metavar="FOLDER", help=family)
+    model_help = "folder with the code of your own model family, if the run trained such a model"
+    parser.add_argument("--model", metavar="FOLDER", help=model_help)
 
 
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
@@ -254,24 +259,28 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         help="show all runs, not only the newest groups of comparable runs",
     )
     output = parser.add_mutually_exclusive_group()
-    plots = "folder for the plots (default: %(default)s)"
-    output.add_argument("--plots", type=Path, metavar="FOLDER", default=Path("report"), help=plots)
-    page = "write tables and plots into one HTML page instead"
-    output.add_argument("--html", type=Path, metavar="FILE", help=page)
+    plots_help = "folder for the plots (default: %(default)s)"
+    output.add_argument(
+        "--plots", type=Path, metavar="FOLDER", default=Path("report"), help=plots_help
+    )
+    html_help = "write tables and plots into one HTML page instead"
+    output.add_argument("--html", type=Path, metavar="FILE", help=html_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
 def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Check this machine for training. With --nodes, measure the links between processes."""
+    """Check whether this machine is ready for training. With --nodes, measure the links instead."""
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
-    processes = "with --nodes: number of processes to start. Omit this option under torchrun"
-    add("--num_gpus", metavar="N", help=processes)
+    num_gpus_help = "with --nodes: number of processes to start. Omit this option under torchrun"
+    add("--num_gpus", metavar="N", help=num_gpus_help)
 
-    def act(a: argparse.Namespace) -> int:
-        if a.nodes:
-            return in_processes(program, a.num_gpus, lambda: _load("tools.links").check_nodes())
-        if a.num_gpus is not None:
+    def act(arguments: argparse.Namespace) -> int:
+        if arguments.nodes:
+            return run_on_ranks(
+                program, arguments.num_gpus, lambda: _load("tools.links").check_nodes()
+            )
+        if arguments.num_gpus is not None:
             raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
         return _load("tools.doctor").main(program.output_dir)
 
@@ -281,17 +290,19 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
 def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Measure communication between processes: six operations over every group of the mesh."""
     add = parser.add_argument
-    processes = "number of processes (default: one per GPU, or 2 without GPUs)"
-    add("--num_gpus", metavar="N", help=processes)
+    num_gpus_help = (
+        "number of processes (default: one process per GPU, or 2 processes without GPUs)"
+    )
+    add("--num_gpus", metavar="N", help=num_gpus_help)
     for axis in ("pp", "dp_shard", "tp"):
-        size = (
+        size_help = (
             f"size of the mesh axis {axis} (default: 1). dp_replicate uses the remaining processes"
         )
-        add(f"--{axis}", metavar="N", type=int, default=1, help=size)
-    largest = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
-    add("--largest", metavar="MIB", type=at_least(1), help=largest)
-    seconds = "seconds per measurement (default: 0.15)"
-    add("--seconds", metavar="S", type=at_least(0.0), default=0.15, help=seconds)
+        add(f"--{axis}", metavar="N", type=int, default=1, help=size_help)
+    largest_help = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
+    add("--largest", metavar="MIB", type=at_least(1), help=largest_help)
+    seconds_help = "seconds per measurement (default: 0.15)"
+    add("--seconds", metavar="S", type=at_least(0.0), default=0.15, help=seconds_help)
     folder = program.output_dir / "links"
     add(
         "--out",
@@ -301,22 +312,24 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
         help="folder for the results (default: links/ in output_dir)",
     )
 
-    def act(a: argparse.Namespace) -> int:
+    def act(arguments: argparse.Namespace) -> int:
         process = current_process()
         if process is None or process.rank == 0:
             fix = "name another folder with --out"
-            require_writable(a.out, fix, "links.json", "links.png")
-        return in_processes(program, a.num_gpus, lambda: _load("tools.links").main(a))
+            require_writable(arguments.out, fix, "links.json", "links.png")
+        return run_on_ranks(
+            program, arguments.num_gpus, lambda: _load("tools.links").main(arguments)
+        )
 
     return act
 
 
-def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Call `work` if this process is a rank. Otherwise, start `num_gpus` processes that run the
-    same command. If `num_gpus` is None, start one process per GPU, or two processes if there are no
-    GPUs. Return the exit code."""
+def run_on_ranks(program: Program, num_gpus: str | None, rank_main: Callable[[], int]) -> int:
+    """Call `rank_main` if this process is a rank. Otherwise, start `num_gpus` processes that run
+    the same command. If `num_gpus` is None, start one process per GPU, or two processes if there
+    are no GPUs. Return the exit code."""
     if current_process() is not None:
-        return work()
+        return rank_main()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:
         fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
@@ -333,12 +346,13 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
         "Hugging Face format, or name of a model on the Hub",
     )
     add_model(parser)
-    add("--prompt", help="text to continue (default: read prompts from the terminal)")
-    add("--best", action="store_true", help=USE_BEST)
-    length = "number of tokens to generate (default: 100)"
-    add("--num_tokens", "--max_new_tokens", metavar="N", type=at_least(1), default=100, help=length)
-    likeliest = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
-    add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
+    add("--prompt", help="text to continue (default: read prompts from standard input)")
+    add("--best", action="store_true", help=BEST_HELP)
+    num_tokens_help = "maximum number of tokens to generate (default: 100)"
+    add("--num_tokens", "--max_new_tokens", metavar="N", type=at_least(1), default=100,
+        help=num_tokens_help)  # fmt: skip
+    temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
+    add("--temperature", type=at_least(0.0), default=0.7, help=temperature_help)
     add(
         "--top_k",
         type=at_least(1),
@@ -352,21 +366,23 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
 def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
     add = parser.add_argument
-    run = (
-        "folder of a run, such as runs/latest, folder of an export, "
-        "adapters or a model, or name of a model on the Hub"
-    )
-    add("run", help=run)
+    run_help = "folder of a run, such as runs/latest, or folder or Hub name of another model"
+    add("run", help=run_help)
     add_model(parser)
-    dataset = "data to evaluate on. If it has a validation split, that split is used (default: "
-    add("--dataset", metavar="D", help=f"{dataset}the run's validation samples)")
-    columns = "columns of the dataset to use, such as prompt=question,completion=answer"
-    add("--columns", metavar="NAME=COLUMN", help=columns)
-    length = "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
-    add("--max_length", metavar="N", type=at_least(1), help=length)
-    add("--best", action="store_true", help=USE_BEST)
-    tasks = "run these lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
-    add("--tasks", metavar="NAMES", help=tasks)
+    dataset_help = (
+        "data to evaluate on. If the data has a validation split, that split is used (default: the "
+        "run's validation samples)"
+    )
+    add("--dataset", metavar="D", help=dataset_help)
+    columns_help = "columns of the dataset to use, such as prompt=question,completion=answer"
+    add("--columns", metavar="THEIRS=NAME=COLUMN=THEIRS", help=columns_help)
+    length_help = (
+        "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
+    )
+    add("--max_length", metavar="N", type=at_least(1), help=length_help)
+    add("--best", action="store_true", help=BEST_HELP)
+    tasks_help = "run these lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
+    add("--tasks", metavar="NAMES", help=tasks_help)
     return lambda a: _load("tools.models").evaluate(a)
 
 
@@ -376,8 +392,8 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
     add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
-    merge = "after LoRA training, export the whole model instead of the adapters"
-    add("--merge", action="store_true", help=merge)
+    merge_help = "after LoRA training, export the whole model instead of the adapters"
+    add("--merge", action="store_true", help=merge_help)
     return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 
 
@@ -387,7 +403,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="folder of a run, such as runs/latest, or its hf/ or best/")
     add("name", help="user/name on the Hub")
     add_model(parser)
-    add("--best", action="store_true", help=USE_BEST)
+    add("--best", action="store_true", help=BEST_HELP)
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
 
 
@@ -429,7 +445,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     output_dir = file.parent / str(config.get(folder_key, "runs"))
     config = {**config, folder_key: str(output_dir)}
     description = description.splitlines()[0]
-    allow_families(config.get(name) for name in MODEL_NAMES)
+    allow_families(config.get(name) for name in MODEL_KEYS)
     open_closed_streams()
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
@@ -443,8 +459,8 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     if name == "train":
-        sys.stdout = LastingStream(sys.stdout)  # type: ignore[assignment]
-        sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
+        sys.stdout = NonBlockingStream(sys.stdout)  # type: ignore[assignment]
+        sys.stderr = NonBlockingStream(sys.stderr)  # type: ignore[assignment]
 
     def act() -> int:
         require_system()

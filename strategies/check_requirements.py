@@ -11,7 +11,7 @@ except ImportError:
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 
-def missing(lines: list[str]) -> list[str]:
+def find_unmet(lines: list[str]) -> list[str]:
     """Return each unmet requirement and the reason: its package is not installed or has the wrong
     version."""
     unmet = []
@@ -33,7 +33,9 @@ def missing(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    unmet = [text for file in sys.argv[1:] for text in missing(Path(file).read_text().splitlines())]
+    unmet = [
+        text for file in sys.argv[1:] for text in find_unmet(Path(file).read_text().splitlines())
+    ]
     for text in unmet:
         print(f"unmet requirement: {text}", file=sys.stderr)
     sys.exit(bool(unmet))

@@ -1,10 +1,11 @@
-# The run.sh files source this script. It puts a Python that satisfies requirements.txt first on PATH.
+# The run.sh files source this script. It puts a Python that satisfies the given requirements files
+# first on PATH.
 #
 #   source setup_env.sh REQUIREMENTS_FILE ...
 #
 # The script uses the active environment if that satisfies the files. Otherwise, it creates .venv in
-# the repository and installs the requirements there. It installs them again only when the files
-# change. It uses uv if uv is installed, and it needs no root.
+# the repository and installs the requirements there. It installs them again only if a
+# requirement is not met. It uses uv if uv is installed. It does not need root access.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _files=("$@")
@@ -22,7 +23,7 @@ _find_python() {
 }
 
 # Without an NVIDIA GPU, install torch's CPU build: about 200 MB instead of 5 GB. If the index cannot be
-# reached, the default build is installed. PYTORCH_CPU_INDEX names a mirror.
+# reached, the default build is installed. To use a mirror, set PYTORCH_CPU_INDEX to its URL.
 _cpu_index=${PYTORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 _wants_cpu_build() {
@@ -59,10 +60,10 @@ _make_venv() {
         uv pip install --python "$_root/.venv/bin/python" --index-strategy unsafe-best-match \
             "${arguments[@]}" || return 2
     else
-        local said # output of venv, shown only if venv fails; a Ctrl-C shows no traceback
+        local venv_output # shown only if venv fails, so that Ctrl-C shows no traceback
         if ! "$_root/.venv/bin/python" -m pip -V >/dev/null 2>&1 &&
-            ! said=$("$python" -m venv "$_root/.venv" 2>&1); then
-            echo "$said" >&2
+            ! venv_output=$("$python" -m venv "$_root/.venv" 2>&1); then
+            echo "$venv_output" >&2
             echo "error: $python cannot create virtual environments. Install its venv package (Debian, Ubuntu: apt-get install python3-venv)." >&2
             exit 2
         fi

@@ -132,7 +132,7 @@ def rank_process(rank, world_size=2, local_world_size=2):
 def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_path, capsys):
     assert run("--dry-run", process=rank_process(0)) == 0
     out = capsys.readouterr().out
-    assert "launch command\n  (the command that started this dry run)\n" in out
+    assert "launch command\n  (the current command, without --dry-run)\n" in out
     assert "= 2 replicas x" in out
     assert run("--dry_run", process=rank_process(1)) == 0
     assert capsys.readouterr().out == ""

@@ -18,11 +18,11 @@ def keep_bytecode() -> None:
     """Make this process and its children save compiled bytecode if Python would otherwise recompile
     modules at every start.
 
-    Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer
-    than importing. Bytecode stays next to the sources if torch's bytecode is already there or if
-    Python can write there. Otherwise, the bytecode is written to this user's cache folder. If this
-    folder does not contain torch's bytecode yet and there are enough cores, local rank 0 compiles
-    most of torch in background processes."""
+    Container images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling a module
+    takes longer than loading its bytecode. Bytecode stays next to the sources if torch's bytecode
+    is already there or if Python can write there. Otherwise, the bytecode is written to this user's
+    cache folder. If this folder does not contain torch's bytecode yet and there are enough cores,
+    local rank 0 compiles most of torch in background processes."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
@@ -38,7 +38,7 @@ def keep_bytecode() -> None:
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return
-    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"  # local rank 0 of this machine
+    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"  # also true without a launcher
     if is_local_rank_0 and (os.cpu_count() or 1) >= MIN_CORES:
         specs = map(importlib.util.find_spec, LARGE_PACKAGES)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]

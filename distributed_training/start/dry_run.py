@@ -62,7 +62,7 @@ def print_plan(
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, relative_path(script), arguments)
-    print(describe_plan(plan, "(the command that started this dry run)" if process else command))
+    print(describe_plan(plan, "(the current command, without --dry-run)" if process else command))
     return 0
 
 
@@ -73,7 +73,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
     num_nodes = plan.num_processes // processes_here
     launcher = ["python", script]
     if num_nodes > 1:
-        # By default torchrun waits ten minutes for the other nodes.
+        # By default, torchrun waits ten minutes for the other nodes.
         timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         rendezvous = [f"--nnodes={num_nodes}", "--rdzv_backend=c10d"]
         rendezvous.append(f"--rdzv_endpoint={FIRST_HOST}:29500")
@@ -86,7 +86,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
     return shlex.join([*launcher, *arguments])
 
 
-def describe_plan(plan: Plan, typed_command: str) -> str:
+def describe_plan(plan: Plan, command: str) -> str:
     """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed
     configuration."""
     requested = plan.requested.to_key_values()
@@ -107,10 +107,10 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *(f"  note: {printable(note)}" for note in plan.notes),
         *([f"  resumes from: {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
-        f"  {printable(typed_command)}",
+        f"  {printable(command)}",
         *(
             [f"  Run this command on every node. {FIRST_HOST_NOTE}"]
-            if FIRST_HOST in typed_command
+            if FIRST_HOST in command
             else []
         ),
         f"mesh (from {source}): {format_axes(plan.mesh)}",

@@ -2,8 +2,7 @@
 other processes, which read plan.json. Under a launcher, rank 0 plans the run and sends the plan to
 the other ranks (see rendezvous.py).
 
-Three modules read launch settings from the environment: this module, ranks.py and rendezvous.py.
-torch is not imported before training begins."""
+This module itself does not import torch. `import_worker` imports it."""
 
 import gc
 import importlib
@@ -48,12 +47,12 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Maximum delay before this process notices that a rank was killed. The rank's GPU memory is freed
-# before that.
+# Maximum delay until this process notices that a rank was killed. A killed rank ends only after its
+# GPU memory has been freed.
 NOTICE_DELAY_S = 5.0
 TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
-PLANNED_OPTION = "--planned"  # option of the processes that this command starts
-CPU_PROCESSES = 2  # number of processes for "--num_gpus all" on CPUs, rounded up to fit the mesh
+PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
+CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
 
 def launched_process(precision: str, num_gpus: str | None) -> Process | None:
@@ -74,7 +73,7 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     """Return a cluster that consists of this machine, with the number of processes requested by
     --num_gpus."""
     machine = detect_machine()
-    mesh: Mapping[str, int] = {}  # every number of processes fits a layout of some strategy
+    mesh: Mapping[str, int] = {}  # empty: the number of processes need not fit a mesh
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
         mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
@@ -127,7 +126,7 @@ def _plan_before_forks(
 ) -> tuple[Plan, Callable[[Path], int]]:
     """Plan the run in a separate process while this process imports torch. Return the plan and the
     function that each forked rank calls. This process must not plan the run itself, because
-    tokenizers start threads, and a process with threads cannot be forked."""
+    tokenizers start threads, and forking a process with threads is not safe."""
     wait_for_plan = compute_in_fork(
         lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
     )
@@ -141,7 +140,7 @@ def _plan_before_forks(
 
 
 def _plan_smaller(failed_plan: Plan, config: Request, cluster: Cluster) -> Plan:
-    """Plan the run again with a layout whose predicted memory use is lower than that of the failed
+    """Plan the run again with a layout that is predicted to need less memory than the failed
     layout."""
     what = f"{layout_name(failed_plan)} with batch_size={failed_plan.config.batch_size}"
     cluster = replace(cluster, max_gpu_bytes=estimate_memory(failed_plan).needed_bytes)
@@ -194,7 +193,7 @@ def run_planned_rank() -> int:
     code = worker.run(plan, process, startup)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a normal exit takes seconds, because torch ends its compiler's processes
+    os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
 def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
@@ -230,16 +229,16 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 def prepare_environment(processes_here: int) -> None:
     """Set environment variables that libraries read in this process and in its child processes."""
-    # Extensions are built with ninja, which is in the same folder as this Python. The virtual
-    # environment may not be activated.
+    # Extensions are built with ninja, which is in the same folder as this Python. That folder is
+    # not on PATH if the virtual environment is not activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Otherwise, fragmentation wastes up to 10 GiB of GPU memory with an 8B-parameter model.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
+    # Without expandable segments, fragmentation wastes up to 10 GiB of GPU memory with an 8B model.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # newer name of PYTORCH_CUDA_ALLOC_CONF
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -256,8 +255,8 @@ def spawn(
         program = partial(program, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
     modified_before = file.stat().st_mtime_ns if file.is_file() else None
-    line = json.dumps([str(plan.run_dir), allowed_code_folders()])
-    outcome = run_ranks(program, plan.num_processes, started_ranks, line)
+    stdin_line = json.dumps([str(plan.run_dir), allowed_code_folders()])
+    outcome = run_ranks(program, plan.num_processes, started_ranks, stdin_line)
     notes = plan.notes
     for count in range(1, max_restarts + 1):
         if outcome.signum or not any(outcome.codes.values()):
@@ -265,12 +264,12 @@ def spawn(
         checkpoint, note = run_dir.plan_restart(plan, f" ({count})")
         plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
         run_dir.write_plan(plan)
-        outcome = run_ranks(program, plan.num_processes, line=line)
+        outcome = run_ranks(program, plan.num_processes, stdin_line=stdin_line)
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code
     reason = outcome.reason
-    # The processes wrote no record in this attempt.
+    # If the record is missing or unchanged, no rank wrote it in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not outcome.signum:
             print_error(f"failed before training began: {reason}")
@@ -282,14 +281,14 @@ def spawn(
     error = cause or "a process ended without an error message"
     ago_s = NOTICE_DELAY_S if min(outcome.codes.values(), default=0) < 0 else 0.0
     mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
-    state = load_record(plan.run_dir)
-    if state.status in ("oom", "failed"):
-        print_error(f"{state.status}: {state.error}")
+    record = load_record(plan.run_dir)
+    if record.status in ("oom", "failed"):
+        print_error(f"{record.status}: {record.error}")
         return 1
-    if state.status == "interrupted" and code < 128:  # only the child processes received a signal
+    if record.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
-    if state.status == "ok" and code and not outcome.signum and plan.config.push is None:
+    if record.status == "ok" and code and not outcome.signum and plan.config.push is None:
         # If a rank hangs after the end of training, another rank's watch kills it.
         what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
         print_error(f"note: after the run had finished: {what}")

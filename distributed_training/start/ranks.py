@@ -44,13 +44,14 @@ from distributed_training.supervise.process import (
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable that contains rank 0's file descriptor
 
-# Seconds from a stop signal until the ranks are killed: torchrun's variable, its default, and the
-# limit after a rank has failed
+# Seconds from a stop signal until the ranks are killed. torchrun uses the same variable and
+# default. FAILURE_TIMEOUT_S applies after a rank has failed.
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 10.0
-# Seconds without CPU time until ranks are terminated, after another rank has ended without an
-# error. STOPPED_TIMEOUT_S applies if a rank is stopped (SIGSTOP), otherwise IDLE_TIMEOUT_S.
+# After a rank has ended without an error, the other ranks are terminated if they use no CPU time
+# for this many seconds. STOPPED_TIMEOUT_S applies if a rank is stopped (SIGSTOP), otherwise
+# IDLE_TIMEOUT_S.
 STOPPED_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 600.0  # long, because rank 0 may be uploading the model to the Hub
 POLL_S = 0.05
@@ -222,11 +223,11 @@ def start_early(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(
-    program: Command | Target, count: int, started_ranks: Ranks = (), line: str = ""
+    program: Command | Target, count: int, started_ranks: Ranks = (), stdin_line: str = ""
 ) -> RanksOutcome:
     """Start `count` ranks, or use the ranks in `started_ranks`, and wait for all of them. Ranks
-    that run a command receive `line` on standard input. If a rank fails, the others are terminated.
-    Stop signals and Ctrl-Z are forwarded to the ranks."""
+    that run a command receive `stdin_line` on standard input. If a rank fails, the others are
+    terminated. Stop signals and Ctrl-Z are forwarded to the ranks."""
     ranks = list(started_ranks)
     signals: list[int] = []
     codes: dict[int, int] = {}
@@ -247,7 +248,7 @@ def run_ranks(
             for process in [] if callable(program) else ranks:
                 # The process may have ended already.
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                    pipe.write(f"{line}\n".encode())
+                    pipe.write(f"{stdin_line}\n".encode())
             if signals:  # a signal came before all ranks had started
                 _send_signal(ranks, signals[-1])
             last_progress_at = time.monotonic()
@@ -266,7 +267,8 @@ def run_ranks(
                         "rank", [ranks.index(process) for process in alive]
                     )
                     print_error(
-                        f"note: {stuck_ranks} did not end with the other ranks and will be killed"
+                        f"note: {stuck_ranks} did not end with the other ranks and will be "
+                        "terminated"
                     )
                     break
         finally:
@@ -331,7 +333,7 @@ def _terminate(ranks: Ranks, *, was_signaled: bool) -> None:
     to report the cause. Ranks that are still running after this time are killed. `was_signaled` is
     True if the ranks have already received a signal."""
     timeout_s = SHUTDOWN_TIMEOUT_S
-    with contextlib.suppress(ValueError):  # torchrun rejects such a value, but here ranks must end
+    with contextlib.suppress(ValueError):  # ignore an invalid value, because the ranks must end
         timeout_s = float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE, SHUTDOWN_TIMEOUT_S))
     if not was_signaled:
         _send_signal(ranks, signal.SIGTERM)

@@ -129,7 +129,7 @@ def _listen(host: str, port: int, process: Process) -> dict[str, Any]:
             listener = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
     except (OSError, UnicodeError) as error:
         what = f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}"
-        fix = _fix_address(host, error) or (
+        fix = _address_advice(host, error) or (
             "wait until the run that uses this port ends, or pass another --master_port to the "
             "launcher"
         )
@@ -137,7 +137,7 @@ def _listen(host: str, port: int, process: Process) -> dict[str, Any]:
     return {"is_master": True, "master_listen_fd": listener.detach()}
 
 
-def _fix_address(host: str, error: OSError | UnicodeError) -> str:
+def _address_advice(host: str, error: OSError | UnicodeError) -> str:
     """Return advice on setting MASTER_ADDR if its value `host` caused the error. Otherwise, return
     ""."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -170,7 +170,7 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
                 what = f"{label} cannot reach rank 0 at {host}:{port}"
                 attempts = f"every attempt within {limit_s:g} s (rendezvous_timeout_s)"
                 why = f"{attempts} failed: {_reason(error)}"
-                fix = _fix_address(host, error) or (
+                fix = _address_advice(host, error) or (
                     f"start the same command on the first node. If {host} does not resolve to that "
                     "node, add --local_addr=ADDRESS to its torchrun command"
                 )
@@ -201,10 +201,10 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         nodes = [rank // num_local for rank in missing] if num_local else []
         if missing_nodes := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
             is_or_are = "is" if len(missing_nodes) == 1 else "are"
-            nodes_missing = (
+            missing_nodes_text = (
                 f"{format_numbers('node', missing_nodes)} of {process.world_size // num_local}"
             )
-            why = f"{nodes_missing} {is_or_are} missing; {why}"
+            why = f"{missing_nodes_text} {is_or_are} missing; {why}"
         ranks = format_numbers("rank", missing)
         what = f"{ranks} did not connect within {limit_s:g} s (rendezvous_timeout_s)"
         fix = "start the same command on the nodes of these ranks, or check their output"
@@ -270,8 +270,8 @@ def find_wrong_interface(interfaces: Sequence[str]) -> str:
             is_valid = bool(set(interfaces) - matching if value.startswith("^") else matching)
         if value and not is_valid:
             host = socket.gethostname()
-            owned = ", ".join(interfaces)
-            return f"{variable}={shown(value)} names no interface of {host}, which has {owned}"
+            available = ", ".join(interfaces)
+            return f"{variable}={shown(value)} names no interface of {host}, which has {available}"
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 STALL_TIMEOUT_S = 5.0
 
 
-class LastingStream:
+class NonBlockingStream:
     """Output stream whose reader may disappear (`| head -1`, a closed terminal) or stall.
 
     Text that the reader does not accept is dropped, and the writer continues. Whole lines are
@@ -31,7 +31,8 @@ class LastingStream:
             fd = stream.fileno()
             if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
                 # The file is opened again, because O_NONBLOCK would otherwise affect other
-                # processes that share it. dup2 keeps the descriptor, to which libraries also write.
+                # processes that share the open file description. dup2 keeps the descriptor, to
+                # which libraries also write.
                 nonblocking_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
                 os.dup2(nonblocking_fd, fd)
                 os.close(nonblocking_fd)

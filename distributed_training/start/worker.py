@@ -43,12 +43,12 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                 plan, process, gather_values, rendezvous.current_agent()
             )
             rendezvous.check_disks(plan, process)
-            # Called again with the plan's number of GPUs, because a torch build without CUDA sees
-            # no GPU
+            # Call prepare_device again with the plan's number of GPUs, because a torch build
+            # without CUDA sees no GPU.
             prepare_device(plan.machine.num_gpus, process)
             startup.end("plan")
         topology = build_topology(plan, process, device)
-        if plan.strategy.steps_on_host:  # by default torchrun gives each process one thread
+        if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(plan.run_dir, plan.config, store)
 
@@ -102,7 +102,7 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
     rendezvous."""
     if process.world_size > 1:
         return rendezvous.connect_ranks(process, limit_s)
-    rendezvous.use_loopback()  # gloo and NCCL still need an address
+    rendezvous.use_loopback()  # gloo and NCCL still need an interface
     return dist.HashStore()
 
 
@@ -110,8 +110,8 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     """Configure libraries and return this process's device. Raises UserError if torch cannot use
     the machine's GPUs or if there are fewer GPUs than local processes."""
     # Users cannot fix libraries that call each other's deprecated functions.
-    own_modules = "torch|deepspeed|distributed_training"
-    warnings.filterwarnings("ignore", category=FutureWarning, module=own_modules)
+    silenced_modules = "torch|deepspeed|distributed_training"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=silenced_modules)
     if not num_gpus:
         return use_cpu()
     if not torch.cuda.is_available():
@@ -135,7 +135,7 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
 def use_cpu() -> torch.device:
     """Tell libraries that there is no GPU, and return the CPU device."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Otherwise DeepSpeed prints that there is a CUDA compiler but no GPU.
+    # Without this level, DeepSpeed prints that there is a CUDA compiler but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return torch.device("cpu")
 

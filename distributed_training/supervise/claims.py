@@ -21,7 +21,7 @@ from distributed_training.settings.errors import RunError, UserError, print_erro
 from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
-LOCK_TIMEOUT_S = 30.0  # maximum time that a process needs to create its run directory
+LOCK_TIMEOUT_S = 30.0  # longest wait for another process to create its run directory
 RENEWAL_TIMEOUT_S = 20.0  # a live run renews its claim at least once within this time
 _claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
 _claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows of
@@ -35,7 +35,7 @@ class Claim(BaseModel):
     hostname: str
     pid: int
     claimed_at: float  # seconds since 1970
-    kernel: str  # boot id of the kernel that holds the lock; "" without a lock
+    kernel: str  # boot id of the machine that holds the lock; "" without a lock
     identity: dict[str, Any]  # from checkpoint/resume.py
 
 
@@ -49,7 +49,7 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:  # the file belongs to another user
         lock = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:  # for example a folder, or a link to itself
+    except OSError as error:  # for example, if .lock is a folder or a link to itself
         what = f"{file} cannot be opened"
         fix = "remove it, or set output_dir to another folder"
         raise UserError(what, str(error.strerror), fix) from None

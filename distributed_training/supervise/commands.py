@@ -16,7 +16,7 @@ from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE
 def build_continue_command(plan: Plan) -> tuple[str, str]:
     """Return an introductory sentence, and the command that continues this run. If an external
     launcher started the run, return the option to add to the launcher's command instead."""
-    if _has_own_launcher(plan):
+    if _has_external_launcher(plan):
         sentence = "To continue, run the same command again and add:"
         return sentence, f"--resume {short_path(plan.run_dir)}"
     return "To continue, run:", build_repeat_command(plan, resume=short_path(plan.run_dir))
@@ -38,9 +38,9 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
     is_default = folder == Path(script).absolute().parent / "runs"
     runs_argument = [] if is_default else [short_path(folder)]
     suggestions["compare runs"] = shlex.join(["python", script, "report", *runs_argument])
-    if _has_own_launcher(plan):
+    if _has_external_launcher(plan):
         return suggestions
-    # A resumed run reads settings from its directory, so its command may not contain them.
+    # A resumed run reads settings from its directory, so its command may lack some of them.
     is_resumed = plan.requested.resume is not None
     best_row = best_if_overfitted(record)
     if best_row and best_row["step"]:
@@ -51,7 +51,9 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
     if record.step < record.num_steps:  # a longer run would stop early as well
         return suggestions
     changes: dict[str, Any] = {"epochs": 2 * config.epochs}
-    if config.max_steps == plan.num_steps:  # a preset's max_steps may be above all epochs' steps
+    if (
+        config.max_steps == plan.num_steps
+    ):  # a preset's max_steps can exceed the steps of all epochs
         changes = {"max_steps": 2 * config.max_steps}
     purpose = "train a new run for twice as long"
     if is_resumed:
@@ -72,10 +74,10 @@ def build_repeat_command(plan: Plan, **changes: Any) -> str:
         if word.startswith("--") and name.replace("-", "_") in dropped_names:
             if not equals:
                 next(options)
-        elif word.startswith("--") or name not in dropped_names:  # skips KEY=VALUE after --set
+        elif word.startswith("--") or name not in dropped_names:  # drops KEY=VALUE of --set
             kept_arguments.append(word)
-    changed = [f"--{name}={value}" for name, value in changes.items()]
-    words = [*kept_arguments, *changed]
+    new_options = [f"--{name}={value}" for name, value in changes.items()]
+    words = [*kept_arguments, *new_options]
     next_words = [*words[1:], "--"]
     return shlex.join(
         word
@@ -89,7 +91,7 @@ def _script(plan: Plan) -> str:
     return short_path(Path(shlex.split(plan.command)[1]).absolute())
 
 
-def _has_own_launcher(plan: Plan) -> bool:
+def _has_external_launcher(plan: Plan) -> bool:
     """Return whether torchrun, deepspeed or another external launcher started the processes."""
     return bool(plan.launchers) or (
         plan.num_processes > 1 and LAUNCHER_PID_VARIABLE not in os.environ

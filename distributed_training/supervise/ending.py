@@ -33,9 +33,8 @@ from distributed_training.supervise import claims, commands
 LOST_CONNECTION_PHRASES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Operating system messages for a full disk, an exhausted quota and an exceeded file-size limit.
-# Libraries quote these messages.
-# Message of the operating system -> description, with the run's folder, and advice
+# Message of the operating system -> (description, advice). Libraries quote these messages. In a
+# description, {} stands for the run's folder.
 DISK_ERRORS = {
     os.strerror(errno.ENOSPC): ("the disk that contains {} is full", "free some space"),
     os.strerror(errno.EDQUOT): ("the disk quota for {} is exhausted", "free some space"),
@@ -44,7 +43,7 @@ DISK_ERRORS = {
         "raise the limit with ulimit -f",
     ),
 }
-CAUSE_KEY = "cause of the end"  # key in the store for the reason
+CAUSE_KEY = "cause of the end"  # key under which a failed rank stores the reason
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
 

@@ -36,7 +36,7 @@ from distributed_training.supervise import claims
 from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE, Process
 
 END_ACTIVITY = "the end"  # activity of a rank after the model has been written
-BEAT_S = 2.0
+HEARTBEAT_INTERVAL_S = 2.0
 MIN_LIMIT_S = 60.0  # minimum time limit for a step; the limit is 20 times the median step
 DEFAULT_LIMIT_S = 600.0  # time limit for all other activities
 LOST_S = 30.0  # a process counts as lost after this time without a heartbeat
@@ -163,7 +163,7 @@ class Watch:
         store = dist.PrefixStore("watch", main_store.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=LOST_S))
         num_beats = 0
-        while num_beats == 0 or not self._ended.wait(BEAT_S):
+        while num_beats == 0 or not self._ended.wait(HEARTBEAT_INTERVAL_S):
             num_beats += 1
             if self.rank == 0:
                 try:
@@ -228,11 +228,11 @@ class Watch:
 
     def _check_other_ranks(self) -> None:
         host = platform.node()
-        silent = f"no heartbeat for {LOST_S:.0f} s"
+        no_heartbeat = f"no heartbeat for {LOST_S:.0f} s"
         unreported_s = LOST_S - REPORTED_WITHIN_S
         if self._clock - self._response_at > LOST_S:
             rank_0_host = os.environ["MASTER_ADDR"]
-            reason = f"rank {self.rank} on {host} lost rank 0 on {rank_0_host}: {silent}"
+            reason = f"rank {self.rank} on {host} lost rank 0 on {rank_0_host}: {no_heartbeat}"
             # Kill rank 0 if it is on this machine, because a frozen process does not react to
             # SIGTERM. On other nodes, kill the launcher, which would wait for minutes.
             rank_0 = self._heartbeats.get(0, {})
@@ -240,16 +240,16 @@ class Watch:
             if self._is_on_first_node:
                 pids = [rank_0["pid"]] if rank_0.get("host") == host else []
             self._give_up(reason, unreported_s, pids)
-        # The next rank is lost only if the store responds. Otherwise the store itself is lost.
+        # The next rank is lost only if the store responds. Otherwise, the store itself is lost.
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             heartbeat = self._heartbeats.get(self._next_rank, {})
             lost_rank = f"rank {self._next_rank}" + (
                 f" on {heartbeat['host']}" if heartbeat else ""
             )
             reason = (
-                f"lost {lost_rank} during {self._activity}: {silent}, so the rank is frozen or "
+                f"lost {lost_rank} during {self._activity}: {no_heartbeat}, so the rank is frozen "
+                "or cut off"
             )
-            reason += "cut off"
             # A frozen process does not react to SIGTERM, so kill it.
             self._give_up(
                 reason, unreported_s, [heartbeat["pid"]] if heartbeat.get("host") == host else []

@@ -31,11 +31,11 @@ from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import build_config
 from distributed_training.tools.links import Group, open_group, time_group
 
-VALUES = 2**28  # number of elements that GELU reads; AdamW updates a quarter as many
+NUM_ELEMENTS = 2**28  # elements that GELU reads; AdamW updates a quarter as many
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
 LENGTH = 1024  # sequence length at which attention is measured
-CALLS = 30  # number of timed calls per part of a training step
+NUM_CALLS = 30  # timed calls per part of a training step
 
 
 def time_matmuls(group: Group) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def time_matmuls(group: Group) -> list[dict[str, Any]]:
                     "weights": partial(torch.mm, y.t(), x),
                 }
                 flops = 2 * tokens * k * n
-                rates = {name: flops / group.seconds(call) for name, call in calls.items()}
+                rates = {name: flops / group.time_call(call) for name, call in calls.items()}
                 shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
                 entries.append({**shape, "flops_per_s": rates})
     return entries
@@ -69,13 +69,13 @@ def time_matmuls(group: Group) -> list[dict[str, Any]]:
 def time_memory_traffic(group: Group) -> dict[str, float]:
     """Return the memory bandwidth in bytes/s that GELU and AdamW achieve on a GPU. AdamW moves 28
     bytes per parameter."""
-    x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
-    parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
+    x = torch.randn(NUM_ELEMENTS, device=group.device, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.randn(NUM_ELEMENTS // 4, device=group.device))
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True, capturable=True)
     return {
-        "gelu": 4 * VALUES / group.seconds(lambda: F.gelu(x, approximate="tanh")),
-        "adamw": 28 * (VALUES // 4) / group.seconds(optimizer.step),
+        "gelu": 4 * NUM_ELEMENTS / group.time_call(lambda: F.gelu(x, approximate="tanh")),
+        "adamw": 28 * (NUM_ELEMENTS // 4) / group.time_call(optimizer.step),
     }
 
 
@@ -93,27 +93,30 @@ def time_attention(group: Group) -> dict[str, Any]:
         torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
 
     flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
-    return {"length": LENGTH, "flops_per_s": {"both": flops / group.seconds(forward_and_backward)}}
+    return {
+        "length": LENGTH,
+        "flops_per_s": {"both": flops / group.time_call(forward_and_backward)},
+    }
 
 
 def time_launches(group: Group) -> dict[str, float]:
     """Return the time in seconds to launch a tiny kernel and, on a GPU, to run a compiled GPT-2
     block forward and backward. The block processes few tokens, so the GPU waits for the host."""
     x = torch.zeros(1024, device=group.device)
-    seconds = {"kernel": group.seconds(lambda: x.add_(1))}
+    seconds = {"kernel": group.time_call(lambda: x.add_(1))}
     if group.device.type == "cuda":
         model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
         block = torch.compile(model.blocks["0"].to(group.device))
         hidden = torch.randn(1, 64, 768, device=group.device, requires_grad=True)
-        seconds["compiled_block"] = group.seconds(lambda: block(hidden).sum().backward())
+        seconds["compiled_block"] = group.time_call(lambda: block(hidden).sum().backward())
     return seconds
 
 
 def time_in_step(call: Callable[[], Any]) -> float:
-    """Run `call` CALLS times and return its median duration in seconds. All processes start each
-    call together, as in a training run."""
+    """Run `call` NUM_CALLS times and return its median duration in seconds. All processes start
+    each call together, as in a training run."""
     durations_s = []
-    for _ in range(CALLS):
+    for _ in range(NUM_CALLS):
         start = time.perf_counter()
         call()
         dist.barrier()
@@ -162,10 +165,10 @@ def time_training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str
     bytes_per_parameter = UPDATE_BYTES + 2 * MOMENT_BYTES["adamw"]
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", step.block_costs()), ("head", head_costs(step))):
-        arithmetic, memory, _ = np.sum(costs, axis=0)
+        compute_s, memory_bytes, _ = np.sum(costs, axis=0)
         # Matrix multiplications alone can be slower than in the model. Memory traffic is assumed to
         # take at least a tenth of the time.
-        traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
+        traffic[name] = memory_bytes / max(seconds[name] - compute_s, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 

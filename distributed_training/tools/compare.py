@@ -81,7 +81,7 @@ Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CON
 Values = dict[str, Any]
 
 
-class RunPlan(BaseModel):
+class ComparisonPlan(BaseModel):
     """Contents of a plan's JSON file. Unknown fields are ignored, so a plan can contain notes for
     readers."""
 
@@ -135,10 +135,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
-    runs, out = plan_runs(arguments, build, script, QUIET_DEFAULTS)
+    runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
     require_writable(out, OTHER_OUT_FIX, "compare.md", "compare.html", "log.txt")
     attach_finished_records(runs, out)
-    num_finished = count(runs, "ok")
+    num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
     summary = (
         f"The comparison has {plural(len(runs), 'run')} with "
@@ -165,13 +165,13 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         train_each(runs, out, lambda run: keep_record(run, out, arguments.git_commit))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        print(f"\nInterrupted with {plural(count(runs, 'remaining'), 'run')} remaining.")
+        print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
         print("Run the same command again to continue.")
     write_page(runs, out)
-    return code or int(count(runs, "ok") == 0)
+    return code or int(count_runs(runs, "ok") == 0)
 
 
-def count(runs: Sequence[Run], status: str) -> int:
+def count_runs(runs: Sequence[Run], status: str) -> int:
     return sum(run.status == status for run in runs)
 
 
@@ -182,27 +182,27 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
-        run_seconds: list[float | None] = []
+        durations_s: list[float | None] = []
         extensions = set[str]()
         for config, count in runs:
             try:
                 plan = make_plan(config, local_cluster(machine, count, count), peek_data)
             except UserError:  # the error is printed when this run is started
-                run_seconds.append(0.0)
+                durations_s.append(0.0)
                 continue
             extensions.update(unbuilt_extensions(plan.strategy))
             steps = plan.num_steps
             if steps is None or config.max_steps > 0:
                 steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
             step_s = (plan.prediction or {}).get("step_time_s")
-            run_seconds.append(run_s + steps * step_s if steps and step_s else None)
-        return json.dumps([*run_seconds, sum(EXTENSION_S[name] for name in extensions)])
+            durations_s.append(run_s + steps * step_s if steps and step_s else None)
+        return json.dumps([*durations_s, sum(EXTENSION_S[name] for name in extensions)])
 
     seconds = json.loads(compute_in_fork(predict)())
     return None if None in seconds else sum(seconds)
 
 
-def plan_runs(
+def build_runs(
     arguments: argparse.Namespace, build: Build, script: Path, defaults: Values
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. Values from the plan and from the
@@ -213,11 +213,12 @@ def plan_runs(
     if arguments.plan is not None:
         file = Path(expand_home("the plan", arguments.plan))
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
-        plan = parse_as(RunPlan, load_json(file, "plan"), f"{file} is not a plan of runs", fix)
+        document = load_json(file, "plan")
+        plan = parse_as(ComparisonPlan, document, f"{file} is not a plan of runs", fix)
         name = file.stem
     else:
         strategies = [strategy.strip() for strategy in arguments.strategies.split(",")]
-        plan = RunPlan(runs=[{"strategy": strategy} for strategy in strategies])
+        plan = ComparisonPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
     layouts = [
         defaults | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
@@ -255,7 +256,7 @@ def plan_runs(
         command.append("--force")
     seeds = range(arguments.seeds)
     runs = [
-        plan_run(values, seed_offset, build, command, processes)
+        build_run(values, seed_offset, build, command, processes)
         for seed_offset in seeds
         for values in layouts
     ]
@@ -279,7 +280,7 @@ def plan_runs(
 
 def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
     """Return the keys that have no effect with these values, except for the keys in `Plan.work`.
-    Return an empty set if CONFIG rejects the values. `plan_run` reports the reason for the
+    Return an empty set if CONFIG rejects the values. `build_run` reports the reason for the
     rejection."""
     with contextlib.suppress(UserError):
         config = build(format_overrides(values))
@@ -291,7 +292,7 @@ def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int
     return set()
 
 
-def plan_run(
+def build_run(
     values: Values, seed_offset: int, build: Build, command: list[str], num_processes: int
 ) -> Run:
     """Return a run with these values and with `seed_offset` added to CONFIG's seed. If CONFIG
@@ -355,7 +356,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
             if is_same_layout and same_layout_run.status == "remaining":
                 same_layout_run.why = run.why
         line = f"{prefix}{name}: {conclude(run)}"
-        num_remaining = count(runs, "remaining")
+        num_remaining = count_runs(runs, "remaining")
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
@@ -449,10 +450,12 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         comparisons.append(Comparison(work="" if has_records else work, layouts=layouts))
     sections = report.build_sections(comparisons)
     report.save_plots(sections, out)
-    number = plural(len(runs), "run")
-    if count(runs, "ok") < len(runs):
-        number = f"{count(runs, 'ok')} of {number}"
-    heading = f"{number} finished. The runs were executed one after another, each in new processes."
+    runs_text = plural(len(runs), "run")
+    if count_runs(runs, "ok") < len(runs):
+        runs_text = f"{count_runs(runs, 'ok')} of {runs_text}"
+    heading = (
+        f"{runs_text} finished. The runs were executed one after another, each in new processes."
+    )
     for form in ("md", "html"):
         page = report.render_page(form, "Strategies side by side", heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")

@@ -50,15 +50,16 @@ def run(
     config, spec = choose_model(config, detect_machine(), 1, strategy, notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
-    tokenizer_name, folder = choose_tokenizer(config, config, spec, config.weights, notes)
-    tokenizer = Tokenizer(folder)
+    tokenizer_name, tokenizer_dir = choose_tokenizer(config, config, spec, config.weights, notes)
+    tokenizer = Tokenizer(tokenizer_dir)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(
         corpus, tokenizer, config, token_cache_dir(), embedding_rows=spec.size.vocab_size
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    check_packing(counts["form"], config, can_pack=can_pack)  # raises the error that training would
+    # This raises the error that training would raise.
+    check_packing(counts["form"], config, can_pack=can_pack)
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
@@ -70,7 +71,7 @@ def run(
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
     if arguments.json:
-        documents = [
+        sample_dicts = [
             {
                 "ids": ids.tolist(),
                 "loss_mask": mask.tolist(),
@@ -78,7 +79,7 @@ def run(
             }
             for ids, mask in shown_samples
         ]
-        print(json.dumps({"samples": documents, "counts": counts}, indent=1))
+        print(json.dumps({"samples": sample_dicts, "counts": counts}, indent=1))
         return 0
     colored = sys.stdout.isatty()
     if shown_samples:

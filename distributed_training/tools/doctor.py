@@ -58,7 +58,7 @@ class Finding(NamedTuple):
     """One line of the report."""
 
     level: str  # ok, warn or fail
-    what: str
+    topic: str
     text: str
     fix: str = ""  # advice, printed below; a command follows after a line break
 
@@ -68,9 +68,9 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 
-def check(is_good: bool, what: str, text: str, fix: str = "") -> Finding:
+def check(is_good: bool, topic: str, text: str, fix: str = "") -> Finding:
     """Return an `ok` line if the result is good. Otherwise, return a warning with the fix."""
-    return ok(what, text) if is_good else warn(what, text, fix)
+    return ok(topic, text) if is_good else warn(topic, text, fix)
 
 
 def run_program(*command: str, seconds: float = 10) -> str:
@@ -194,13 +194,13 @@ def check_building(machine: Machine) -> Iterator[Finding]:
     killed builds."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
-    for what, installed, users, command in (
+    for topic, installed, users, command in (
         ("compiler", compiler, "offload and infinity strategies need", "apt-get install g++"),
         ("ninja", ninja, "offload and infinity strategies need", "pip install ninja"),
         ("libaio", checks.has_libaio(), "infinity strategy needs", "apt-get install libaio-dev"),
     ):
         text = "installed" if installed else f"Not installed. The {users} it."
-        yield check(bool(installed), what, text, f"Install it:\n{command}")
+        yield check(bool(installed), topic, text, f"Install it:\n{command}")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         text = "nvcc was not found. The infinity strategy needs the CUDA toolkit headers."
         yield warn("toolkit", text)
@@ -279,14 +279,14 @@ def main(output_dir: Path) -> int:
     ]  # fmt: skip
     with ThreadPoolExecutor() as pool:  # several checks wait for programs or the network
         findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))
-    width = max(len(finding.what) for finding in findings)
+    width = max(len(finding.topic) for finding in findings)
     indent = " " * (7 + width)
     # Paths are printed whole, so that they can be copied.
     wrap = textwrap.TextWrapper(
         WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    for level, what, text, fix in findings:
-        print(wrap.fill(f"{level:<4} {what:<{width}}  {text}"))
+    for level, topic, text, fix in findings:
+        print(wrap.fill(f"{level:<4} {topic:<{width}}  {text}"))
         advice, *commands = fix.split("\n")
         if advice:
             print(wrap.fill(f"{indent}{advice}"))

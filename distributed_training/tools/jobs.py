@@ -28,8 +28,8 @@ from distributed_training.settings.strategies import named_strategy
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
-# Values that are not paths
-_NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
+# Values of path keys that are not paths
+_NON_PATHS = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
 _CREATED_KEYS = {"output_dir", "offload_dir"}
 # `layout_settings` returns these keys, so they are not compared with the typed keys.
 _LAYOUT_KEYS = {"pipeline_schedule", "micro_batch_size"}
@@ -40,10 +40,10 @@ def build_options(
     arguments: argparse.Namespace,
     configure: Callable[[Sequence[str]], Request],
     *,
-    elsewhere: bool = False,
+    absolute_paths: bool = False,
 ) -> list[str]:
     """Return the options with which the script produces this plan: the preset, the typed keys, the
-    layout and every key that the planner set. If `elsewhere` is set, relative paths become
+    layout and every key that the planner set. If `absolute_paths` is set, relative paths become
     absolute, because the command runs in another folder."""
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
@@ -62,7 +62,7 @@ def build_options(
         | layout_settings(plan)
     )
     preset = arguments.preset
-    if elsewhere:
+    if absolute_paths:
         values |= _absolute_paths(plan)
         preset = str(Path(preset).absolute()) if preset and Path(preset).is_file() else preset
     options = ["--preset", preset] if preset else []
@@ -82,7 +82,7 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
         value = getattr(plan.requested, name)
         # A size may follow the path of a model family.
         path, colon, size = (value or "").partition(":")
-        is_name = value in _NAMES
+        is_name = value in _NON_PATHS
         if name == "model":
             is_name = plan.model.weights_dir is None and not Path(plan.model.family).is_absolute()
         if is_name or not value or Path(path).is_absolute():

@@ -59,7 +59,7 @@ class Group:
     budget_s: float = BUDGET_S  # seconds per measurement
     synchronized: bool = True  # whether all processes make the same calls the same number of times
 
-    def seconds(self, call: Callable[[], Any]) -> float:
+    def time_call(self, call: Callable[[], Any]) -> float:
         """Return the mean time per call in seconds, over as many calls as the budget allows (3 to
         200)."""
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
@@ -120,7 +120,7 @@ def time_group(
             "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
             "send": partial(ping_pong, tensor),
         }
-        by_rank = gather({name: group.seconds(calls[name]) for name in operations})
+        by_rank = gather({name: group.time_call(calls[name]) for name in operations})
         seconds = {name: max(rank_seconds[name] for rank_seconds in by_rank) for name in operations}
         if "send" in seconds:
             seconds["send"] /= 2  # `ping_pong` sends the tensor twice
@@ -155,17 +155,17 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     single send."""
     members = entries[0]["members"]
     sizes = [entry["bytes"] for entry in entries]
-    lines = {
+    points_by_operation = {
         operation: [
             (sent_bytes(operation, entry["bytes"], members), entry["seconds"][operation])
             for entry in entries
         ]
         for operation in RING_TURNS
     }
-    message_s, message_rate, _ = fit_line(lines["send"])
+    message_s, message_rate, _ = fit_line(points_by_operation["send"])
     summary = {}
-    for operation, line in lines.items():
-        latency, rate, error = fit_line(line)
+    for operation, measured_points in points_by_operation.items():
+        latency, rate, error = fit_line(measured_points)
         ring_s = max(1, RING_TURNS[operation] * (members - 1)) * message_s
         points = [
             {
@@ -176,7 +176,7 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "algorithm_bytes_per_s": size / seconds,
                 "bus_bytes_per_s": sent / seconds,
             }
-            for size, (sent, seconds) in zip(sizes, line, strict=True)
+            for size, (sent, seconds) in zip(sizes, measured_points, strict=True)
         ]
         summary[operation] = {
             "points": points, "latency_s": latency, "bytes_per_s": rate, "fit_error": error,
@@ -235,7 +235,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     backend = "nccl" if device_type == "cuda" else "gloo"
     record = {
-        "what": "seconds of operations between processes, the slowest rank's",
+        "what": "time of each communication operation in seconds, on the slowest rank",
         **provenance("python real_model_example.py links"),
         "device": torch.cuda.get_device_name(group.device) if device_type == "cuda" else "cpu",
         "backend": backend,

@@ -110,14 +110,14 @@ def run(
     machine = cluster.machine
     notes = list[str]()
     config, _ = choose_model(requested, machine, cluster.num_processes, strategy, notes)
-    only = parse_overrides(arguments.overrides).get("strategy", AUTO)
+    typed_strategy = parse_overrides(arguments.overrides).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
-    choices = _rank(arguments, build, cluster, config, only)
+    choices = _rank(arguments, build, cluster, config, typed_strategy)
     if not choices:
         # Planning a single strategy raises an error that is more specific than "no strategy".
-        draft_plan(build("dp" if only == AUTO else only), cluster)
+        draft_plan(build("dp" if typed_strategy == AUTO else typed_strategy), cluster)
         what = f"no strategy can train {config.model} with this CONFIG"
         raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
     if arguments.json:
@@ -125,7 +125,7 @@ def run(
         return 0
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")]
     if not fitting:
-        raise _fits_nowhere(choices, cluster, only)
+        raise _fits_nowhere(choices, cluster, typed_strategy)
     picks = recommended_layouts(fitting)
     labels = {id(choice): label for label, choice in picks}
     listed = [choice for _, choice in picks]
@@ -136,7 +136,7 @@ def run(
     tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
     print(f"{config.model} on {cluster.name}: {tokens}, {plural(len(choices), 'layout')}\n")
     listed = listed if arguments.all else listed[:MAX_SHOWN]
-    print(table(listed, labels, every=arguments.all))
+    print(table(listed, labels, all_columns=arguments.all))
     print()
     if len(fitting) > len(listed):
         num_hidden = len(fitting) - len(listed)
@@ -148,7 +148,10 @@ def run(
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
     first = picks[0][1]
-    lines = [legend(listed, cluster, gbit, every=arguments.all), explain_first(first, fitting)]
+    lines = [
+        legend(listed, cluster, gbit, all_columns=arguments.all),
+        explain_first(first, fitting),
+    ]
     price = arguments.price
     lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
@@ -161,7 +164,7 @@ def run(
         options = build_options(choice.plan, arguments, configure)
         print(f"  # {label}\n  {launch_command(choice.plan, relative_path(script), options)}")
     if job_file is not None:
-        options = build_options(first.plan, arguments, configure, elsewhere=True)
+        options = build_options(first.plan, arguments, configure, absolute_paths=True)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(
@@ -187,7 +190,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return local_cluster(machine, count, count, gpu)
 
 
-def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster, only: str) -> UserError:
+def _fits_nowhere(
+    choices: Sequence[Prediction], cluster: Cluster, typed_strategy: str
+) -> UserError:
     """Return an error that names the layout with the lowest memory requirement and says how much
     memory this layout needs. If only the RAM is too small, raise a UserError about the RAM
     instead."""
@@ -202,7 +207,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster, only: str) ->
     fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"use GPUs with at least {math.ceil(gib)} GiB, use more GPUs, {fix}"
-    if only != AUTO:
+    if typed_strategy != AUTO:
         what += f" of strategy={smallest.plan.strategy.name!r}"
         why = f"its smallest layout needs {gib:.1f} GiB per process"
         fix = f"leave out --strategy, {fix}"
@@ -261,11 +266,11 @@ def _rank(
     build: Callable[[str | None], Request],
     cluster: Cluster,
     config: Request,
-    only: str,
+    typed_strategy: str,
 ) -> list[Prediction]:
     """Return all layouts, best first. If the user did not set activation_checkpointing, layouts
     that do not fit in memory use as much activation checkpointing as necessary."""
-    choices = rank_layouts(build, cluster, config.strategy, only=only)
+    choices = rank_layouts(build, cluster, config.strategy, only=typed_strategy)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices
     for mode in MODES[1:]:
@@ -273,10 +278,10 @@ def _rank(
         if not too_large:
             break
 
-        def recomputing(name: str, mode: str = mode) -> Request:
+        def build_with_mode(name: str, mode: str = mode) -> Request:
             return build(name).model_copy(update={"activation_checkpointing": mode})
 
-        recomputed = rank_layouts(recomputing, cluster, config.strategy, only=only)
+        recomputed = rank_layouts(build_with_mode, cluster, config.strategy, only=typed_strategy)
         improved = {
             name: choice
             for choice in recomputed

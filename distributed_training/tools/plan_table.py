@@ -15,20 +15,20 @@ _CELLS = DataRow("", " ", "")
 ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
 
-def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bool) -> str:
+def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, all_columns: bool) -> str:
     """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
-    column "pick". If `every` is set, additional columns show whether a layout fits and how much
-    memory each component needs."""
+    column "pick". If `all_columns` is set, additional columns show whether a layout fits and how
+    much memory each component needs."""
     strategies = [choice.plan.strategy for choice in choices]
     offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
-    rows = [_row(choice, labels.get(id(choice), ""), every, offloads) for choice in choices]
+    rows = [_row(choice, labels.get(id(choice), ""), all_columns, offloads) for choice in choices]
     sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
     # The headings are a row of the table, because tabulate adds padding to its own headings.
     lines = [[*rows[0]], *(row.values() for row in rows)]
     return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
 
-def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[str, str]:
+def _row(choice: Prediction, label: str, all_columns: bool, offloads: bool) -> dict[str, str]:
     memory = choice.memory
     fullest = memory.peak_by_component
     sizes = {
@@ -43,18 +43,18 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
-            "tok/s": count(choice.tokens_per_s or 0.0),
+            "tok/s": format_count(choice.tokens_per_s or 0.0),
             "error": likely if choice.validated else f"not validated, {likely}",
             "bottleneck": bottleneck(choice.step.bound_by),
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
-    needed_text = count(memory.needed_bytes / GIB)
+    needed_text = format_count(memory.needed_bytes / GIB)
     first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
-    if not every:
-        room_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
-        return {**first_cells, "GiB": f"{room_note}{needed_text}", **speed}
-    gibs = {name: count(size / GIB) for name, size in sizes.items()}
+    if not all_columns:
+        fit_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
+        return {**first_cells, "GiB": f"{fit_note}{needed_text}", **speed}
+    gibs = {name: format_count(size / GIB) for name, size in sizes.items()}
     return {**first_cells, "fits": choice.memory_fit, "GiB": needed_text, **gibs, **speed}
 
 
@@ -67,7 +67,7 @@ def _layout_and_mode(choice: Prediction) -> str:
 
 
 def legend(
-    choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, every: bool
+    choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, all_columns: bool
 ) -> str:
     """Return an explanation of the columns and words in the table. `gbit` is the network speed in
     Gbit/s per GPU. It is None if the layouts do not use a network."""
@@ -85,7 +85,7 @@ def legend(
     if any("+" in _layout_and_mode(choice) for choice in choices):
         lines.append("+selective, +full: the layout fits only with this activation_checkpointing")
     lines.append("GiB: memory of the process with the highest memory use")
-    if every:
+    if all_columns:
         lines.append("acts: activations and logits. other: copies, buffers and the CUDA context")
     if any(choice.memory_fit == "tight" for choice in choices):
         lines.append("tight: predicted to fit, but similar runs have run out of memory")
@@ -125,8 +125,8 @@ def describe_requested_work(
     tokens = steps * plan.batch.global_batch_size * plan.config.max_length
     seconds = steps * choice.step.seconds
     gpu_hours = seconds * plan.num_processes / 3600
-    text = f"{label} ({layout_name(plan)}): {count(tokens)} tokens in {steps:,} steps take "
-    text += f"{duration(seconds)} of training"
+    text = f"{label} ({layout_name(plan)}): {format_count(tokens)} tokens in {steps:,} steps take "
+    text += f"{format_long_duration(seconds)} of training"
     if plan.machine.num_gpus:
         text += f", {gpu_hours:,.3g} GPU-hours"
         text += (
@@ -152,14 +152,16 @@ def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
     text += f"limited mainly by {bottleneck(first.step.bound_by)}."
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
-            times = other.step.seconds / first.step.seconds
-            comparison = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-            comparison = "the same time" if times < 1.0005 else comparison
+            time_ratio = other.step.seconds / first.step.seconds
+            comparison = f"{time_ratio - 1:.1%} longer"
+            if time_ratio > 2:
+                comparison = f"{time_ratio:.1f} times as long"
+            comparison = "the same time" if time_ratio < 1.0005 else comparison
             return f"{text} {layout_name(other.plan)} takes {comparison}."
     return text
 
 
-def duration(seconds: float) -> str:
+def format_long_duration(seconds: float) -> str:
     """Format a duration in the largest unit in which its value is at least 2. Durations under 2
     minutes are in seconds."""
     for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
@@ -168,7 +170,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a number with three significant digits and a letter for its magnitude, such as
     1.23M."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

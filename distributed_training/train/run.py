@@ -116,7 +116,7 @@ def train(
 def push(run_dir: Path, name: str) -> int:
     """Upload a finished run's model to the Hub and return the exit code."""
     try:
-        print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
+        print(f"Uploaded the model to {push_folder(run_dir / records.LAST, name)}", flush=True)
     except UserError as error:  # The run is finished, even if its model cannot be uploaded.
         print_error(error.terminal_text)
         return 1

@@ -31,7 +31,7 @@ from distributed_training.settings.config import AUTO, KEYS, Request, with_value
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
 from distributed_training.settings.keys import Parser
-from distributed_training.tools.plan_table import count, duration
+from distributed_training.tools.plan_table import format_count, format_long_duration
 from real_model_example import CONFIG
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -162,7 +162,7 @@ def describe_loss(
         choices = fastest_layouts(build, cluster, chooses_batch_size)
         for fit, flops in flops_by_fit:
             nearest = min(choices, key=functools.partial(_size_mismatch, fit, flops))
-            time = f"{duration(flops / flops_per_s(nearest))} on {cluster.name}"
+            time = f"{format_long_duration(flops / flops_per_s(nearest))} on {cluster.name}"
             speed = f"at {nearest.plan.config.model}'s predicted speed"
             lines.append(f"according to {fit.name}: {time}, {speed}")
     return lines
@@ -214,7 +214,7 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     config = nearest.plan.config
     mfu = f" (MFU {100 * nearest.mfu:.0f}%)" if nearest.mfu else ""
     tflops = flops_per_s(nearest) / cluster.num_processes / 1e12
-    summary = f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
+    summary = f"{cluster.name} for {format_long_duration(seconds)}: {flops:.2e} FLOPs, at the "
     summary += f"{tflops:.0f} TFLOP/s per GPU{mfu} predicted for {config.model} with "
     summary += f"{config.batch_size} x {config.max_length} tokens per GPU"
     names = " / ".join(fit.name for fit in FITS)
@@ -225,9 +225,10 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
         parameters = choice.plan.size.num_parameters
         tokens_per_s = choice.tokens_per_s or 0.0
         tokens = tokens_per_s * seconds
-        best = " / ".join(count(fit.tokens_for(parameters)) for fit in FITS)
+        best = " / ".join(format_count(fit.tokens_for(parameters)) for fit in FITS)
         loss = " / ".join(f"{fit.loss(parameters, tokens):.3f}" for fit in FITS)
-        rows.append([choice.plan.config.model, count(tokens_per_s), count(tokens), best, loss])
+        counts = [format_count(tokens_per_s), format_count(tokens)]
+        rows.append([choice.plan.config.model, *counts, best, loss])
     headers = ["model", "tokens/s", "tokens", "best at", "loss"]
     table = tabulate(rows, headers, disable_numparse=True)
     optima = _optima([(fit, flops) for fit in FITS])
@@ -240,7 +241,8 @@ def _optima(flops_by_fit: Sequence[tuple[Fit, float]]) -> str:
         parameters, tokens = fit.optimum(flops)
         ratio = f"{tokens / parameters:.0f}"
         loss = f"{fit.loss(parameters, tokens):.3f}"
-        rows.append([fit.name, f"{flops:.2e}", count(parameters), count(tokens), ratio, loss])
+        counts = [format_count(parameters), format_count(tokens)]
+        rows.append([fit.name, f"{flops:.2e}", *counts, ratio, loss])
     headers = ["fit", "FLOPs", "parameters", "tokens", "tokens per parameter", "loss"]
     return tabulate(rows, headers, disable_numparse=True)
 

@@ -29,7 +29,7 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
 from distributed_training.tools.harness import Group, Run, each_run, open_group
-from distributed_training.tools.parity.apart import unpack_rows
+from distributed_training.tools.parity.unpack import unpack_rows
 from results.lab.corpus.records import write_records
 from results.lab.steps import time_step
 

@@ -1,4 +1,4 @@
-"""Declare the capabilities of DeepSpeed's pipeline engine. This module does not import torch."""
+"""Declare the traits of DeepSpeed's pipeline engine. This module does not import torch."""
 
 from dataclasses import replace
 

@@ -29,10 +29,10 @@ from distributed_training.parallel import private
 from distributed_training.parallel.mesh import Topology
 
 
-def _build_tied_layer(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """Return the layer spec for a module whose parameter `weight` is tied. DeepSpeed uses `module`
-    itself instead of building a new module."""
-    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
+def _build_tied_layer(module: nn.Module, weight_name: str, **options: Any) -> TiedLayerSpec:
+    """Return the layer spec for a module whose parameter `weight_name` is tied. DeepSpeed uses
+    `module` itself instead of building a new module."""
+    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight_name], **options)
     spec.build = lambda log=False: module
     return spec
 
@@ -51,15 +51,15 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         self.scale = 1.0
         first_stage = model.stage(range(0))
         layers: list[Any] = [first_stage, *model.blocks.values(), model.norm_out]
-        rows = first_stage.token_embedding if model.size.tied else model.output_rows
-        if model.size.tied and rows.weight.requires_grad:
+        output_layer = first_stage.token_embedding if model.size.tied else model.output_rows
+        if model.size.tied and output_layer.weight.requires_grad:
             layers[0] = _build_tied_layer(first_stage, "token_embedding.weight")
-            layers.append(_build_tied_layer(rows, "weight", forward_fn=lambda _rows, x: x))
-        else:  # `head` uses the rows directly, so their layer does nothing
+            layers.append(_build_tied_layer(output_layer, "weight", forward_fn=lambda _, x: x))
+        else:  # `head` uses the output layer directly, so its entry does nothing
             layers.append(nn.Identity())
-            layers[-1].rows = rows
+            layers[-1].rows = output_layer
         # The list hides the module from torch. Otherwise, the parameter would belong to two layers.
-        self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
+        self.rows = [output_layer] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         # The constructor prints its arguments. It also broadcasts the embedding, which needs no

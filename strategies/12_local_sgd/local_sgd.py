@@ -31,7 +31,7 @@ class LocalSGD(NativeEngine):
         # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the
         # only way to compute the same results as dp and keep the weights equal.
         self.averages_gradients = options.local_steps == 1 and options.averages
-        self.steps_since_exchange = 0  # steps since the last synchronization
+        self.steps_since_sync = 0  # steps since the last synchronization
         # This replica's weights while the mean replaces them
         self.local_weights: list[torch.Tensor] = []
         self.outer_optimizer: torch.optim.SGD | None = None
@@ -61,8 +61,8 @@ class LocalSGD(NativeEngine):
             gradients = [parameter.grad for parameter in self.parameters]
             all_reduce_mean([gradient for gradient in gradients if gradient is not None])
         norms = super().update()
-        self.steps_since_exchange = (self.steps_since_exchange + 1) % self.options.local_steps
-        if self.steps_since_exchange == 0 and not self.averages_gradients:
+        self.steps_since_sync = (self.steps_since_sync + 1) % self.options.local_steps
+        if self.steps_since_sync == 0 and not self.averages_gradients:
             self._synchronize()
         return norms
 
@@ -88,7 +88,7 @@ class LocalSGD(NativeEngine):
     def _swap_in_mean(self) -> None:
         """Replace the weights with the mean of the replicas until the next training step, unless
         the replicas have just synchronized."""
-        if self.steps_since_exchange and not self.local_weights:
+        if self.steps_since_sync and not self.local_weights:
             self.local_weights = [parameter.detach().clone() for parameter in self.parameters]
             all_reduce_mean(self.parameters)
 
@@ -107,7 +107,7 @@ class LocalSGD(NativeEngine):
         """Start all replicas at the saved mean. `load_local_state` may then restore the weights of
         each replica."""
         super().load(files, counters)
-        self.steps_since_exchange = 0
+        self.steps_since_sync = 0
         self.local_weights = []
         if self.outer_optimizer is not None:
             self._begin_outer()
@@ -120,7 +120,7 @@ class LocalSGD(NativeEngine):
             return {}
         counters = self.counters()
         names = ("adam_steps", "loss_scale", "good_steps")
-        counts = [self.steps_since_exchange, *(counters[name] for name in names)]
+        counts = [self.steps_since_sync, *(counters[name] for name in names)]
         state = {"counts": torch.tensor(counts, dtype=torch.float32)}
         for name, tensors in self._local_tensors().items():
             state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
@@ -130,8 +130,8 @@ class LocalSGD(NativeEngine):
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
             return
-        steps_since_exchange, adam_steps, loss_scale, good_steps = state["counts"].tolist()
-        self.steps_since_exchange = int(steps_since_exchange)
+        steps_since_sync, adam_steps, loss_scale, good_steps = state["counts"].tolist()
+        self.steps_since_sync = int(steps_since_sync)
         self.loss_scale.fill_(loss_scale)
         self._good_steps.fill_(good_steps)
         for adam_state in self.optimizer.state.values():

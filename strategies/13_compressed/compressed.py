@@ -21,7 +21,7 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 
-LEVELS = 127
+INT8_MAX = 127
 POWERSGD_STATE = ("error_dict", "p_memory_dict", "q_memory_dict")
 State = dict[str, dict[int, torch.Tensor]]  # attribute -> index of a bucket -> tensor
 
@@ -81,7 +81,7 @@ def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
     indices = x.abs().topk(num_exact, dim=1).indices
     exact = x.gather(1, indices)
     remainder = x.scatter(1, indices, 0.0)
-    scale = remainder.abs().amax(1, keepdim=True) / LEVELS
+    scale = remainder.abs().amax(1, keepdim=True) / INT8_MAX
     rounded = (remainder / scale.where(scale > 0, 1.0)).round().to(torch.int8)
     fields = (exact, indices.to(torch.int32), scale, rounded)
     return torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=1)

@@ -1,5 +1,5 @@
-"""Declare the capabilities, keys and costs of data parallelism with compressed gradients. This
-module does not import torch."""
+"""Declare the traits, keys and costs of data parallelism with compressed gradients. This module
+does not import torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal

@@ -30,13 +30,13 @@ _aio_fetch() (
 if ! _aio_probe; then
     _aio_folder="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/.venv/libaio"
     if [ ! -e "$_aio_folder/usr/include/libaio.h" ] && command -v apt-get dpkg >/dev/null; then
-        echo "libaio is not installed: fetching a private copy into $_aio_folder ..." >&2
+        echo "libaio is not installed. Downloading a private copy into $_aio_folder ..." >&2
         mkdir -p "$_aio_folder"
         _aio_fetch "$_aio_folder" >"$_aio_folder/fetch.log" 2>&1 ||
-            echo "note: it failed; see $_aio_folder/fetch.log" >&2
+            echo "note: The download failed. See $_aio_folder/fetch.log." >&2
     fi
     if [ -e "$_aio_folder/usr/include/libaio.h" ]; then
         _aio_use "$_aio_folder"
     fi
-    _aio_probe || echo "note: libaio could not be fetched; install it: apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, RHEL)" >&2
+    _aio_probe || echo "note: libaio is not available. Install it with apt-get install libaio-dev (Debian, Ubuntu) or dnf install libaio-devel (Fedora, RHEL)." >&2
 fi

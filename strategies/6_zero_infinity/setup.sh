@@ -1,2 +1,2 @@
-# Sourced by strategies/run.sh before training: DeepSpeed's file I/O needs libaio.
+# strategies/run.sh sources this script before training, because DeepSpeed's file I/O needs libaio.
 source "$(dirname "${BASH_SOURCE[0]}")/libaio.sh"

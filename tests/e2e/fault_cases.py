@@ -68,7 +68,8 @@ def without_step(job: dict[str, Any]) -> None:
 def with_rank_1_stopped(job: dict[str, Any]) -> None:
     """Make rank 1 fail, hang or freeze in step 5, with short time limits."""
     # On a busy machine, a healthy thread may not report for seconds.
-    watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
+    watch.HEARTBEAT_INTERVAL_S, watch.SLOW_S = 0.5, 5.0
+    watch.LOST_S = 10.0 if job["how"] == "frozen" else 60.0
     original, calls = native.NativeEngine.train_step, []
 
     def train_step(self: Any, batch: Any) -> Any:
@@ -88,7 +89,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 
 def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
     """Freeze a rank after the model has been exported and the run's record is complete."""
-    watch.BEAT_S, watch.LOST_S = 0.5, 10.0
+    watch.HEARTBEAT_INTERVAL_S, watch.LOST_S = 0.5, 10.0
     original = worker.train
 
     def train(*arguments: Any) -> int:

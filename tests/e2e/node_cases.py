@@ -55,7 +55,7 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
 def _run_and_unplug() -> None:
     """Run the script with short time limits. Rank 1 disconnects the second node in step 5."""
-    watch.BEAT_S, watch.LOST_S = 0.5, 15.0
+    watch.HEARTBEAT_INTERVAL_S, watch.LOST_S = 0.5, 15.0
     original = Trainer._run_step
     switch, name = os.environ["UNPLUGS"].split()
 

@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory):
         where = hub_environment(hub.endpoint, output_dir / "hf", TOKEN)
         result = train(values, num_processes=2, **where)
     assert_ok(result)
-    assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
+    assert f"Uploaded the model to {hub.endpoint}/user/tiny\n" in result.stdout
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
     (folder,) = run_folders(output_dir / "runs")
     return folder
@@ -41,7 +41,7 @@ def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
     with serve({}) as hub:
         result = push(run_dir, "user/tiny", "--best", endpoint=hub.endpoint, home=tmp_path)
     assert_ok(result)
-    assert result.stdout == f"pushed {hub.endpoint}/user/tiny\n"
+    assert result.stdout == f"Uploaded the model to {hub.endpoint}/user/tiny\n"
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
     for name in FILES:
         assert hub.pushed[f"user/tiny/{name}"] == (run_dir / "best" / name).read_bytes()

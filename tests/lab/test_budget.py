@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from distributed_training.settings.files import ROOT
-from distributed_training.tools.plan_table import count
+from distributed_training.tools.plan_table import format_count
 from results.lab.budget import FITS, parse_budget
 from tests.conftest import assert_ok, run_command
 from tests.support import refused
@@ -63,7 +63,7 @@ def test_budget_command_prints_a_table():
     assert "with 8 x 512 tokens" in shown.stdout
     assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
-    assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
+    assert rows["gpt2-xl"][3] == format_count(CHINCHILLA.tokens_for(1_557_611_200))
     assert max(map(len, shown.stdout.splitlines())) <= 80
     reverse = budget("--target_loss", "2.5", "--cluster", "1xH200")
     assert "according to replication: " in reverse.stdout

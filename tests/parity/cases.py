@@ -32,7 +32,7 @@ from distributed_training.settings.strategies import load_strategy, strategy_opt
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
 from distributed_training.tools.harness import Run, each_accepted_run, open_group
-from distributed_training.tools.parity.apart import unpack_rows
+from distributed_training.tools.parity.unpack import unpack_rows
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
 from tests.support import save_now, start_test_record

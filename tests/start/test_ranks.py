@@ -96,7 +96,7 @@ def test_a_rank_frozen_after_another_has_ended_is_killed(ranks, monkeypatch, cap
     outcome = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
     assert (outcome.exit_code, outcome.codes) == (0, {0: 0})
     assert (
-        "note: rank 1 did not end with the other ranks and will be killed\n"
+        "note: rank 1 did not end with the other ranks and will be terminated\n"
         in capfd.readouterr().err
     )
 

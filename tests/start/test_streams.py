@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from distributed_training.start import streams
-from distributed_training.start.streams import LastingStream
+from distributed_training.start.streams import NonBlockingStream
 from tests.conftest import clean_environment
 from tests.pool import ROOT
 
@@ -16,7 +16,7 @@ def test_a_stalled_or_closed_reader_does_not_block_the_run(monkeypatch):
     monkeypatch.setattr(streams, "STALL_TIMEOUT_S", 0.2)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
-        lasting = LastingStream(stream)
+        lasting = NonBlockingStream(stream)
         lasting.write("first\n")
         lasting.write("x" * 100_000 + "\n")  # more than a pipe can hold
         received = b""

@@ -113,7 +113,9 @@ def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
     messages = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
-    with refused("No space left on device. Set output_dir to a folder on another disk"):
+    with refused(
+        "No space left on device. Free some space, or set DISTRIBUTED_TRAINING_CACHE or output_dir"
+    ):
         rendezvous.agree_on_plan(
             config, replace(PROCESS, rank=0), lambda mine: messages.append(mine) or [mine]
         )

@@ -23,7 +23,7 @@ from tests.support import CPU_MACHINE
 def of_all(_arguments):
     """Run `calibrate` on this rank with very short measurements, and return the results."""
     calibrate.TOKENS = {"cpu": 16}
-    calibrate.CALLS = 2
+    calibrate.NUM_CALLS = 2
     with links.open_group(budget_s=0.0) as group:
         return calibrate.calibrate(group)
 

@@ -40,7 +40,7 @@ def machine(monkeypatch):
 
 
 def levels(findings):
-    return {finding.what: finding.level for finding in findings}
+    return {finding.topic: finding.level for finding in findings}
 
 
 def test_problems_with_gpus_are_reported(machine):
@@ -48,7 +48,7 @@ def test_problems_with_gpus_are_reported(machine):
     assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
     machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
-    findings = {finding.what: finding for finding in doctor.check_gpus(unknown)}
+    findings = {finding.topic: finding for finding in doctor.check_gpus(unknown)}
     expected_levels = dict.fromkeys(("rates", "in use", "links"), "warn")
     assert levels(findings.values()) == {"GPUs": "ok", **expected_levels}
     assert "memory on GPU 1." in findings["in use"].text
@@ -64,7 +64,7 @@ def test_problems_with_gpus_are_reported(machine):
 def test_cores_granted_by_a_container_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    texts = {finding.what: finding.text for finding in doctor.check_memory_and_files()}
+    texts = {finding.topic: finding.text for finding in doctor.check_memory_and_files()}
     assert texts["cores"].startswith("3 of 64 cores are available")
 
 

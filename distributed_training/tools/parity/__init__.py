@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
     machine = detect_machine()
-    runs, out = compare.plan_runs(arguments, build, script, DEFAULTS)
+    runs, out = compare.build_runs(arguments, build, script, DEFAULTS)
     if arguments.out is None:
         out = out.with_name(f"parity-x{runs[0].num_processes}")
     share_model(runs, machine)
@@ -188,7 +188,7 @@ def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
     if line is not None:
         for name in ("verdict", "why", "apart", "seconds", "mesh"):
             setattr(trial, name, line.get(name))
-        trial.about = dict(line)
+        trial.result = dict(line)
 
 
 def first_error(log: Path, offset: int) -> str:

@@ -44,7 +44,7 @@ def write_page(
     """Write parity.json and parity.html, and print the table. The first two entries in `trials` are
     the single-process reference runs. `num_missing` is the number of layouts that were not
     checked."""
-    reference, layouts = trials[0].about, trials[2:]
+    reference, layouts = trials[0].result, trials[2:]
     config = reference["config"]
     heading, *notes = summary(layouts, num_missing)
     title = (

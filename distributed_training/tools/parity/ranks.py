@@ -35,7 +35,6 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.settings.request import format_overrides
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
-from distributed_training.tools.parity.apart import OneByOneSampler
 from distributed_training.tools.parity.trials import (
     DEQUANTIZED,
     NOT_PACKED,
@@ -44,6 +43,7 @@ from distributed_training.tools.parity.trials import (
     REFERENCE,
     ROUNDING,
 )
+from distributed_training.tools.parity.unpack import OneByOneSampler
 from distributed_training.train.loop import Trainer
 
 # Relative differences that another order of summation in fp32 can cause, with a margin
@@ -119,10 +119,10 @@ def _train(run: harness.Run) -> Values:
     """Train with the usual loop, which saves a checkpoint after the last step. Return the losses,
     the gradient norms, the run's folder and other values for `conclude`. All ranks must call this
     function."""
-    rows = StepRecorder()
+    recorder = StepRecorder()
     trainer = Trainer(
         run.engine, run.plan, run.topology, run.data, run.sampler, Display(enabled=False),
-        tracker=rows,
+        tracker=recorder,
     )  # fmt: skip
     why = ""
     try:
@@ -134,10 +134,10 @@ def _train(run: harness.Run) -> Values:
         claims.release(run.plan.run_dir)
     if signum:
         sys.exit(128 + signum)
-    losses = {f"loss of step {row['step']}": row["loss"] for row in rows.steps}
+    losses = {f"loss of step {row['step']}": row["loss"] for row in recorder.steps}
     for row in trainer.history.evaluations:
         losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
-    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in rows.steps}
+    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in recorder.steps}
     plan = run.plan
     return {
         "why": why, "mesh": plan.mesh, "figures": [losses, norms], "run_dir": str(plan.run_dir),

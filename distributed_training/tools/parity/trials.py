@@ -10,11 +10,11 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
-REFERENCE, ROUNDING = "reference", "rounding"  # keys and verdicts of the two runs of one process
-# Key of the run of one process with packed records one by one, and the verdict if no records are
+REFERENCE, ROUNDING = "reference", "rounding"  # keys and verdicts of the two single-process runs
+# Key of the single-process run with one packed record per row, and the verdict if no records are
 # packed
 ONE_BY_ONE, NOT_PACKED = "one by one", "not packed"
-DEQUANTIZED = "dequantized"  # key of the run of one process with dequantized weights
+DEQUANTIZED = "dequantized"  # key of the single-process run with dequantized weights
 OK = "ok"
 # Dropout is off, because each layout would draw different masks.
 FORCED_VALUES: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
@@ -40,7 +40,7 @@ class Trial:
     seconds: float = 0.0
     mesh: dict[str, int] | None = None
     # Complete line of the results file, with CONFIG and steps
-    about: compare.Values = field(default_factory=dict)
+    result: compare.Values = field(default_factory=dict)
 
     @property
     def is_layout(self) -> bool:

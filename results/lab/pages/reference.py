@@ -3,7 +3,7 @@
 import itertools
 from operator import attrgetter
 
-from distributed_training.cli import about_key
+from distributed_training.cli import format_key_help
 from distributed_training.settings.config import KEYS
 
 
@@ -15,7 +15,7 @@ def config_reference() -> str:
         lines.append(f"### {title}\n")
         for key in keys:
             also = ", ".join(f"`{alias}`" for alias in key.aliases)
-            text = about_key(key, *([f"also {also}"] if also else []))
+            text = format_key_help(key, *([f"also {also}"] if also else []))
             lines.append(f"- `{key.name}={key.default!r}`: {text}")
         lines.append("")
     names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
