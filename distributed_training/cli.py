@@ -18,7 +18,7 @@ from typing import Any
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
-from distributed_training.settings.errors import UserError, exit_code
+from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import require_writable, shown
 from distributed_training.settings.keys import (
     Key,
@@ -77,8 +77,8 @@ def format_key_help(key: Key, *details: str) -> str:
     notes = list(details)
     if key.name == "strategy":  # the choices are the folders in strategies/
         notes.insert(0, ", ".join(strategies.list_strategies()))
-    elif any("enum" in form for form in key.forms):
-        notes.insert(0, key.accepts())
+    elif any("enum" in schema for schema in key.schemas):
+        notes.insert(0, key.describe_accepted())
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
@@ -479,4 +479,4 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
         )
         return run_command(name, program)
 
-    return exit_code(act, trains=name == "train")
+    return run_and_report_errors(act, trains=name == "train")

@@ -88,7 +88,7 @@ def test_help_is_complete_grouped_and_narrow():
         assert f"  --{name} " in answer.stdout
         assert f"{key.group}:" in lines
         assert f"default {key.default!r})" in text
-        for choice in key.choices if any("enum" in form for form in key.forms) else ():
+        for choice in key.choices if any("enum" in schema for schema in key.schemas) else ():
             assert choice in text
     assert ", ".join(list_strategies()) in text
     for option in ("--preset", "--set", "--num_gpus", "--dry-run"):

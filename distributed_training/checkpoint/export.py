@@ -37,7 +37,7 @@ _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "langua
 
 
 def generate_ids(
-    logits: Callable[[torch.Tensor, KVCache | None], torch.Tensor],
+    compute_logits: Callable[[torch.Tensor, KVCache | None], torch.Tensor],
     prompt_ids: list[int],
     *,
     num_tokens: int,
@@ -47,16 +47,16 @@ def generate_ids(
     top_k: int = 40,
     temperature: float = 0.7,
     past: KVCache | None = None,
-    agree: Callable[[torch.Tensor], None] = lambda choice: None,
+    broadcast_choice: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Yield up to `num_tokens` token ids that continue `prompt_ids`. Stop early if an id in
     `eos_ids` is chosen; this id is not yielded. Each id is sampled from the `top_k` most likely
     tokens. If `temperature` is 0, the most likely token is always chosen.
 
-    `logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
-    vocabulary size. If a cache `past` is given, `logits` receives each token only once as long as
-    all tokens fit in the context. `agree` modifies the chosen id, int64 [1], in place so that all
-    ranks use the same id. Raises UserError if the logits are not finite."""
+    `compute_logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
+    vocabulary size. If a cache `past` is given, `compute_logits` receives each token only once as
+    long as all tokens fit in the context. `broadcast_choice` modifies the chosen id, int64 [1], in
+    place so that all ranks use the same id. Raises UserError if the logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
@@ -67,7 +67,7 @@ def generate_ids(
         padding = 0 if past else min(-len(model_ids) % LENGTH_MULTIPLE, context - len(model_ids))
         with sdpa_kernel(ATTENTION_BACKENDS):
             padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
-            last_logits = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
+            last_logits = compute_logits(padded, past)[0, len(model_ids) - 1].float().cpu()
         top_logits, candidates = torch.topk(last_logits, min(top_k, len(last_logits)))
         if not top_logits[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"
@@ -78,7 +78,7 @@ def generate_ids(
         else:
             weights = (top_logits == top_logits[0]).float()
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
-        agree(choice)
+        broadcast_choice(choice)
         if int(choice) in eos_ids:
             return
         ids = [*ids, int(choice)]

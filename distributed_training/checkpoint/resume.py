@@ -49,7 +49,7 @@ CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 5
 # Keys that earlier releases stored in the work of every run, and that now belong to one engine
 MOVED_KEYS = {"compression_rank", "compression_k"}
-MERGE_FOLDERS = (
+MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
@@ -58,7 +58,7 @@ _WRITTEN_FILES = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
 logger = logging.getLogger(__name__)
 
 
-class ElsewhereError(UserError):
+class FilesOnOtherNodesError(UserError):
     """Raised if this node lacks files that are on other nodes."""
 
 
@@ -99,14 +99,15 @@ def read_meta(folder: Path) -> Meta:
     format, if meta.json is damaged, or if meta.json belongs to another folder."""
     try:
         values = parse_json(read_small(folder / META_FILE).decode())
-        form = values.get("format")
+        saved_format = values.get("format")
     except (OSError, ValueError, AttributeError):
         raise UserError(
             f"{folder} is not a checkpoint of this suite", fix=resume_advice(folder)
         ) from None
-    if isinstance(form, int) and form != FORMAT:
-        age = "an earlier" if form < FORMAT else "a later"
-        what = f"Checkpoint {folder} was written by {age} release (format {form}, not {FORMAT})"
+    if isinstance(saved_format, int) and saved_format != FORMAT:
+        age = "an earlier" if saved_format < FORMAT else "a later"
+        formats = f"format {saved_format}, not {FORMAT}"
+        what = f"Checkpoint {folder} was written by {age} release ({formats})"
         fix = "start a new run with weights=<run>/hf, or set resume to None"
         raise UserError(what, fix=fix)
     is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
@@ -124,8 +125,8 @@ def rank_file_name(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
-    """Return the names of the files that `rank` needs to load a checkpoint. Raises ElsewhereError
-    if a needed file is on another node.
+    """Return the names of the files that `rank` needs to load a checkpoint. Raises
+    FilesOnOtherNodesError if a needed file is on another node.
 
     Usually, a rank needs all files. If its node lacks some of them, the nodes have no shared disk
     and the layout is unchanged, the rank needs only the files written on its node."""
@@ -151,7 +152,7 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
         why = f"it lacks {', '.join(missing[:3])}{more}"
         if hosts:
             why += f", which were written without a shared disk on {', '.join(hosts)}"
-        raise ElsewhereError(what, why, MERGE_FOLDERS)
+        raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
     return names
 
 
@@ -176,7 +177,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint that the `resume` setting requests, or None if a new run should start.
     Append a note to `notes` if the state must be resharded."""
-    resumed = find_resume(plan, notes)
+    resumed = find_checkpoint(plan, notes)
     if resumed is None:
         return None
     checkpoint, meta = resumed
@@ -199,7 +200,7 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     return checkpoint
 
 
-def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
+def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     """Return the checkpoint to resume from and its metadata, or None if a new run should start.
 
     If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
@@ -304,10 +305,10 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 @contextlib.contextmanager
 def _skip_damaged(checkpoint: Path) -> Iterator[None]:
     """Within the `with` block, log a warning instead of raising an error if the checkpoint is
-    damaged. Raises ElsewhereError if some of the checkpoint's files are on other nodes."""
+    damaged. Raises FilesOnOtherNodesError if some of the checkpoint's files are on other nodes."""
     try:
         yield
-    except ElsewhereError:
+    except FilesOnOtherNodesError:
         raise
     except (UserError, OSError) as error:
         logger.warning("resume='auto' skips %s: %s", checkpoint, error)
@@ -315,13 +316,15 @@ def _skip_damaged(checkpoint: Path) -> Iterator[None]:
 
 def load_run_record(checkpoint: Path, meta: Meta) -> Record:
     """Return the record of the checkpoint's run. If that record is damaged or missing, return the
-    copy in the checkpoint. Raises ElsewhereError if the record is on another node, and UserError if
-    neither record can be read."""
+    copy in the checkpoint. Raises FilesOnOtherNodesError if the record is on another node, and
+    UserError if neither record can be read."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         first_host = meta.hosts.get(rank_file_name(0))
-        raise ElsewhereError(what, f"it is on the run's first node, {first_host}", MERGE_FOLDERS)
+        raise FilesOnOtherNodesError(
+            what, f"it is on the run's first node, {first_host}", MERGE_ADVICE
+        )
     try:
         return load_record(run_dir)
     except UserError:
@@ -369,10 +372,10 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     # If the user set some of these keys, report only those keys, because the other differences
     # follow from them.
     requested = plan.requested
-    typed_keys = [name for name in changed_keys if requested.is_set(name)]
+    user_set_keys = [name for name in changed_keys if requested.is_set(name)]
     if "global_batch_size" in changed_keys and requested.is_set("batch_size", "grad_accum_steps"):
-        typed_keys.append("global_batch_size")
-    for key in typed_keys or changed_keys:
+        user_set_keys.append("global_batch_size")
+    for key in user_set_keys or changed_keys:
         differences.append(
             f"{key} was {shown(saved_work.get(key))} and is now {shown(work.get(key))}"
         )

@@ -75,11 +75,11 @@ class Saver:
         ) == 0
         self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
-        self.thread = self._pool.submit(threading.get_ident).result()  # id of the writing thread
+        self.writer_thread_id = self._pool.submit(threading.get_ident).result()
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}
 
-    def prepare(self, engine: Engine) -> None:
+    def preallocate(self, engine: Engine) -> None:
         """Start allocating memory for the first save. All ranks must call this method after the
         first step, when the optimizer state exists."""
         if self._keeps_memory and self.plan.config.checkpoint_every not in (0, "signal"):
@@ -117,7 +117,7 @@ class Saver:
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
         """Return the shards of the state that this rank writes. All ranks must call this method."""
-        all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
+        all_parts = (*engine.state_parts(), *rank_local_parts(engine, self.topology))
         nonempty_parts = [part for part in all_parts if all(part.size)]
         copies = (
             _choose_copies(nonempty_parts, self.topology) if self.plan.has_node_local_files else []
@@ -237,7 +237,7 @@ def load_checkpoint(
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.layout_fingerprint:
-            load_own(engine, saved, topology)
+            load_rank_local_parts(engine, saved, topology)
         # Under another layout, seed dropout so that the run draws masks that it has not drawn
         # before.
         else:
@@ -273,7 +273,7 @@ def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
     return copies
 
 
-def own_parts(engine: Engine, topology: Topology) -> list[Part]:
+def rank_local_parts(engine: Engine, topology: Topology) -> list[Part]:
     """Return the state that only this rank has: engine-private tensors and the states of the random
     number generators."""
     rank = topology.rank
@@ -287,7 +287,7 @@ def own_parts(engine: Engine, topology: Topology) -> list[Part]:
     ]
 
 
-def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
+def load_rank_local_parts(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
     """Restore random number generators and engine-private state in place."""
     torch.set_rng_state(saved.read_whole(f"random/cpu/{topology.rank}"))
     if topology.device_type == "cuda":

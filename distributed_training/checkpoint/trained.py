@@ -15,7 +15,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.settings.request import build_config
 
-WEIGHT = "weight/"  # prefix of weights in checkpoints
+WEIGHT_PREFIX = "weight/"  # prefix of weights in checkpoints
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -24,11 +24,11 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: TensorFiles) -> None:
         self.files = files
-        names = (name for name in files.stored_parts if name.startswith(WEIGHT))
-        self.names = [name.removeprefix(WEIGHT) for name in names]
+        names = (name for name in files.stored_parts if name.startswith(WEIGHT_PREFIX))
+        self.names = [name.removeprefix(WEIGHT_PREFIX) for name in names]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.files.read_whole(f"{WEIGHT}{name}")
+        return self.files.read_whole(f"{WEIGHT_PREFIX}{name}")
 
     def check(self, plan: Plan) -> None:
         """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
@@ -45,7 +45,9 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             except Exception:  # such as an error for a size of -1
                 shapes = {}
             stored = self.files.stored_parts
-            matches = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
+            matches = shapes == {
+                name: stored[f"{WEIGHT_PREFIX}{name}"][0].shape for name in self.names
+            }
         if not matches:
             what = (
                 f"{plan.run_dir / PLAN_FILE} describes a different model from the one in the "

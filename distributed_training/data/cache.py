@@ -33,9 +33,9 @@ from distributed_training.data.chats.prepare import (
 from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.cache import CACHE, create_private_folder
+from distributed_training.settings.cache import CACHE_VARIABLE, create_private_folder
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import open_regular, plural, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
@@ -71,7 +71,7 @@ def tokenize(
     num_bytes = sum(source.num_bytes for source in corpus.values())
     if num_bytes > _VERY_LONG_BYTES:
         size = f"{num_bytes / 1e9:.1f} GB"
-        print_error(f"reading {config.dataset} ({size}) to compute its checksum")
+        print_stderr(f"reading {config.dataset} ({size}) to compute its checksum")
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
@@ -86,7 +86,7 @@ def tokenize(
                     _fill(folder, corpus, tokenizer, config)
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
-            raise UserError(what, str(error), f"set {CACHE} to another folder") from None
+            raise UserError(what, str(error), f"set {CACHE_VARIABLE} to another folder") from None
     tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     tokenizer.facts.check_rows(embedding_rows, config.model)
     return folder
@@ -97,7 +97,7 @@ def token_cache_dir() -> Path:
     replace the tokens in a shared folder. Raises UserError if the folder cannot be used."""
     folder, why = create_private_folder("tokens")
     if why:
-        fix = f"set {CACHE} to a folder of your own"
+        fix = f"set {CACHE_VARIABLE} to a folder of your own"
         raise UserError(f"the token cache {folder} cannot be used", why, fix)
     return folder
 
@@ -170,7 +170,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
     if num_bytes > _LONG_BYTES:
         size = f"{num_bytes / 1e6:.0f} MB"
-        print_error(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
+        print_stderr(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
     by_line = config.pack is False
     # Parse everything first, so that errors appear before tokenizing, which takes much longer.
     counts = {split: Counts() for split in corpus}

@@ -100,7 +100,7 @@ def fetch_weights(repo_id: str) -> Path:
 def indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises UserError if the index is invalid
     or lists a file outside its folder."""
-    values = load_json(index, "weights", most_bytes=_MAX_INDEX_BYTES)
+    values = load_json(index, "weights", max_bytes=_MAX_INDEX_BYTES)
     document = parse_as(_Index, values, str(index), "download it again")
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix

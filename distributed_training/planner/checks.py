@@ -19,7 +19,7 @@ from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.records.display import gib
+from distributed_training.records.display import format_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, require_writable
 from distributed_training.settings.machine import GIB
@@ -150,8 +150,8 @@ def check_disk(plan: Draft) -> None:
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            what = f"the disk with {' and '.join(map(str, sizes))} has {gib(free)} free, but "
-            what += f"the run may write {gib(needed)}"
+            what = f"the disk with {' and '.join(map(str, sizes))} has {format_bytes(free)} free, "
+            what += f"but the run may write {format_bytes(needed)}"
             fix = "set output_dir or offload_dir to a folder on a larger disk, or set "
             fix += "checkpoint_every to 0"
             raise UserError(what, fix=fix)

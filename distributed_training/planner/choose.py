@@ -33,7 +33,7 @@ from distributed_training.settings.config import (
 )
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
-from distributed_training.settings.machine import Machine, known_gpu
+from distributed_training.settings.machine import Machine, parse_gpu
 from distributed_training.settings.request import load_preset
 from distributed_training.settings.strategies import Strategy
 
@@ -380,7 +380,7 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     """Compute orders of operations for a pipeline's predicted durations. If the cluster's rates are
     unknown, the durations are predicted with the rates of an H200. The plan stores the orders,
     because ranks with different orders would deadlock."""
-    step = StepCosts(plan, cluster.rates or gpu_rates(known_gpu("H200")))
+    step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))

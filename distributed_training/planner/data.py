@@ -28,7 +28,7 @@ from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural, sample_file
+from distributed_training.settings.files import fingerprint_file, plural
 
 MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
@@ -98,11 +98,11 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         config_values["model"] = spec.path
     fingerprints = dict[str, str]()
     if weights_dir is not None:
-        fingerprints["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
+        fingerprints["weights"] = " ".join(map(fingerprint_file, weights.weight_files(weights_dir)))
     if spec.weights_dir is not None:
-        fingerprints["model"] = sample_file(spec.weights_dir / "config.json")
+        fingerprints["model"] = fingerprint_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
-        fingerprints["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
+        fingerprints["adapters"] = fingerprint_file(adapters_dir / ADAPTER_WEIGHTS)
     return Sources(
         config_values=config_values,
         tokenizer_dir=tokenizer_dir,

@@ -17,7 +17,7 @@ from distributed_training.settings.machine import (
     GIB,
     Machine,
     find_gpu,
-    known_gpu,
+    parse_gpu,
     with_power_limit,
 )
 
@@ -61,7 +61,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     if nodes * gpus_per_node > MAX_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * gpus_per_node:,} GPUs"
         raise UserError(what, fix=f"plan for at most {MAX_PROCESSES:,} GPUs")
-    gpu_spec = known_gpu(gpu or name)
+    gpu_spec = parse_gpu(gpu or name)
     machine = Machine(
         num_gpus=gpus_per_node,
         gpu_name=gpu_spec.name,
@@ -95,7 +95,7 @@ def local_cluster(
         rates = measured_rates(f"cpu-x{processes_here}", estimated_rates)
     else:
         name = f"{num_processes} x {machine.gpu_name}"
-        gpu_spec = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
+        gpu_spec = find_gpu(machine.gpu_name) if gpu is None else parse_gpu(gpu)
         if gpu_spec is not None:
             limited = with_power_limit(gpu_spec, machine.power_w)
             rates = measured_rates(str(machine.gpu_name), gpu_rates(limited))

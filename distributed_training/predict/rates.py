@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from distributed_training.settings.cache import cache_folder
-from distributed_training.settings.machine import ADAPTER_BYTES_PER_S, Gpu
+from distributed_training.settings.machine import NIC_BYTES_PER_S, Gpu
 
 _TEXT = Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
 _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
@@ -41,7 +41,7 @@ class Rates:
     update_memory_bytes_per_s: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences
     link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
-    network_bytes_per_s: float = ADAPTER_BYTES_PER_S
+    network_bytes_per_s: float = NIC_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s

@@ -147,7 +147,7 @@ def _quote(word: str) -> str:
     return f"$'{printable(escaped)}'"
 
 
-def gib(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB if it is less than 0.1 GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
@@ -172,7 +172,7 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return text if bits is None else f"{text}  bpb {bits:.4f}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Round a predicted time and return it as text, such as "about 5 minutes"."""
     if seconds is None:
         return "time unknown"
@@ -284,7 +284,7 @@ def _options(r: Record) -> str:
     texts += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent_bytes = (r.prediction or {}).get("sent_bytes")
     if texts and sent_bytes is not None:
-        texts.append(f"{gib(sum(sent_bytes.values()))} sent per step by each process")
+        texts.append(f"{format_bytes(sum(sent_bytes.values()))} sent per step by each process")
     return ", ".join(texts)
 
 
@@ -296,7 +296,7 @@ def _state(r: Record) -> str:
     device = "on the GPU" if r.machine["gpu_name"] else "on the device"
     by_location = {device: sum(sizes.values())}
     by_location |= {"offloaded to RAM": offloaded["host"], "to disk": offloaded["disk"]}
-    texts = [f"{gib(size)} {location}" for location, size in by_location.items() if size]
+    texts = [f"{format_bytes(size)} {location}" for location, size in by_location.items() if size]
     return f"{', '.join(texts)} per process (estimated)" if len(texts) > 1 else ""
 
 
@@ -309,19 +309,19 @@ def describe_prediction(
     if prediction is None:
         return ""
     label = "GPU memory" if on_gpu else "tensors"
-    text = f"{gib(prediction['peak_bytes'])} of {label} and {gib(prediction['host_bytes'])} of RAM "
-    text += "per process"
+    text = f"{format_bytes(prediction['peak_bytes'])} of {label} and "
+    text += f"{format_bytes(prediction['host_bytes'])} of RAM per process"
     seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, because this GPU is not in the planner's table"
     low, high = prediction["likely_s"]
     text += f"; {seconds:.3g} s per step (typically {low:.3g} to {high:.3g} s)"
     if num_steps is not None:
-        text += f", {duration(num_steps * seconds)} in total"
-    return f"{text}; bottleneck: {bottleneck(prediction['bound_by'])}"
+        text += f", {format_duration(num_steps * seconds)} in total"
+    return f"{text}; bottleneck: {bottleneck_name(prediction['bound_by'])}"
 
 
-def bottleneck(bound_by: str) -> str:
+def bottleneck_name(bound_by: str) -> str:
     """Return the display name of a step's main bottleneck."""
     display_names = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
     return display_names.get(bound_by, bound_by)
@@ -381,9 +381,9 @@ def summary_rows(r: Record) -> dict[str, str]:
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         rows["throughput"] = f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"
     if (allocated := memory.get("peak_allocated_bytes")) is not None:
-        reserved = gib(memory["peak_reserved_bytes"])
-        rows["GPU memory"] = f"peak {gib(allocated)} allocated, {reserved} reserved"
-    rows["RAM"] = f"peak {gib(memory['peak_host_bytes'])} per process"
+        reserved = format_bytes(memory["peak_reserved_bytes"])
+        rows["GPU memory"] = f"peak {format_bytes(allocated)} allocated, {reserved} reserved"
+    rows["RAM"] = f"peak {format_bytes(memory['peak_host_bytes'])} per process"
     if not r.machine["gpu_name"]:
         rows["RAM"] += ", including libraries"
     if r.skipped_steps:

@@ -190,9 +190,11 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
     }
 
 
-def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
-    """Return the tracker that `log_to` names. `about` contains the settings that the tracker
-    stores as the configuration of its run.
+def build_tracker(
+    log_to: str | None, run_dir: Path, tracker_config: dict[str, Any], step: int
+) -> Tracker:
+    """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
+    tracker stores as the configuration of its run.
 
     The trackers are:
     - TensorBoard: `tensorboard --logdir runs` shows the values.
@@ -205,7 +207,7 @@ def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
-        return _build_tensorboard(run_dir, about, step)
+        return _build_tensorboard(run_dir, tracker_config, step)
     module = importlib.import_module(log_to)
     file = run_dir / TRACKERS_FILE
     ids: dict[str, str] = json.loads(file.read_bytes()) if step and file.is_file() else {}
@@ -216,32 +218,32 @@ def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any], step
             module.start_run(run_id=ids[log_to])
         else:
             ids[log_to] = module.start_run(run_name=run_dir.name).info.run_id
-            module.log_params(about)
+            module.log_params(tracker_config)
         tracker = Tracker(module.log_metrics, module.end_run)
     elif log_to == "wandb":
         ids.setdefault(log_to, uuid.uuid4().hex)
         module.init(
-            project=PROJECT, name=run_dir.name, config=about, dir=str(run_dir), id=ids[log_to],
-            resume="allow",
+            project=PROJECT, name=run_dir.name, config=tracker_config, dir=str(run_dir),
+            id=ids[log_to], resume="allow",
         )  # fmt: skip
         tracker = Tracker(module.log, module.finish)
     else:  # trackio has wandb's interface, but identifies a run by its name
         ids.setdefault(log_to, run_dir.name)
-        module.init(project=PROJECT, name=ids[log_to], config=about, resume="allow")
+        module.init(project=PROJECT, name=ids[log_to], config=tracker_config, resume="allow")
         tracker = Tracker(module.log, module.finish)
     if not is_resumed:
         write_json(file, ids)
     return tracker
 
 
-def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
+def _build_tensorboard(run_dir: Path, tracker_config: dict[str, Any], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then drops later steps, which an earlier process of the run wrote.
     purge_options = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge_options)
     accepted_types = (bool, int, float, str)
-    hparams = {k: v if isinstance(v, accepted_types) else str(v) for k, v in about.items()}
+    hparams = {k: v if isinstance(v, accepted_types) else str(v) for k, v in tracker_config.items()}
 
     def send(values: dict[str, float], step: int | None = None) -> None:
         if step is None:

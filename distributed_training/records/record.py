@@ -106,7 +106,7 @@ class History(BaseModel):
         }  # fmt: skip
         self.epochs.append(row)
 
-    def find_stall(self, count: int) -> str:
+    def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
         loss and its step as text. Otherwise, or if `count` is 0, return ""."""
         losses = [row["loss"] for row in self.evaluations]
@@ -289,8 +289,8 @@ def mark_stopped(
         values = json.loads(record.read_bytes())
         # If a full disk had no space for the fault, an earlier error may exist only in the record.
         # A cause replaces this error, unless the cause is the signal that stops the other ranks.
-        noted_errors = [noted["said"]["error"] for noted in _read_faults(run_dir)]
-        if status == "interrupted" and values["error"] not in (None, *noted_errors):
+        reported_errors = [reported["said"]["error"] for reported in _read_faults(run_dir)]
+        if status == "interrupted" and values["error"] not in (None, *reported_errors):
             return False
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
@@ -417,7 +417,7 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def code() -> dict[str, str]:
+def code_checksums() -> dict[str, str]:
     """Return the CRC-32 of each Python file in the package and in the strategies, by path."""
     files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
     return {str(file.relative_to(ROOT)): f"CRC-32 {crc32(file):08x}" for file in sorted(files)}

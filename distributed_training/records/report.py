@@ -25,14 +25,14 @@ from distributed_training.records.tables import (
     Table,
     group_by_work,
 )
-from distributed_training.settings.errors import UserError, print_error, printable
+from distributed_training.settings.errors import UserError, print_stderr, printable
 from distributed_training.settings.files import plural, require_writable, resolve_user_path
 
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
 NAME_WIDTH = 26
 # Columns that are left out of the table on a narrow terminal, in this order
-DROPPABLE = (
+DROPPABLE_COLUMNS = (
     "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
     "training loss",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
             figure.savefig(file, dpi=130, metadata={"Software": None})
             plots[f"{name}-{number}" if is_numbered else name] = file.getvalue()
         settings = comparison.settings
-        heading = settings.get("model") or comparison.work or "Runs"
+        heading = settings.get("model") or comparison.work_description or "Runs"
         if is_numbered:
             heading = f"{number}. {heading}"
         section = Section(
@@ -176,7 +176,7 @@ def format_for_terminal(section: Section, shared: Mapping[str, str] | None = Non
         title = ": ".join(filter(None, [section.heading, join_settings(own_settings)]))
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     columns = section.tables[0].columns
-    for droppable in ("", *DROPPABLE):
+    for droppable in ("", *DROPPABLE_COLUMNS):
         columns = {name: cells for name, cells in columns.items() if name != droppable}
         headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
         text = tabulate(
@@ -221,18 +221,18 @@ def join_settings(settings: Mapping[str, str]) -> str:
 
 
 def render_page(
-    form: str, title: str, heading: str, sections: Sequence[Section], note: str = ""
+    file_type: str, title: str, heading: str, sections: Sequence[Section], note: str = ""
 ) -> str:
-    """Return a page that begins with the settings that all sections share. If `form` is "md", the
-    plots are in separate files. If `form` is "html", the page is a single file without scripts or
-    network access."""
+    """Return a page that begins with the settings that all sections share. If `file_type` is "md",
+    the plots are in separate files. If `file_type` is "html", the page is a single file without
+    scripts or network access."""
     shared = shared_settings(sections)
 
     def own_settings(section: Section) -> dict[str, str]:
         return {name: text for name, text in section.settings.items() if name not in shared}
 
     return fill_template(
-        f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
+        f"page.{file_type}.jinja", title=title, heading=heading, sections=sections, note=note,
         shared=shared, own_settings=own_settings, tabulate=tabulate, align=_column_alignment,
         b64encode=base64.b64encode,
     )  # fmt: skip
@@ -259,11 +259,11 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 if not path.is_dir():
                     raise
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
-                    print_error(f"note: {error}")
+                    print_stderr(f"note: {error}")
                 continue
             records_here[file] = record.model_copy(update={"run_dir": str(run_dir)})
         if not records_here:
-            print_error(f"note: {path} is skipped because it contains no record of a run.")
+            print_stderr(f"note: {path} is skipped because it contains no record of a run.")
         records |= records_here
     return list(records.values())
 

@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.display import best_if_overfitted, bottleneck, gib, short_name
+from distributed_training.records.display import (
+    best_if_overfitted,
+    bottleneck_name,
+    format_bytes,
+    short_name,
+)
 from distributed_training.records.record import Record, is_alive
 from distributed_training.settings.files import plural
 
 Value = Callable[[Record], float | None]
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
-_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
+_KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class NumberColumn:
     value: Value
     show: Callable[[float], str]
     missing: str = EMPTY_CELL
-    spread: bool = False  # show the standard deviation over several runs
+    show_std: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
         """Return the runs' values in this column. Runs without a value are left out."""
@@ -37,7 +42,7 @@ class NumberColumn:
         if not values:
             return self.missing
         text = self.show(statistics.fmean(values))
-        if self.spread and len(values) > 1:
+        if self.show_std and len(values) > 1:
             text += f" ± {self.show(statistics.stdev(values))}"
         return text
 
@@ -46,18 +51,18 @@ def predicted(name: str) -> Value:
     return lambda r: (r.prediction or {}).get(name)
 
 
-def finite(value: float | None) -> float:
+def nan_if_none(value: float | None) -> float:
     """Return `value`, or NaN for None, which represents a non-finite number in a record."""
     return float("nan") if value is None else value
 
 
-def _trained(name: str) -> Value:
+def _from_last_evaluation(name: str) -> Value:
     """Return a function that reads the value `name` from a run's last evaluation. The function
     returns None if there was no evaluation after training began."""
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
-        return finite(last[name]) if last["step"] and name in last else None
+        return nan_if_none(last[name]) if last["step"] and name in last else None
 
     return value
 
@@ -87,31 +92,39 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "dataset": lambda r: short_name(r.config["dataset"]),
 }
 STEP_MS = NumberColumn(
-    lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
+    lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, show_std=True
 )
 PREDICTED_STEP_MS = NumberColumn(predicted("step_time_s"), _milliseconds)
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
 # the buffers of CUDA graphs.
 MEASURED = {
     "tokens/s": NumberColumn(
-        lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True
+        lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, show_std=True
     ),
     "ms per step": STEP_MS,
     "MFU": NumberColumn(lambda r: r.performance.get("mfu"), "{:.1%}".format),
-    "peak GPU memory": NumberColumn(lambda r: r.memory.get("peak_reserved_bytes"), gib),
-    "peak RAM": NumberColumn(lambda r: r.memory.get("peak_host_bytes"), gib),
+    "peak GPU memory": NumberColumn(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
+    "peak RAM": NumberColumn(lambda r: r.memory.get("peak_host_bytes"), format_bytes),
     "training loss": NumberColumn(
-        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
+        lambda r: nan_if_none(r.loss_curve[-1][1]) if r.loss_curve else None,
         "{:.3f}".format,
-        spread=True,
+        show_std=True,
     ),
-    "validation loss": NumberColumn(_trained("loss"), "{:.4f}".format, spread=True),
-    "validation perplexity": NumberColumn(_trained("perplexity"), "{:.1f}".format, spread=True),
-    "bits per byte": NumberColumn(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
+    "validation loss": NumberColumn(_from_last_evaluation("loss"), "{:.4f}".format, show_std=True),
+    "validation perplexity": NumberColumn(
+        _from_last_evaluation("perplexity"), "{:.1f}".format, show_std=True
+    ),
+    "bits per byte": NumberColumn(
+        _from_last_evaluation("bits_per_byte"), "{:.4f}".format, show_std=True
+    ),
 }
 PREDICTED = {  # name -> heading, measured, predicted
     "time": ("ms per step", STEP_MS, PREDICTED_STEP_MS),
-    "memory": ("peak", NumberColumn(_peak_bytes, gib), NumberColumn(_predicted_peak_bytes, gib)),
+    "memory": (
+        "peak",
+        NumberColumn(_peak_bytes, format_bytes),
+        NumberColumn(_predicted_peak_bytes, format_bytes),
+    ),
 }
 
 
@@ -121,7 +134,7 @@ class LayoutRow:
 
     name: str
     records: list[Record]
-    num_runs: int = 1  # number of requested runs
+    num_requested_runs: int = 1
     why: str = ""  # reason why there are fewer records than requested runs
 
     @property
@@ -132,11 +145,11 @@ class LayoutRow:
     @property
     def status_text(self) -> str:
         """Describe the status of the runs in a few words."""
-        num_missing = self.num_runs - len(self.records)
+        num_missing = self.num_requested_runs - len(self.records)
         if self.why:
             return "failed"
         return (
-            f"{num_missing} of {self.num_runs} not run yet"
+            f"{num_missing} of {self.num_requested_runs} not run yet"
             if num_missing
             else status(self.records[-1])
         )
@@ -156,10 +169,10 @@ class Comparison:
     """Layouts whose runs did the same work."""
 
     layouts: list[LayoutRow]
-    work: str = ""  # description of the work, if there are no records
+    work_description: str = ""  # description of the work, if there are no records
     # Key of the work -> value, for keys whose values differ between comparisons
-    differs: dict[str, str] = field(default_factory=dict)
-    rows: str = "strategy"  # heading of the first column
+    differing_settings: dict[str, str] = field(default_factory=dict)
+    row_heading: str = "strategy"  # heading of the first column
 
     @property
     def records(self) -> list[Record]:
@@ -176,7 +189,7 @@ class Comparison:
             return {}
         settings = common_settings(self.records)
         settings["device"] = self.records[0].machine["gpu_name"] or "CPU"
-        return settings | self.differs
+        return settings | self.differing_settings
 
     @property
     def title(self) -> str:
@@ -184,10 +197,10 @@ class Comparison:
         the settings that distinguish this comparison from others."""
         settings = self.settings
         device = settings.pop("device", "")
-        differing_values = [f"{name} {settings.pop(name)}" for name in self.differs]
+        differing_values = [f"{name} {settings.pop(name)}" for name in self.differing_settings]
         common = [f"{name} {value}" for name, value in settings.items()]
         text = ", ".join(filter(None, [*common, device and f"on {device}"]))
-        return "; ".join(filter(None, [text, self.work, ", ".join(differing_values)]))
+        return "; ".join(filter(None, [text, self.work_description, ", ".join(differing_values)]))
 
     @property
     def notes(self) -> list[str]:
@@ -259,7 +272,7 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     for name, r in reversed([*zip(run_names(records), records, strict=True)]):
         work = repr([r.work.get(key) for key in different_keys])
         groups.setdefault(work, []).insert(0, (name, r))
-    shown_keys = [key for key in different_keys if key not in _IN_SETTINGS]
+    shown_keys = [key for key in different_keys if key not in _KEYS_IN_SETTINGS]
     if len(different_keys) > 1:  # a hash is shown only if there is no other difference
         shown_keys = [key for key in shown_keys if key != "data_fingerprint"]
     comparisons = []
@@ -271,8 +284,10 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
             texts += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
             layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
         first = group[0][1].work
-        differs = {key: short_name(str(first.get(key)))[:12] for key in shown_keys}
-        comparisons.append(Comparison(layouts=layouts, differs=differs, rows="run"))
+        differing_settings = {key: short_name(str(first.get(key)))[:12] for key in shown_keys}
+        comparisons.append(
+            Comparison(layouts=layouts, differing_settings=differing_settings, row_heading="run")
+        )
     return comparisons
 
 
@@ -294,11 +309,13 @@ def run_names(records: Sequence[Record]) -> list[str]:
 def build_results_table(comparison: Comparison) -> Table:
     """Return the table of speed, memory and losses. Failed layouts also have a row."""
     layouts = comparison.layouts
-    columns = {comparison.rows: [layout.name for layout in layouts]}
+    columns = {comparison.row_heading: [layout.name for layout in layouts]}
     for name, number in MEASURED.items():
         columns[name] = [number(*layout.finished_records) for layout in layouts]
     columns["runs"] = [
-        f"{len(layout.records)} of {layout.num_runs}" if layout.num_runs > 1 else EMPTY_CELL
+        f"{len(layout.records)} of {layout.num_requested_runs}"
+        if layout.num_requested_runs > 1
+        else EMPTY_CELL
         for layout in layouts
     ]
     columns["status"] = [layout.status_text for layout in layouts]
@@ -318,7 +335,7 @@ def build_predictions_table(comparison: Comparison) -> Table:
         memory = "the peak memory of tensors on the fullest GPU"
     about = f"The peak memory is {memory}. Each prediction was made before its run."
     layouts = comparison.finished if any(r.prediction for r in records) else []
-    columns = {comparison.rows: [layout.name for layout in layouts]}
+    columns = {comparison.row_heading: [layout.name for layout in layouts]}
     for name, (heading, measurement, prediction) in PREDICTED.items():
         columns[f"{heading} measured"] = [
             measurement(*layout.finished_records) for layout in layouts
@@ -341,7 +358,9 @@ def build_predictions_table(comparison: Comparison) -> Table:
         bottlenecks = {
             r.prediction["bound_by"] for r in layout.finished_records if r.prediction
         } - {None}
-        columns["bottleneck"].append(", ".join(sorted(map(bottleneck, bottlenecks))) or EMPTY_CELL)
+        columns["bottleneck"].append(
+            ", ".join(sorted(map(bottleneck_name, bottlenecks))) or EMPTY_CELL
+        )
     return _table("Prediction and measurement", about, columns)
 
 
@@ -375,13 +394,15 @@ def _build_breakdown(
 ) -> Table:
     """Return a table of sizes, with one row per layout, one column per component and a column for
     the total."""
-    columns = {comparison.rows: [layout.name for layout in comparison.finished]}
+    columns = {comparison.row_heading: [layout.name for layout in comparison.finished]}
     rows = [bytes_of(layout.finished_records[0]) for layout in comparison.finished]
     names = dict.fromkeys(name for row in rows for name in row)
     for row in rows:
         row["total"] = sum(row.values())
     for name in (*names, "total"):
-        columns[name] = [gib(size) if (size := row.get(name)) else EMPTY_CELL for row in rows]
+        columns[name] = [
+            format_bytes(size) if (size := row.get(name)) else EMPTY_CELL for row in rows
+        ]
     return _table(title, about, columns)
 
 

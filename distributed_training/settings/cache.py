@@ -11,15 +11,15 @@ from pathlib import Path
 
 # Environment variable that names this suite's cache folder. If its value is /dev/null, a temporary
 # folder is used.
-CACHE = "DISTRIBUTED_TRAINING_CACHE"
-PRIVATE = 0o700
+CACHE_VARIABLE = "DISTRIBUTED_TRAINING_CACHE"
+PRIVATE_MODE = 0o700
 
 
 def cache_folder() -> Path:
     """Return this user's cache folder: the value of DISTRIBUTED_TRAINING_CACHE or, if it is not
     set, ~/.cache/distributed-training. If this user cannot write to ~/.cache/distributed-training,
     return a folder in $TMPDIR or /tmp."""
-    named_folder = os.environ.get(CACHE)
+    named_folder = os.environ.get(CACHE_VARIABLE)
     if named_folder:
         return Path(named_folder)
     folder = Path(os.path.expanduser("~"), ".cache", "distributed-training")
@@ -34,8 +34,8 @@ def use_private_caches() -> None:
     this user nor root, or if every user may write to it."""
     from importlib.metadata import version
 
-    from distributed_training.settings.errors import UserError, print_error
-    from distributed_training.settings.launchers import is_first
+    from distributed_training.settings.errors import UserError, print_stderr
+    from distributed_training.settings.launchers import prints_messages
 
     # Without a home folder, libraries would create a folder named ~ in the current folder.
     if not os.path.isabs(os.path.expanduser("~")):
@@ -44,11 +44,11 @@ def use_private_caches() -> None:
             raise UserError(f"{home} cannot be this user's home folder", why, "set HOME")
         os.environ["HOME"] = str(home)
     root, _ = create_private_folder("")
-    if root.is_relative_to(_temporary_folder()) and not os.environ.get(CACHE):
-        os.environ[CACHE] = str(root)  # so that child processes do not repeat the note
-        if is_first(os.environ):
+    if root.is_relative_to(_temporary_folder()) and not os.environ.get(CACHE_VARIABLE):
+        os.environ[CACHE_VARIABLE] = str(root)  # so that child processes do not repeat the note
+        if prints_messages(os.environ):
             note = f"note: caches are in {root}, because this user has no writable home folder"
-            print_error(f"{note}. To use another folder, set {CACHE}.")
+            print_stderr(f"{note}. To use another folder, set {CACHE_VARIABLE}.")
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # also contains Triton's folder
@@ -64,7 +64,7 @@ def use_private_caches() -> None:
         else:
             continue
         if why:
-            fix = f"set {variable if value else CACHE} to a folder of your own"
+            fix = f"set {variable if value else CACHE_VARIABLE} to a folder of your own"
             raise UserError(f"{folder} is not a safe place for code that this user runs", why, fix)
         os.environ[variable] = str(folder)
 
@@ -79,15 +79,15 @@ def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     for root in roots or (cache_folder().resolve(), *fallbacks):
         folder = root
         try:
-            root.mkdir(PRIVATE, parents=True, exist_ok=True)
+            root.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
             why = _unsafe_reason(root)
             for part in Path(name).parts if not why else ():
                 folder /= part
-                folder.mkdir(PRIVATE, exist_ok=True)
+                folder.mkdir(PRIVATE_MODE, exist_ok=True)
                 why = why or _unsafe_reason(folder) or _unsafe_reason(folder.resolve())
                 # A link may point to a folder that other users need, so the folder's mode is kept.
                 if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
-                    folder.chmod(PRIVATE)
+                    folder.chmod(PRIVATE_MODE)
             return folder, why
         except OSError as error:
             why = f"it cannot be created: {error.strerror}"
@@ -95,7 +95,7 @@ def create_private_folder(name: str, *roots: Path) -> tuple[Path, str]:
 
 
 def _named_folder() -> str:
-    folder = os.environ.get(CACHE, "")
+    folder = os.environ.get(CACHE_VARIABLE, "")
     return "" if folder == os.devnull else folder
 
 
@@ -119,7 +119,7 @@ def _creation_obstacle(folder: Path) -> str:
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         for path in missing[-1:]:
-            path.mkdir(PRIVATE, exist_ok=True)
+            path.mkdir(PRIVATE_MODE, exist_ok=True)
             with contextlib.suppress(OSError):  # another process already uses the folder
                 path.rmdir()
     except OSError as error:

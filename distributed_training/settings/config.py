@@ -282,4 +282,4 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     value = values[name]
     what = f"{name}={shown(value)} is not accepted"
     typed = value if isinstance(value, str) else ""
-    raise UserError(what, f"it must be {key.accepts()}", typed=typed, known=key.choices)
+    raise UserError(what, f"it must be {key.describe_accepted()}", typed=typed, known=key.choices)

@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 
-from distributed_training.settings.launchers import is_first
+from distributed_training.settings.launchers import prints_messages
 
 # Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, and a file
 # where a folder is expected
-REFUSALS = (
+STORAGE_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
 # Phrases in errors from Python, torch and the dynamic linker when the system denies memory
@@ -99,12 +99,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def print_error(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
-def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
+def run_and_report_errors(act: Callable[[], int], *, trains: bool = True) -> int:
     """Call `act` and return the exit code. Errors that the user can fix, such as a UserError or a
     disk-full error, are printed without a traceback. After Ctrl-C, the message depends on
     `trains`, which is True if `act` trains a model."""
@@ -116,23 +116,23 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        if is_first(os.environ):  # every rank detects the same mistake, and one rank prints it
-            print_error(error.terminal_text)
+        if prints_messages(os.environ):  # all ranks detect the same mistake, and one prints it
+            print_stderr(error.terminal_text)
         return error.exit_code
     except KeyboardInterrupt:
         # Once training has begun, Ctrl-C saves a checkpoint instead.
-        print_error("interrupted before training began" if trains else "interrupted")
+        print_stderr("interrupted before training began" if trains else "interrupted")
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in REFUSALS:
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
             prefix = f"{printable(str(error.filename))}: " if error.filename else ""
-            print_error(f"error: {prefix}{error.strerror}")
+            print_stderr(f"error: {prefix}{error.strerror}")
             return UserError.exit_code
         user_error = explain(error)
         if user_error is None:
             raise
-        if is_first(os.environ) or isinstance(user_error, RunError):
-            print_error(user_error.terminal_text)
+        if prints_messages(os.environ) or isinstance(user_error, RunError):
+            print_stderr(user_error.terminal_text)
         return user_error.exit_code
 
 

@@ -139,13 +139,13 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_small(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> bytes:
+def read_small(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
     """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError for any
-    other pipe, for a device, and for data larger than `most_bytes`."""
+    other pipe, for a device, and for data larger than `max_bytes`."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 10**6} MB", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 10**6} MB", str(path))
     return data
 
 
@@ -175,13 +175,13 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(
-    path: Path, what: str, *, unique: bool = False, most_bytes: int = _MAX_JSON_BYTES
+    path: Path, what: str, *, unique: bool = False, max_bytes: int = _MAX_JSON_BYTES
 ) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read, if it is larger than
-    `most_bytes` or if the JSON is invalid. A syntax error is reported with its line. `what`
+    `max_bytes` or if the JSON is invalid. A syntax error is reported with its line. `what`
     describes the file in the message. If `unique` is True, a duplicate key is also an error."""
     try:
-        return parse_json(read_small(path, most_bytes).decode(), unique=unique)
+        return parse_json(read_small(path, max_bytes).decode(), unique=unique)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         missing = f"{what} {path} does not exist"
@@ -225,7 +225,7 @@ def crc32(file: Path, checksum: int = 0) -> int:
     return checksum
 
 
-def sample_file(file: Path) -> str:
+def fingerprint_file(file: Path) -> str:
     """Return a file's size and CRC-32 as a string. Return "" if the file cannot be read.
 
     Reading a file larger than 1 GB takes a long time, so only 1,024 evenly spaced blocks of 4 KiB

@@ -88,35 +88,37 @@ class Key(BaseModel):
     group: str  # heading in --help and in the guide
     work: bool  # whether comparable runs must have the same value
     aliases: tuple[str, ...]  # names of the same setting in other programs
-    forms: list[dict[str, Any]]  # JSON schemas; a value must match one of them
+    schemas: list[dict[str, Any]]  # JSON schemas; a value must match one of them
 
     @property
     def choices(self) -> list[str]:
-        values = [value for form in self.forms for value in form.get("enum", [form.get("const")])]
+        values = [
+            value for schema in self.schemas for value in schema.get("enum", [schema.get("const")])
+        ]
         return [value for value in values if isinstance(value, str)]
 
-    def accepts(self) -> str:
+    def describe_accepted(self) -> str:
         """Describe the accepted values."""
         descriptions = list[str]()
-        for form in self.forms:
-            if "enum" in form:
-                descriptions += map(str, form["enum"])
+        for schema in self.schemas:
+            if "enum" in schema:
+                descriptions += map(str, schema["enum"])
                 continue
-            if "const" in form:
-                descriptions.append(str(form["const"]))
+            if "const" in schema:
+                descriptions.append(str(schema["const"]))
                 continue
-            if form["type"] == "boolean":
+            if schema["type"] == "boolean":
                 descriptions += ["True", "False"]
                 continue
-            text = _TYPE_TEXTS[form["type"]]
-            if "pattern" in form:
+            text = _TYPE_TEXTS[schema["type"]]
+            if "pattern" in schema:
                 text = "text that is not blank"
-            if "minimum" in form:
-                text += f" >= {form['minimum']:g}"
-            if "exclusiveMinimum" in form:
-                text += f" > {form['exclusiveMinimum']:g}"
-            if form.get("maximum", 2**20) < 2**20:  # larger limits only guard against overflow
-                text += f" and <= {form['maximum']:g}"
+            if "minimum" in schema:
+                text += f" >= {schema['minimum']:g}"
+            if "exclusiveMinimum" in schema:
+                text += f" > {schema['exclusiveMinimum']:g}"
+            if schema.get("maximum", 2**20) < 2**20:  # larger limits only guard against overflow
+                text += f" and <= {schema['maximum']:g}"
             descriptions.append(text)
         return one_of(descriptions)
 
@@ -124,7 +126,7 @@ class Key(BaseModel):
         """Convert `text` from the command line to a choice, a Boolean, None or a number if the key
         accepts such a value. Otherwise, return `text` itself."""
         word = text.strip().lower()
-        types = {form.get("type", "") for form in self.forms}
+        types = {schema.get("type", "") for schema in self.schemas}
         values: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
         for type_name in types.intersection(_VALUES_BY_WORD):
             values |= _VALUES_BY_WORD[type_name]
@@ -143,7 +145,7 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
             help = " ".join(schema.get("description", "").split())
-            keys[name] = Key(name=name, help=help, forms=schema.get("anyOf", [schema]), **schema)
+            keys[name] = Key(name=name, help=help, schemas=schema.get("anyOf", [schema]), **schema)
     return keys
 
 

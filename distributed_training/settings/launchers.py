@@ -136,7 +136,7 @@ def find_num_nodes(environment: Mapping[str, str]) -> tuple[str, int]:
     return "", 1
 
 
-def is_first(environment: Mapping[str, str]) -> bool:
+def prints_messages(environment: Mapping[str, str]) -> bool:
     """Return whether this process prints messages for the whole run. Return True for:
     - rank 0 or a single process
     - a process with an invalid rank, because no other process would report the rank

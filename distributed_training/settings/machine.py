@@ -38,7 +38,7 @@ _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-ADAPTER_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
+NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
 Positive = Annotated[float, Field(gt=0)]
 GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
@@ -244,20 +244,20 @@ def find_gpu(device_name: str | None) -> Gpu | None:
             return gpu
     # If no entry matches completely, for example because the memory differs, use the first entry of
     # the same model and form factor (PCIe, NVL).
-    forms = {"PCIE", "NVL"}
+    form_factors = {"PCIE", "NVL"}
     for gpu in GPUS.values():
         model, *suffixes = gpu.name.upper().removeprefix("RTX-").split("-")
         numbered = model.isdecimal()  # "6000" alone may be part of another name
         if (
             model in name_parts
             and not numbered
-            and forms & set(suffixes) == forms & set(name_parts)
+            and form_factors & set(suffixes) == form_factors & set(name_parts)
         ):
             return gpu
     return None
 
 
-def known_gpu(name: str) -> Gpu:
+def parse_gpu(name: str) -> Gpu:
     """Return the GPU that a user specifies by name or as JSON. Names are not case-sensitive. A
     suffix such as "@500W" lowers the power limit. Raises UserError for an unknown GPU. The error
     suggests the most similar name, if there is one."""
@@ -268,7 +268,7 @@ def known_gpu(name: str) -> Gpu:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", json_mistake(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
     if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
-        return with_power_limit(known_gpu(match[1]), float(match[2]))
+        return with_power_limit(parse_gpu(match[1]), float(match[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
     gpu = find_gpu(text)
     if gpu is not None:

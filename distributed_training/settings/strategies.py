@@ -100,7 +100,7 @@ class _StrategyFile(BaseModel, strict=True, extra="forbid"):
     deepspeed: Any = None
     defaults: dict[str, Any] = {}
     engine: str = Field(
-        default_factory=lambda folder: "deepspeed" if folder.get("mesh") is None else "native"
+        default_factory=lambda values: "deepspeed" if values.get("mesh") is None else "native"
     )
     _path: Path = PrivateAttr()
 
@@ -242,7 +242,7 @@ def list_strategies() -> dict[str, _StrategyFile]:
     folder numbers."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
-    return {folder.name: folder for folder in map(_read_folder, by_number)}
+    return {strategy.name: strategy for strategy in map(_read_strategy_file, by_number)}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
@@ -278,17 +278,19 @@ def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name or an axis that cannot be set. Also raises UserError
     if a DeepSpeed configuration is invalid or does not fit the strategy."""
-    folder = _find_strategy(config.strategy)
-    setting = f"strategy={folder.name!r}"
-    source = folder._path
-    mesh = folder.mesh or {}
+    strategy_file = _find_strategy(config.strategy)
+    setting = f"strategy={strategy_file.name!r}"
+    source = strategy_file._path
+    mesh = strategy_file.mesh or {}
     document: Mapping[str, Any] = {}
     user_json = config.deepspeed_config
-    if folder.deepspeed is None and user_json is not None:
+    if strategy_file.deepspeed is None and user_json is not None:
         what = f"{setting} would ignore deepspeed_config={user_json!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    if folder.deepspeed is not None:
-        source, document, parsed = _read_json(folder._path, user_json or folder.deepspeed)
+    if strategy_file.deepspeed is not None:
+        source, document, parsed = _read_json(
+            strategy_file._path, user_json or strategy_file.deepspeed
+        )
         stage = parsed.zero_optimization.stage
         stages = parsed.pipeline.stages
         if stages != 1 and stage > 1:
@@ -296,11 +298,13 @@ def load_strategy(config: RunConfig) -> Strategy:
             reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         if user_json is not None:
-            _check_form(folder, _describe_form(parsed), document, source)
+            _check_form(strategy_file, _describe_form(parsed), document, source)
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
-    traits, options = _find_engine(folder)
-    engine = f"{folder._path}: engine={folder.engine!r}"
-    present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
+    traits, options = _find_engine(strategy_file)
+    engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
+    present, required = (
+        ("mesh", "deepspeed") if strategy_file.deepspeed is None else ("deepspeed", "mesh")
+    )
     if traits.takes_json != (present == "deepspeed"):
         fix = f"replace the key {present!r} with {required!r}"
         raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
@@ -325,12 +329,12 @@ def load_strategy(config: RunConfig) -> Strategy:
         if size is not None:
             mesh = {**mesh, axis: size}
     return Strategy(
-        name=folder.name,
+        name=strategy_file.name,
         source=source.resolve(),
         document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
-        engine=folder.engine,
+        engine=strategy_file.engine,
         traits=traits,
         work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
@@ -364,7 +368,7 @@ def _describe_form(parsed: _DeepSpeed) -> str:
 
 
 def _check_form(
-    folder: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
+    strategy_file: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
 ) -> None:
     """Raise UserError if the `form` of the user's DeepSpeed configuration differs from the form of
     the strategy's own configuration. `document` is the content of the user's configuration, and
@@ -374,7 +378,7 @@ def _check_form(
         for name, other in list_strategies().items()
         if other.deepspeed is not None
     }
-    if form != forms[folder.name]:
+    if form != forms[strategy_file.name]:
         sections = ("zero_optimization", "pipeline")
         for name in document:  # a misspelled section
             if name not in sections and nearest(name, sections, cutoff=0.85):
@@ -386,7 +390,7 @@ def _check_form(
             if matching_names
             else "change the JSON"
         )
-        requirement = f"strategy={folder.name!r} needs {forms[folder.name]}"
+        requirement = f"strategy={strategy_file.name!r} needs {forms[strategy_file.name]}"
         raise UserError(f"{source} describes {form}, but {requirement}", fix=fix)
 
 
@@ -398,12 +402,12 @@ def _find_strategy(name: str) -> _StrategyFile:
     raise UserError(what, f"the strategies are {', '.join(names)}", typed=name, known=names)
 
 
-def _find_engine(folder: _StrategyFile) -> tuple[Traits, type[Options]]:
+def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
     """Return the traits and the OPTIONS of the engine that a strategy's config.json names."""
-    engine = folder.engine
+    engine = strategy_file.engine
     if engine in ENGINES:
         return ENGINES[engine], Options
-    file = folder._path.parent / engine
+    file = strategy_file._path.parent / engine
     if not (engine.endswith(".py") and file.is_file()):
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
@@ -418,10 +422,12 @@ def _find_engine(folder: _StrategyFile) -> tuple[Traits, type[Options]]:
 
 
 @functools.cache
-def _read_folder(path: Path) -> _StrategyFile:
+def _read_strategy_file(path: Path) -> _StrategyFile:
     what = f"{path} is not a strategy"
-    folder = files.parse_as(_StrategyFile, files.load_json(path, "strategy"), what, _FORM_ADVICE)
-    if (folder.mesh is None) == (folder.deepspeed is None):
+    strategy_file = files.parse_as(
+        _StrategyFile, files.load_json(path, "strategy"), what, _FORM_ADVICE
+    )
+    if (strategy_file.mesh is None) == (strategy_file.deepspeed is None):
         raise UserError(what, "it must have either mesh or deepspeed, but not both", _FORM_ADVICE)
-    folder._path = path
-    return folder
+    strategy_file._path = path
+    return strategy_file

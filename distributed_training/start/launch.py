@@ -26,7 +26,7 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError, exit_code, print_error
+from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import describe_ignored_settings
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
@@ -62,7 +62,7 @@ def launched_process(precision: str, num_gpus: str | None) -> Process | None:
     process = current_process()
     ignored_settings = describe_ignored_settings(os.environ, precision)
     if ignored_settings and (process is None or process.rank == 0):
-        print_error(f"note: {ignored_settings}")
+        print_stderr(f"note: {ignored_settings}")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
@@ -161,7 +161,9 @@ def train_in_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: P
     launching process. Return the exit code."""
     process = current_process()
     assert process is not None
-    return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
+    return run_and_report_errors(
+        partial(worker.run, load_plan(run_dir), process, Startup(startup_s))
+    )
 
 
 def ran_out_of_memory_early(run_dir: Path) -> bool:
@@ -272,7 +274,7 @@ def spawn(
     # If the record is missing or unchanged, no rank wrote it in this attempt.
     if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not outcome.signum:
-            print_error(f"failed before training began: {reason}")
+            print_stderr(f"failed before training began: {reason}")
         return code
     # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
     # failed before its end was noticed here.
@@ -283,7 +285,7 @@ def spawn(
     mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
     record = load_record(plan.run_dir)
     if record.status in ("oom", "failed"):
-        print_error(f"{record.status}: {record.error}")
+        print_stderr(f"{record.status}: {record.error}")
         return 1
     if record.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
@@ -291,6 +293,6 @@ def spawn(
     if record.status == "ok" and code and not outcome.signum and plan.config.push is None:
         # If a rank hangs after the end of training, another rank's watch kills it.
         what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
-        print_error(f"note: after the run had finished: {what}")
+        print_stderr(f"note: after the run had finished: {what}")
         return 0
     return code

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from distributed_training.settings.errors import RunError, UserError, print_error
+from distributed_training.settings.errors import RunError, UserError, print_stderr
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import (
     find_launcher,
@@ -266,7 +266,7 @@ def run_ranks(
                     stuck_ranks = format_numbers(
                         "rank", [ranks.index(process) for process in alive]
                     )
-                    print_error(
+                    print_stderr(
                         f"note: {stuck_ranks} did not end with the other ranks and will be "
                         "terminated"
                     )

@@ -28,9 +28,9 @@ from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.planner import data as plan_data
 from distributed_training.planner.make_plan import keep_global_batch, make_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.records.record import code, versions
+from distributed_training.records.record import code_checksums, versions
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError, first_line, print_error
+from distributed_training.settings.errors import UserError, first_line, print_stderr
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
@@ -75,7 +75,7 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
             raise UserError(what, why, "see the output of the first node") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
-            print_error(error.terminal_text)
+            print_stderr(error.terminal_text)
         raise
     keys = [_HOST_KEY.format(rank) for rank in range(process.world_size)]
     reports = [json.loads(text) for text in store.multi_get(keys)]
@@ -334,7 +334,7 @@ def agree_on_plan(
     ranks. All ranks must call this function."""
     settings = config.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
-    agree.check_ranks_agree({**settings, **versions(), **code()}, gather_values)
+    agree.check_ranks_agree({**settings, **versions(), **code_checksums()}, gather_values)
     launchers = sorted(set(gather_values(agent))) if agent else []
 
     def make() -> Plan:

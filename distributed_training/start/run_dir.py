@@ -14,7 +14,7 @@ from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.record import FAULTS_FILE, free_path
-from distributed_training.settings.cache import CACHE
+from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.errors import UserError, explain
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import ACCELERATE_JSON
@@ -79,7 +79,7 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
         user_error = explain(error)
         if user_error is None and isinstance(error, OSError):
             # Usually, the disk that contains the token cache or output_dir is full or read-only.
-            fix = f"free some space, or set {CACHE} or output_dir to a folder on another disk"
+            fix = f"free some space, or set {CACHE_VARIABLE} or output_dir to a folder on another disk"
             user_error = UserError("Preparing the data failed", str(error), fix)
         if user_error is None:
             raise

@@ -15,7 +15,7 @@ from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
@@ -66,7 +66,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                 watch.end()  # otherwise the watch may report the same error a second time
                 if watch.activity == END_ACTIVITY and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
-                    print_error(f"note: after the run had finished: {what}")
+                    print_stderr(f"note: after the run had finished: {what}")
                     os._exit(0)
                 end_failed(plan, topology, error, store)
     watch.end()  # ranks no longer wait for one another
@@ -88,7 +88,7 @@ def join(
         # The command line prints rank 0's error. On other machines, local rank 0 prints its own
         # error, because the GPUs may differ.
         if process.rank and not process.local_rank:
-            print_error(error.terminal_text)
+            print_stderr(error.terminal_text)
         raise
     store = open_store(process, limit_s)
     if not has_local_rank:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.settings.errors import RunError, UserError, print_error
+from distributed_training.settings.errors import RunError, UserError, print_stderr
 from distributed_training.settings.files import open_regular, read_small, shown
 
 OWNER_FILE = ".owner.json"
@@ -187,7 +187,7 @@ def _is_renewed(run_dir: Path) -> bool:
         f"checking for {RENEWAL_TIMEOUT_S:.0f} s whether {shown(str(run_dir))}, {owner}, is still "
         "running"
     )
-    print_error(f"note: {text}")
+    print_stderr(f"note: {text}")
     last_renewed_at = None
     end = time.monotonic() + RENEWAL_TIMEOUT_S
     while time.monotonic() < end:

@@ -18,14 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
-from distributed_training.records.display import gib, pasteable, short_path
+from distributed_training.records.display import format_bytes, pasteable, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
 from distributed_training.settings.errors import (
     RunError,
     UserError,
     explain,
     first_line,
-    print_error,
+    print_stderr,
 )
 from distributed_training.supervise import claims, commands
 
@@ -110,7 +110,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
             # All ranks notice a removed folder, so only rank 0 prints the error.
             is_repeated = not plan.run_dir.is_dir() and topology.rank > 0
             if (is_first_cause or not is_on_all_ranks) and not is_repeated:
-                print_error(message.rstrip())
+                print_stderr(message.rstrip())
         if status == "failed" and not (lost_connection or is_on_all_ranks):
             get_error_handler().record_exception(error)  # torchrun prints this error last
         # Give the rank that failed first time to print, and launchers time to notice that rank.
@@ -127,11 +127,11 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     to try them. `detail` is the first line of PyTorch's error message."""
     config = plan.config
     micro = plan.batch.micro_batch_size
-    peak = gib(torch.cuda.max_memory_allocated(topology.device))
+    peak = format_bytes(torch.cuda.max_memory_allocated(topology.device))
     predicted = plan.prediction
     assert predicted is not None, "made with the plan"
     components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
-    largest = ", ".join(f"{name} {gib(size)}" for name, size in components[:3])
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in components[:3])
     fixes = {
         f"micro_batch_size={micro // 2} num_microbatches=auto  # keeps the global batch": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
@@ -147,7 +147,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak}. The plan predicted "
-        f"{gib(predicted['peak_bytes'])} of GPU memory per process "
-        f"({largest}), {gib(predicted['host_bytes'])} of RAM.\n"
+        f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process "
+        f"({largest}) and {format_bytes(predicted['host_bytes'])} of RAM.\n"
         f"  Try these options in this order:{''.join(suggestions)}"
     )

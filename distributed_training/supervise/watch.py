@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.records.record import has_finished, mark_stopped
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import RunError, print_error
+from distributed_training.settings.errors import RunError, print_stderr
 from distributed_training.supervise import claims
 from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE, Process
 
@@ -269,7 +269,7 @@ class Watch:
             text = f"{self._activity} has taken {seconds:.0f} s: {describe_late_ranks(states)}."
             if limit_s:
                 text += f" The run ends after {limit_s:g} s without progress (hang_timeout_s)."
-            print_error(f"note: {text}")
+            print_stderr(f"note: {text}")
         if limit_s and seconds > limit_s:
             reason = f"{self._activity} has hung for {seconds:.0f} s: {describe_late_ranks(states)}"
             self._give_up(reason, seconds)
@@ -283,7 +283,7 @@ class Watch:
             get_error_handler().record_exception(RunError(reason))
         finished = self._activity == END_ACTIVITY and has_finished(self.run_dir)
         prefix = "note: after the run had finished" if finished else "error"
-        print_error(f"{prefix}: {reason}")
+        print_stderr(f"{prefix}: {reason}")
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

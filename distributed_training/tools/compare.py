@@ -37,7 +37,7 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, duration, short_name, short_path
+from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
 from distributed_training.records.tables import (
     EMPTY_CELL,
     MEASURED,
@@ -152,7 +152,9 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     if remaining:
         on_gpus = detect_machine().num_gpus > 0
         seconds = predicted_s(remaining, run_s=START_S["cuda" if on_gpus else "cpu"])
-        summary += f" The remaining {plural(len(remaining), 'run')} will take {duration(seconds)}."
+        summary += (
+            f" The remaining {plural(len(remaining), 'run')} will take {format_duration(seconds)}."
+        )
     print(summary, flush=True)
     if arguments.dry_run:
         print_settings(runs)
@@ -360,7 +362,7 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
-            line += f" ({plural(num_remaining, 'run')} remaining, {duration(seconds)})"
+            line += f" ({plural(num_remaining, 'run')} remaining, {format_duration(seconds)})"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
 
 
@@ -444,10 +446,14 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         for name, members in rows.items():
             succeeded = [run.record for run in members if run.record and not run.why]
             why = next((run.why for run in members if run.why), "")
-            layouts.append(LayoutRow(name=name, records=succeeded, num_runs=len(members), why=why))
+            layouts.append(
+                LayoutRow(name=name, records=succeeded, num_requested_runs=len(members), why=why)
+            )
         # Records already describe the work.
         has_records = any(layout.records for layout in layouts)
-        comparisons.append(Comparison(work="" if has_records else work, layouts=layouts))
+        comparisons.append(
+            Comparison(work_description="" if has_records else work, layouts=layouts)
+        )
     sections = report.build_sections(comparisons)
     report.save_plots(sections, out)
     runs_text = plural(len(runs), "run")

@@ -35,7 +35,7 @@ from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import load_planned_data
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools import links
@@ -152,7 +152,7 @@ def each_run(
         try:
             results = _do_run(values, group, use, run_cache)
         except BaseException:
-            print_error(f"{name}: rank {group.process.rank} failed")
+            print_stderr(f"{name}: rank {group.process.rank} failed")
             traceback.print_exc()
             sys.stderr.flush()
             shutil.rmtree(group.folder, ignore_errors=True)

@@ -27,7 +27,7 @@ from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.plan.layout import format_axes
 from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
-from distributed_training.records.display import duration, short_path
+from distributed_training.records.display import format_duration, short_path
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
@@ -227,7 +227,7 @@ def main(options: argparse.Namespace) -> int:
         if process.rank == 0:
             num_figures = len(members) * len(sizes) * len(RING_TURNS)
             seconds = num_figures * group.budget_s
-            print(f"{num_figures} measurements take {duration(seconds)}.", flush=True)
+            print(f"{num_figures} measurements take {format_duration(seconds)}.", flush=True)
         for axis, axis_members in members.items():
             entries = time_group(group, axis_members, sizes, RING_TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}

@@ -38,7 +38,7 @@ from distributed_training.records.display import Display, format_perplexity, sho
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
-from distributed_training.settings.errors import UserError, describe, print_error
+from distributed_training.settings.errors import UserError, describe, print_stderr
 from distributed_training.settings.files import require_writable, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
@@ -125,7 +125,7 @@ def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer,
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
-    print_error(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
+    print_stderr(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     trained = trained_model_of_run(plan, state, meta.base_fingerprint)

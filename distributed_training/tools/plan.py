@@ -28,7 +28,7 @@ from distributed_training.predict.predict import (
 )
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
-from distributed_training.settings.cache import CACHE
+from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import (
@@ -96,7 +96,7 @@ def run(
             raise UserError(what, fix="leave out --cluster")
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
-        require_writable(file.parent, f"set {CACHE} to another folder", file.name)
+        require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder", file.name)
         # Measure in separate processes, because measuring imports torch. Use as many processes as
         # the plan does.
         outcome = run_ranks([str(script), "calibrate", str(file)], count)

@@ -7,7 +7,7 @@ from tabulate import DataRow, TableFormat, tabulate
 from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.records.display import bottleneck
+from distributed_training.records.display import bottleneck_name
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import num_steps
 
@@ -45,7 +45,7 @@ def _row(choice: Prediction, label: str, all_columns: bool, offloads: bool) -> d
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": format_count(choice.tokens_per_s or 0.0),
             "error": likely if choice.validated else f"not validated, {likely}",
-            "bottleneck": bottleneck(choice.step.bound_by),
+            "bottleneck": bottleneck_name(choice.step.bound_by),
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
@@ -149,7 +149,7 @@ def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
         text = f"{name} comes first because it is simpler. {layout_name(best.plan)} is predicted "
         return f"{text}to be {speedup:.1%} faster, which is within the error of such predictions."
     text = f"{name} is the fastest layout that fits. A step takes {first.step.seconds:.3f} s, "
-    text += f"limited mainly by {bottleneck(first.step.bound_by)}."
+    text += f"limited mainly by {bottleneck_name(first.step.bound_by)}."
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             time_ratio = other.step.seconds / first.step.seconds

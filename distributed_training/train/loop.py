@@ -170,7 +170,7 @@ class Trainer:
             self.peak_memory.end()
             if evaluate:
                 self._evaluate("; saving" if save else "")
-                if lowest := self.history.find_stall(config.stop_after):
+                if lowest := self.history.describe_plateau(config.stop_after):
                     why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
                     self._say(f"stopping early: {why} on the loss of {lowest}")
                     if not last:
@@ -205,7 +205,7 @@ class Trainer:
         if not self._first_step:
             self._first_step = self.step
             self.startup.end("first_step")
-            self.saver.prepare(self.engine)
+            self.saver.preallocate(self.engine)
 
     def _agree_on_stop_and_flush(self) -> tuple[int, bool]:
         """Agree with the other ranks after a step. Return the number of the signal that stops the
@@ -321,7 +321,7 @@ class Trainer:
         save failed, raise an error with the cause. All ranks must call this method."""
         if self.saver.pending_write is None:
             return
-        self.set_activity("the end of a save", thread=self.saver.thread)
+        self.set_activity("the end of a save", thread=self.saver.writer_thread_id)
         try:
             folder, row = self.saver.finish()
         except FloatingPointError as error:

@@ -19,7 +19,7 @@ from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
-from distributed_training.settings.errors import UserError, print_error
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import Startup
 from distributed_training.supervise.watch import END_ACTIVITY, Watch
@@ -118,7 +118,7 @@ def push(run_dir: Path, name: str) -> int:
     try:
         print(f"Uploaded the model to {push_folder(run_dir / records.LAST, name)}", flush=True)
     except UserError as error:  # The run is finished, even if its model cannot be uploaded.
-        print_error(error.terminal_text)
+        print_stderr(error.terminal_text)
         return 1
     return 0
 

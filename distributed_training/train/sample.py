@@ -45,7 +45,7 @@ def generate_sample(
     # with sharded parameters gather them from all ranks.
     ids = list(generate_ids(
         engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
-        past=engine.new_kv_cache(), agree=lambda choice: dist.broadcast(choice, src=0),
+        past=engine.new_kv_cache(), broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
     ))  # fmt: skip
     text = tokenizer.decode([*prompt, *ids]) if topology.rank == 0 else ""
     sample = str(broadcast_from_rank_0(text))

@@ -89,11 +89,11 @@ def begin(saver, engine, step):
     saver.begin(engine, step=step, data_fingerprint="tokens")
 
 
-def find_resume(given, output_dir, work=WORK, strategy="zero2"):
+def find_checkpoint(given, output_dir, work=WORK, strategy="zero2"):
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.config.resume, plan.output_dir = given, output_dir
     notes = []
-    resumed = resume.find_resume(plan, notes)
+    resumed = resume.find_checkpoint(plan, notes)
     return notes if resumed is None else resumed[0]
 
 
@@ -286,13 +286,13 @@ def test_removing_a_symlinked_checkpoint_keeps_its_files(tmp_path):
 
 
 def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explains(tmp_path):
-    (note,) = find_resume("auto", tmp_path)
+    (note,) = find_checkpoint("auto", tmp_path)
     assert f"no run in '{tmp_path}' has a checkpoint" in note
     make_run(tmp_path, "20260103-finished", 5, status="ok")
-    (note,) = find_resume("auto", tmp_path)
+    (note,) = find_checkpoint("auto", tmp_path)
     assert "20260103-finished, the newest run with a checkpoint, has finished" in note
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
-    (note,) = find_resume("auto", tmp_path)
+    (note,) = find_checkpoint("auto", tmp_path)
     assert (
         "20260104-other-seed, the newest run with a checkpoint, used different settings: seed was 1"
         in note
@@ -305,7 +305,7 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
     newest = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")
     (tmp_path / "a-file").write_text("")
-    resumed = find_resume("auto", tmp_path)
+    resumed = find_checkpoint("auto", tmp_path)
     assert resumed == newest / "checkpoints" / "step-00000004"
 
 
@@ -317,10 +317,10 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})
     for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
-        assert find_resume("auto", tmp_path, strategy=strategy) == expected
+        assert find_checkpoint("auto", tmp_path, strategy=strategy) == expected
     with open(other.parents[1] / ".owner.json", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert find_resume("auto", tmp_path, strategy="fsdp") == same_strategy, (
+        assert find_checkpoint("auto", tmp_path, strategy="fsdp") == same_strategy, (
             "the other run is in use"
         )
 
@@ -330,7 +330,7 @@ def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, cap
     first, second, third = list_checkpoints(run_dir)
     (third / RANK_0).unlink()
     (second / "meta.json").write_text("{")
-    assert find_resume("auto", tmp_path) == first
+    assert find_checkpoint("auto", tmp_path) == first
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2
     assert f"{second} is not a checkpoint" in warnings[0]
@@ -346,12 +346,12 @@ def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
     copy = shutil.copytree(newest, newest.with_name(f"{newest.name}.good"))
     (newest.parent / "step-99999999").write_text("a note")
     for resume_value in ("auto", str(run_dir)):
-        assert find_resume(resume_value, tmp_path) == newest
+        assert find_checkpoint(resume_value, tmp_path) == newest
     empty = newest.with_name("step-00000009")
     empty.mkdir()
     with refused(f"{empty} is not a checkpoint", f"mv {empty} {empty}.damaged"):
-        find_resume(str(run_dir), tmp_path)
-    assert find_resume("auto", tmp_path) == newest
+        find_checkpoint(str(run_dir), tmp_path)
+    assert find_checkpoint("auto", tmp_path) == newest
     save(run_dir, 15, keep=1)
     assert copy.is_dir()
 
@@ -360,7 +360,7 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
     run_dir = make_run(tmp_path, "a")
     for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
         with refused(f"resume='{path}' is not a folder with a checkpoint", "auto, or to None"):
-            find_resume(str(path), tmp_path)
+            find_checkpoint(str(path), tmp_path)
     save(run_dir, 1)
     for work, message in (
         ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is now 4"),
@@ -370,10 +370,10 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
         with refused(
             "because that run used different settings", message, f"export {run_dir}, then"
         ):
-            find_resume(str(run_dir), tmp_path, work)
+            find_checkpoint(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
     with refused(f"from that run's weights: --weights {run_dir}/hf"):
-        find_resume(str(run_dir), tmp_path, {})
+        find_checkpoint(str(run_dir), tmp_path, {})
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".owner.json", ".faults"])
@@ -381,7 +381,7 @@ def test_resume_refuses_a_run_with_unwritable_files(name, tmp_path):
     run_dir = make_run(tmp_path, "a", 1)
     os.mkfifo(run_dir / name)
     with refused(f"{run_dir / name} cannot be written"):
-        find_resume(str(run_dir), tmp_path)
+        find_checkpoint(str(run_dir), tmp_path)
 
 
 def test_resume_identifies_input_files_by_their_contents(tmp_path):
@@ -413,16 +413,16 @@ def test_a_damaged_record_is_restored_from_the_checkpoint(content, tmp_path, cap
     if content:
         (run_dir / "record.json").write_bytes(content)
     for resume_value in ("auto", str(run_dir), str(folder)):
-        assert find_resume(resume_value, tmp_path) == folder
+        assert find_checkpoint(resume_value, tmp_path) == folder
     assert (
         resume.load_run_record(folder, read_meta(folder)).started_at
         == json.loads(intact)["started_at"]
     )
     (folder / "record.json").unlink()
-    assert find_resume("auto", tmp_path)
+    assert find_checkpoint("auto", tmp_path)
     assert f"skips {folder}" in caplog.records[-1].getMessage()
     with refused(f"{run_dir}/record.json"):
-        find_resume(str(run_dir), tmp_path)
+        find_checkpoint(str(run_dir), tmp_path)
 
 
 def test_a_checkpoint_of_other_tokens_is_refused(tmp_path):

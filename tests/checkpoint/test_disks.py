@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed_training.checkpoint import saver
-from distributed_training.checkpoint.resume import ElsewhereError, find_resume
+from distributed_training.checkpoint.resume import FilesOnOtherNodesError, find_checkpoint
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.records.folder import list_checkpoints
@@ -92,7 +92,7 @@ def find_on(given, output_dir, has_node_local_files=True):
     plan = plan_of(None)
     plan.has_node_local_files = has_node_local_files
     plan.config.resume, plan.output_dir = given, output_dir
-    return (find_resume(plan, []) or [None])[0]
+    return (find_checkpoint(plan, []) or [None])[0]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_p
     start_test_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
         assert find_on(resume, tmp_path).parents[1] == run_dir
-        with pytest.raises(ElsewhereError, match="is not complete"):
+        with pytest.raises(FilesOnOtherNodesError, match="is not complete"):
             find_on(resume, tmp_path, has_node_local_files=False)
     start_test_record(run_dir).update(status="ok")
     assert find_on("auto", tmp_path, has_node_local_files=False) is None

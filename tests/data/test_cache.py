@@ -13,7 +13,7 @@ import pytest
 from distributed_training.data import cache
 from distributed_training.data.corpus import find_corpus
 from distributed_training.data.samples import cut_samples
-from distributed_training.settings.cache import CACHE
+from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.config import RunConfig
 from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepare
 from tests.support import refused, small_text
@@ -90,7 +90,7 @@ def test_an_existing_cache_may_be_read_only(tokenizer, tmp_path, monkeypatch):
     denied = PermissionError(13, "Permission denied")
     monkeypatch.setattr(cache, "FileLock", Mock(side_effect=denied))
     assert prepare(tmp_path, tokenizer).fingerprint == first.fingerprint
-    with refused("token cache", "cannot be written", "Permission denied", CACHE):
+    with refused("token cache", "cannot be written", "Permission denied", CACHE_VARIABLE):
         prepare(tmp_path, tokenizer, make_corpus(seed=1))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed_training.parallel import agree
-from distributed_training.records.record import code
+from distributed_training.records.record import code_checksums
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous
@@ -78,8 +78,8 @@ def test_a_different_value_on_another_rank_is_named(tmp_path):
 
 def test_different_code_on_another_rank_is_named(tmp_path, monkeypatch):
     file = "distributed_training/train/loop.py"
-    assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
+    assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code_checksums().keys()
     versions = iter([{file: "one"}, {file: "another"}])
-    monkeypatch.setattr(rendezvous, "code", lambda: next(versions))
+    monkeypatch.setattr(rendezvous, "code_checksums", lambda: next(versions))
     for message in plan_on_two_ranks(tmp_path):
         assert message.startswith(f"rank 1 on {os.uname().nodename} and rank 0 on ")

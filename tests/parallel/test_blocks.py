@@ -2,7 +2,7 @@
 
 import sys
 
-from distributed_training.settings.cache import CACHE
+from distributed_training.settings.cache import CACHE_VARIABLE
 from tests.conftest import assert_ok, run_command
 
 COMPILE = """
@@ -29,7 +29,7 @@ def test_compiled_code_is_never_stored_in_a_folder_that_another_user_could_creat
     shared = tmp_path / "shared"
     shared.mkdir()
     cache = tmp_path / "own"
-    environment = {"TMPDIR": str(shared), CACHE: str(cache)}
+    environment = {"TMPDIR": str(shared), CACHE_VARIABLE: str(cache)}
     assert_ok(run_command([sys.executable, "-c", COMPILE], **environment))
     assert list(shared.glob("torchinductor_*")) == []
     assert list(cache.glob("inductor/precompiled_headers/*.h"))

@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.checkpoint.saver import load_checkpoint, load_own, own_parts
+from distributed_training.checkpoint.saver import (
+    load_checkpoint,
+    load_rank_local_parts,
+    rank_local_parts,
+)
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import attention, decoder, llama
@@ -205,7 +209,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
 
     second_half = range(num_steps // 2, num_steps)
     train_steps(range(num_steps // 2))
-    parts = [*run.engine.state_parts(), *own_parts(run.engine, run.topology)]
+    parts = [*run.engine.state_parts(), *rank_local_parts(run.engine, run.topology)]
     write_parts(path / f"rank-{dist.get_rank():05d}", parts)
     counters = run.engine.counters()
     dist.barrier()
@@ -223,7 +227,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     after_zero_rate = run.engine.full_state()
     run.engine.set_learning_rate(float(run.plan.config.learning_rate))
     run.engine.load(saved, counters)
-    load_own(run.engine, saved, run.topology)
+    load_rank_local_parts(run.engine, saved, run.topology)
     train_steps(second_half)
     states = {"straight": uninterrupted, "resumed": run.engine.full_state()}
     return {**states, "loaded": loaded, "kept": after_zero_rate}

@@ -41,7 +41,7 @@ OTHERS = (
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch):
     """Cache the strategies' files, because these tests build thousands of layouts."""
-    for name in ("list_strategies", "_read_folder"):
+    for name in ("list_strategies", "_read_strategy_file"):
         cached = functools.cache(getattr(strategy_module, name))
         monkeypatch.setattr(strategy_module, name, cached)
 

@@ -42,11 +42,11 @@ def over_seeds():
     finished runs, respectively."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
-        LayoutRow(name="zero2", records=runs, num_runs=2),
-        LayoutRow(name="dp", records=[seeded(0, 50_000.0)], num_runs=2),
-        LayoutRow(name="tp", records=[], num_runs=2, why="16 heads <&> 3 processes"),
+        LayoutRow(name="zero2", records=runs, num_requested_runs=2),
+        LayoutRow(name="dp", records=[seeded(0, 50_000.0)], num_requested_runs=2),
+        LayoutRow(name="tp", records=[], num_requested_runs=2, why="16 heads <&> 3 processes"),
     ]
-    return Comparison(work="", layouts=layouts)
+    return Comparison(work_description="", layouts=layouts)
 
 
 def rows_of(comparison, title="Results"):
@@ -65,8 +65,8 @@ def test_works_are_newest_first_with_oldest_runs_first_and_differences_named():
         made_record(run_dir="a-4", started_at="2026-01-02", work=dict(reversed(work.items()))),
     ]
     newest, oldest = group_by_work(records)
-    assert newest.differs == {"seed": "7", "global_batch_size": "64"}
-    assert oldest.differs == {"seed": "42", "global_batch_size": "32"}
+    assert newest.differing_settings == {"seed": "7", "global_batch_size": "64"}
+    assert oldest.differing_settings == {"seed": "42", "global_batch_size": "32"}
     # Shared settings are in the title. Settings that differ are in the row names.
     assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
     rows = rows_of(oldest)
@@ -75,7 +75,7 @@ def test_works_are_newest_first_with_oldest_runs_first_and_differences_named():
     assert rows[names[0]]["peak GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
     first, _ = group_by_work([made_record(), other])
-    assert first.differs == {"data_fingerprint": "0123456789ab"}
+    assert first.differing_settings == {"data_fingerprint": "0123456789ab"}
 
 
 def test_an_unfinished_run_shows_its_last_step():

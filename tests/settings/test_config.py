@@ -230,4 +230,4 @@ def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, t
     key_values = built.to_key_values()
     assert build_config(key_values).to_key_values() == key_values
     for name, value in key_values.items():
-        assert type(value) in {TYPES[form["type"]] for form in KEYS[name].forms}, name
+        assert type(value) in {TYPES[schema["type"]] for schema in KEYS[name].schemas}, name

@@ -8,9 +8,9 @@ from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     expand_home,
+    fingerprint_file,
     load_json,
     require_writable,
-    sample_file,
     shown,
 )
 from distributed_training.settings.request import build_config
@@ -29,14 +29,14 @@ def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
     for whole_bytes, change in ((10**9, 1), (10**6, 8200)):  # 8 MB, read whole or in part
         monkeypatch.setattr(files, "_FULL_CRC_BYTES", whole_bytes)
         file.write_bytes(bytes(8_000_000))
-        before = sample_file(file)
+        before = fingerprint_file(file)
         with file.open("r+b") as stream:
             stream.seek(3_456_789)
             stream.write(b"x" * change)
-        assert sample_file(file) != before
+        assert fingerprint_file(file) != before
     os.unlink(file)
     os.mkfifo(file)
-    assert sample_file(file) == sample_file(tmp_path / "not there") == ""
+    assert fingerprint_file(file) == fingerprint_file(tmp_path / "not there") == ""
 
 
 def test_require_writable_leaves_no_files(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from distributed_training.settings.errors import exit_code
+from distributed_training.settings.errors import run_and_report_errors
 from distributed_training.settings.launchers import (
     LAUNCHERS,
     describe_ignored_settings,
@@ -99,7 +99,7 @@ def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
     environment(**variables)
     with refused("MASTER_ADDR and MASTER_PORT", "--num_gpus N", "torchrun"):
         current_process()
-    assert exit_code(lambda: current_process() and 0) == 2
+    assert run_and_report_errors(lambda: current_process() and 0) == 2
     assert capsys.readouterr().err == "", "rank 0 says it"
 
 
@@ -161,14 +161,14 @@ def test_incomplete_launcher_variables_are_refused(variables, message, environme
     with refused(message):
         current_process()
     if "WORLD_SIZE" not in variables:  # perhaps no other process can report the error
-        assert exit_code(lambda: current_process() and 0) == 2
+        assert run_and_report_errors(lambda: current_process() and 0) == 2
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])
 def test_an_invalid_rank_is_reported(rank, environment, capsys):
     environment(**{**RANK_1, **MASTER, "RANK": rank})
-    assert exit_code(lambda: current_process() and 0) == 2
+    assert run_and_report_errors(lambda: current_process() and 0) == 2
     assert f"RANK={rank}" in capsys.readouterr().err.replace("'", "")
 
 

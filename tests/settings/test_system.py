@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from distributed_training.settings import system
-from distributed_training.settings.errors import RunError, exit_code, explain
+from distributed_training.settings.errors import RunError, explain, run_and_report_errors
 from distributed_training.settings.files import relative_path
 from tests.support import refused
 
@@ -60,7 +60,7 @@ def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, caps
         os.path.abspath("a")
         return 0
 
-    assert exit_code(library) == 2
+    assert run_and_report_errors(library) == 2
     assert capsys.readouterr().err.startswith("error: the current folder has been removed.")
 
 

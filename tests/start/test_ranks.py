@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from distributed_training.settings.errors import RunError, exit_code
+from distributed_training.settings.errors import RunError, run_and_report_errors
 from distributed_training.start import ranks as ranks_module
 from distributed_training.start.ranks import (
     SHUTDOWN_TIMEOUT_VARIABLE,
@@ -52,7 +52,7 @@ def ranks(request, tmp_path, monkeypatch):
             runpy.run_path(str(script))
             return 0
 
-        return run_ranks(functools.partial(exit_code, act), 2)
+        return run_ranks(functools.partial(run_and_report_errors, act), 2)
 
     yield call
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from distributed_training.records.display import duration, fold, short_path
+from distributed_training.records.display import fold, format_duration, short_path
 from distributed_training.records.record import write_json
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
@@ -121,7 +121,7 @@ def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -
     ]
     seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
     text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
-    text += f"process takes {duration(seconds)}."
+    text += f"process takes {format_duration(seconds)}."
     print(fold(f"{text} The output of libraries is in {short_path(out)}/log.txt."))
     sys.stdout.flush()
 
