@@ -79,7 +79,10 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
         user_error = explain(error)
         if user_error is None and isinstance(error, OSError):
             # Usually, the disk that contains the token cache or output_dir is full or read-only.
-            fix = f"free some space, or set {CACHE_VARIABLE} or output_dir to a folder on another disk"
+            fix = (
+                f"free some space, or set {CACHE_VARIABLE} or "
+                "output_dir to a folder on another disk"
+            )
             user_error = UserError("Preparing the data failed", str(error), fix)
         if user_error is None:
             raise
