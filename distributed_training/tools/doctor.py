@@ -293,5 +293,6 @@ def main(output_dir: Path) -> int:
         for command in commands:
             print(f"{indent}  {command}")
     levels = Counter(finding.level for finding in findings)
-    print(f"\n{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok")
+    counts = f"{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok"
+    print(f"\n{counts}" if levels["fail"] else f"\n{counts}. This machine can train.")
     return int(levels["fail"] > 0)

@@ -49,5 +49,5 @@ def run(main: Callable[[], int]) -> NoReturn:
         use_private_caches()
         sys.exit(main())
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error.terminal_text, file=sys.stderr)
         sys.exit(error.exit_code)
