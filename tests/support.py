@@ -58,10 +58,10 @@ def small_text() -> Path:
     use the embedded corpus, because tokenizing it takes longer than most of their training runs."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
-    kwargs = _WORDS.split()
-    weights = [1 / (place + 3) for place in range(len(kwargs))]
+    words = _WORDS.split()
+    weights = [1 / (place + 3) for place in range(len(words))]
     lines = (
-        " ".join(draw.choices(kwargs, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
+        " ".join(draw.choices(words, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
         for _ in range(3000)
     )
     return _write_once(file, ".\n".join(lines) + ".\n")
@@ -73,11 +73,11 @@ def small_records() -> Path:
     records have only a few words."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
-    kwargs = _WORDS.split()
+    words = _WORDS.split()
     rows = []
     for _ in range(400):
-        prompt = " ".join(draw.choices(kwargs, k=draw.choice((1, 2, 3, 5, 8))))
-        answer = " ".join(draw.choices(kwargs, k=draw.choice((1, 1, 2, 4, 9, 40))))
+        prompt = " ".join(draw.choices(words, k=draw.choice((1, 2, 3, 5, 8))))
+        answer = " ".join(draw.choices(words, k=draw.choice((1, 1, 2, 4, 9, 40))))
         rows.append(json.dumps({"prompt": f"{prompt}?", "completion": f" {answer}"}) + "\n")
     return _write_once(file, "".join(rows))
 
@@ -91,14 +91,14 @@ def _write_once(file: Path, text: str) -> Path:
 
 
 @contextlib.contextmanager
-def refused(*kwargs: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
+def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """Check that the `with` block raises a UserError with a one-line message that contains each of
     `words`."""
     with pytest.raises(UserError) as caught:
         yield caught
     text = str(caught.value)
     assert text.splitlines() == [text]
-    for word in kwargs:
+    for word in words:
         assert word in text
 
 
