@@ -26,9 +26,9 @@ _TYPE_TEXTS = {
 
 
 class Options(BaseModel):
-    """Base class for classes whose fields are keys: RunConfig and the OPTIONS of a strategy's
-    engine. An engine's OPTIONS may override the methods that check the options and declare the
-    engine's costs."""
+    """Base class for classes whose fields are CONFIG keys: RunConfig and the OPTIONS of a
+    strategy's engine. An engine's OPTIONS may override the methods that check the options and
+    declare the engine's costs."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,

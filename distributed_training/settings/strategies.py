@@ -203,7 +203,7 @@ class Strategy:
 
     @property
     def swaps_to_disk(self) -> bool:
-        """Return whether state is swapped to disk, with DeepSpeed's libaio extension."""
+        """Return whether DeepSpeed's libaio extension swaps state to disk."""
         return "nvme" in self.offload.values()
 
     @property

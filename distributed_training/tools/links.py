@@ -90,8 +90,9 @@ def time_group(
     operations: Iterable[str],
     ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time operations over a process group, for each size of the whole tensor in bytes. Return one
-    entry per size, with the time of each operation in seconds on the slowest process.
+    """Time operations over a process group. `sizes` contains the sizes of the whole tensor in
+    bytes. Return one entry per size, with the time of each operation in seconds on the slowest
+    process.
 
     `members` is a torch process group. If it is None, all processes are members. `ranks` defaults
     to the ranks of the group. The send operation uses the first two of `ranks`. All ranks must call
