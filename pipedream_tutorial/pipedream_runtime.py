@@ -147,7 +147,8 @@ def _runnable_schedules(config: Mapping[str, Any]) -> list[str]:
 
 def start(arguments: list[str]) -> NoReturn:
     """Start the stages. If `go_on` is set and a schedule other than the first fails, start the
-    stages again without that schedule. If torchrun started this process, run a stage in it."""
+    stages again without that schedule. If torchrun started this process, run one stage in this
+    process instead."""
     config = read_config(arguments)
     code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:

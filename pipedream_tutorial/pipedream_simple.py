@@ -107,7 +107,7 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
-    """Return the operations of `steps`, with the microbatches of each (kind, stage) numbered from
+    """Return the operations of `steps`. For each kind and stage, microbatches are numbered from
     0."""
     done: Counter[tuple[str, int]] = Counter()
     order = []
@@ -236,7 +236,8 @@ def measure(name: str, config: dict[str, Any]) -> Row:
 
 
 def stage_durations(config: dict[str, Any], v: int) -> Durations:
-    """Return the durations on one of a rank's v stages, as fractions, so that sums are exact."""
+    """Return the duration of each kind of operation on one stage of a rank with v stages. Also
+    return the time to send a message. Durations are fractions, so sums are exact."""
     f, i, w, send = (Fraction(config[key]) for key in DURATIONS)
     return {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v, "send": send}
 
@@ -463,8 +464,9 @@ def fill_v(
 ) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and its idle time after its first F. F and I follow a pattern.
     Lowercase letters are operations on the way up the V. W fills the time in which a rank would
-    wait. Rank r may idle as long as the rank that idles longest, or for `allowed_idle[r]` if that
-    is longer. `delayable_steps` has the letters of the steps that W may delay in addition to I."""
+    wait. Rank r may be idle for `allowed_idle[r]`, or for the longest idle time of any rank if that
+    is longer. `delayable_steps` contains the letters of the steps that W may delay in addition to
+    I."""
     words = [""] * p
     pending_w = [""] * p  # by rank: letters of the W whose I has run
     clock, idle = [Fraction(0)] * p, [Fraction(0)] * p

@@ -49,8 +49,8 @@ def explorer_settings(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), savi
 
 
 def grid():
-    """Return cases for every schedule: fixed sizes with equal and random durations, and one case
-    per schedule in which W takes no time."""
+    """Return cases for every schedule. Cases with fixed sizes have equal or random durations, and
+    in one case per schedule, W takes no time."""
     rng = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []

@@ -374,8 +374,8 @@ def test_a_question_is_asked_before_playback_and_answered_after_it(browser):
 
 
 def test_a_long_press_drags_an_operation_and_a_button_moves_it_to_the_end(browser):
-    """Moving 2W0 to the end of its rank shortens the batch by 1, whether the user drags it by touch
-    or presses the button."""
+    """Moving 2W0 to the end of its rank shortens the batch by 1 time unit, whether the user drags
+    the operation by touch or presses the button."""
 
     def touch(kind, *points):
         points = [{"x": x, "y": y} for x, y in points]

@@ -70,7 +70,8 @@ def draw_and_check(make: Callable[[], Figure]) -> Figure:
 
 
 def numbers_of(picture: Path) -> np.ndarray:
-    """Return the pixel values of a PNG, from 0 to 1, or the numbers in an SVG."""
+    """Return the numbers in a picture: the pixel values of a PNG (0 to 1), or all numbers in an SVG
+    file."""
     if picture.suffix == ".png":
         return imread(picture)
     return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
@@ -94,8 +95,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
-    """Return the rectangles that show operations, without the rectangles behind them, which show
-    idle time."""
+    """Return the rectangles that show operations, but not the rectangles behind them that show idle
+    time."""
     patches = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     return [patch for patch in patches if not str(patch.get_gid()).startswith("idle")]
 

@@ -36,8 +36,8 @@ def _start_endless(*more, start=SCRIPT):
 
 
 def _kill(process, rank):
-    """Kill a stage and wait until all processes have ended. Return (process ID of the stage, stderr
-    of all processes)."""
+    """Kill a stage and wait until all processes have ended. Return the stage's process ID, and the
+    stderr output of all processes."""
     children = psutil.Process(process.pid).children(recursive=True)
     victim = sorted(child.pid for child in children)[rank]  # ranks start in order
     os.kill(victim, signal.SIGKILL)

@@ -42,8 +42,8 @@ def cell_text(cell: Any) -> str:
 def test_notebook_shows_answers_after_guesses_and_accepts_the_solutions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the notebook as committed, without answers or solutions. Then run the notebook in the
-    same kernel with guesses and solutions."""
+    """Run the notebook as committed, without answers or solutions. Then run the notebook again in
+    the same kernel, with guesses and solutions."""
     book = nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):

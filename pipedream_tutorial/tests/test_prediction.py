@@ -1,5 +1,5 @@
-"""Test predictions from measurements. Predictions are exact for simulated runs, and close if the
-times have jitter.
+"""Test that predictions from measured times are exact for simulated runs, and close if the times
+have jitter.
 
 The accuracy for real runs depends on the load on the machine, so no test checks it. TEST_RESULTS.md
 shows the accuracy that pipedream_runtime.py recorded."""

@@ -18,7 +18,7 @@ KEPT = Fraction(1, 20)
 
 
 def built(name: str) -> list[tuple[ClosedFormInputs, Schedule]]:
-    """Return a (case with random durations, schedule) pair for each size that the schedule
+    """Return a case with random durations, and its schedule, for each size that the schedule
     allows."""
     rng, found = random.Random(name), []
     for p, m in SIZES:

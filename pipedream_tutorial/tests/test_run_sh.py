@@ -29,8 +29,8 @@ SETUP_LOG = "venv --quiet\npip install\n"
 
 @pytest.fixture
 def script_dir(tmp_path):
-    """Copy run.sh to a folder whose name contains a space, with a script that prints its
-    arguments."""
+    """Create a folder whose path contains a space, with a copy of run.sh and a program that prints
+    its arguments."""
     folder = tmp_path / "a folder" / "pipedream_tutorial"
     (folder / "pipedream").mkdir(parents=True)
     shutil.copy(FOLDER / "run.sh", folder)
@@ -44,8 +44,8 @@ def script_dir(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, script_dir):
-    """Return a function that runs the copy with the given scripts and returns (exit code, stdout,
-    stderr). PATH contains only these scripts and TOOLS."""
+    """Return a function that runs the copy with the given scripts and returns its exit code, stdout
+    and stderr. PATH contains only these scripts and TOOLS."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in TOOLS:

@@ -123,8 +123,8 @@ def test_gpipe_is_limited_by_the_slowest_stage_in_each_direction() -> None:
 
 
 def test_1f1b_is_limited_by_the_slowest_stage() -> None:
-    """In the steady state, each microbatch takes as long as the forward and backward pass of the
-    slowest stage. PipeDream's order is used, because it is 1F1B without a flush."""
+    """In the steady state, the time per microbatch is the time for one forward and one backward
+    pass of the slowest stage. PipeDream's order is used, because it is 1F1B without a flush."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)
@@ -156,8 +156,9 @@ def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
-    """Each further batch adds its computing time and rank 0's idle time between its first and last
-    operation. This idle time may be less than the idle time within the makespan of one batch."""
+    """Each further batch adds rank 0's computing time, and rank 0's idle time between the first and
+    the last operation of a batch. This idle time may be less than the idle time within the makespan
+    of one batch."""
     rng, form, num_shorter = random.Random(name), CLOSED_FORMS[name], 0
     for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
         s = build_schedule(name, p, m)

@@ -82,8 +82,8 @@ def test_script_passes_unknown_arguments_to_the_package(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_table_rows_match_a_full_simulation(name):
-    """The values of a table row equal the values from a full simulation. If the policy is to flush,
-    the row's times for consecutive batches are computed from a single simulated batch."""
+    """The values of a table row equal the values from a full simulation. If the schedule has a
+    flush, the row's times for consecutive batches are computed from a single simulated batch."""
     row, entry = measure(name, BASE_CONFIG), SCHEDULES[name]
     batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)

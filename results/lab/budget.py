@@ -5,7 +5,7 @@
 
 A model with N parameters that is trained once over D tokens has a loss of
 `E + A / N^alpha + B / D^beta` nats per token (Hoffmann et al., 2203.15556, approach 3). Training
-costs `6 N D` FLOPs. Both fits in scaling.json are for the same corpus, vocabulary and recipe.
+costs `6 N D` FLOPs. scaling.json contains two fits for the same corpus, vocabulary and recipe.
 For other data, the fits show how the loss changes with N and D, but not its value."""
 
 import argparse
@@ -198,8 +198,8 @@ def fastest_layouts(
 
 
 def _size_mismatch(fit: Fit, flops: float, choice: Prediction) -> float:
-    """Return the absolute log ratio between the best model size for `flops` and the chosen model's
-    size."""
+    """Return by how much the chosen model's size differs from the best size for `flops`, as the
+    absolute logarithm of their ratio."""
     best, _ = fit.optimum(flops)
     return abs(math.log(best / choice.plan.size.num_parameters))
 

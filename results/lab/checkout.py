@@ -21,8 +21,8 @@ def accept(arguments: argparse.Namespace) -> None:
 
 
 class Parser(keys.Parser):
-    """Parser for a program's options. With --dry-run, the parser calls `check` and starts
-    nothing."""
+    """Command-line parser that adds the option --dry-run. With this option, the parser calls
+    `check` and exits, and nothing is started."""
 
     def __init__(
         self, *, check: Callable[[argparse.Namespace], None] = accept, **options: Any

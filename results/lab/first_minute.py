@@ -39,7 +39,7 @@ MARKS = {
 
 
 def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
-    """Run a command. Return (seconds since the start, line) for each line that the command prints.
+    """Run a command. Return one entry per printed line: the seconds since the start, and the line.
     The last entry contains the time at which the command ended, with an empty line."""
     began = time.monotonic()
     lines = []

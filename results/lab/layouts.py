@@ -70,15 +70,15 @@ COMPUTE_KINDS = ("F", "B", "W")
 
 
 class LeftOver(NamedTuple):
-    """GPU memory between two runs, in bytes: allocated to tensors, and reserved by the
-    allocator."""
+    """GPU memory in use between two runs: the bytes allocated to tensors, and the bytes reserved by
+    the allocator."""
 
     allocated: int
     reserved: int
 
 
 class CallTimer:
-    """Recorder of the start and end of calls. Times are on the GPU's clock if there is a GPU."""
+    """Records when calls start and end. Times are on the GPU's clock if there is a GPU."""
 
     def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
         """Start recording every phase of the pipeline and every operation of its stages."""
@@ -312,9 +312,9 @@ def subtract_left_over(
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
-    """Measure the runs one after another. For each run, the generator yields the run's name and a
-    result. The result is the record on rank 0, a short message on the other ranks, and an error
-    message on all ranks if the run was refused. All ranks must iterate over the generator."""
+    """Measure the runs one after another. For each run, yield the run's name and a result. If the
+    run was refused, the result is an error message. Otherwise, the result is the record on rank 0,
+    and a short message on the other ranks. All ranks must iterate over the generator."""
     before = _gather_left_over()
     for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, run_cache=harness.RunCache()

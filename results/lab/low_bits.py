@@ -5,11 +5,11 @@
 
 PART is one of:
 
-- `optimizers`: train gpt2 for 300 steps on real text with each `optimizer`. AdamW runs with three
+- `optimizers`: train gpt2 for 300 steps on real text with each optimizer. AdamW runs with three
   seeds, and the differences between these runs show the noise.
 - `base`: train LoRA on Qwen3-8B and Qwen3-4B with one sequence of 1,024 tokens per GPU
   and step, and with random base weights in 16 bits and in 4 bits.
-- `full`: train all weights of Llama-3.2-1B with each `optimizer`.
+- `full`: train all weights of Llama-3.2-1B with each optimizer.
 
 --tiny is a smoke test for CPUs. The program prints a table that includes the predictions, and
 writes all results to FOLDER/low_bits_PART.json.

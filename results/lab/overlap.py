@@ -41,8 +41,8 @@ KINDS = {  # Patterns for the names of NCCL kernels and gloo operations, in lowe
 
 
 def spans_where(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
-    """Return the time spans in which `inside` returns True. `inside` receives the number of open
-    spans in each group."""
+    """Return the time spans for which `inside` returns True. The arguments of `inside` are the
+    numbers of open spans in each group."""
     edges = [
         (time, group, step)
         for group, spans in enumerate(groups)
@@ -83,8 +83,8 @@ def length(spans: Spans) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class RankTrace:
-    """Trace of one rank. Times are in microseconds. They are counted from 1970 if the trace has a
-    base time, and otherwise from the zero point of the trace."""
+    """Trace of one rank. Times are in microseconds, counted from 1970 if the trace has a base time,
+    and otherwise from the trace's own zero point."""
 
     rank: int
     steps: int

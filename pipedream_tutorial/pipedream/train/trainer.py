@@ -37,9 +37,9 @@ Gradients = tuple[Tensor, ...]
 
 
 class SplitLinears(TorchFunctionMode):
-    """Context manager under which backward passes skip W for linear layers. The input of each
-    linear layer must require a gradient. It does if it depends on the stage's input or on the
-    weights of a normalization layer."""
+    """Context manager in which the backward passes of linear layers skip W. The input of each
+    linear layer must require a gradient. This is the case if the input depends on the stage's input
+    or on the weights of a normalization layer."""
 
     def __init__(self) -> None:
         self.deferred: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
@@ -81,7 +81,7 @@ class _InFlight:
 
 
 class StageTrainer:
-    """Trainer of one stage, which uses plain SGD and follows a weight policy.
+    """Trains one stage with plain SGD under a weight policy.
 
     Under every policy, the loss of a microbatch is divided by m, the number of microbatches in a
     batch. As a result, m updates with one microbatch each change the weights about as much as one
@@ -130,8 +130,8 @@ class StageTrainer:
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
         """Run one operation of this stage. `received` is the result of the previous stage for F,
-        and of the next stage for B and I. It is None for W, and if the stage has no such neighbor.
-        Return the result to send, or None if there is nothing to send."""
+        and of the next stage for B and I. `received` is None for W, and for stages without this
+        neighbor. Return the result to send, or None if there is nothing to send."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
@@ -145,8 +145,8 @@ class StageTrainer:
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
         """Run the forward pass of a microbatch with the policy's version of the weights. `x` is the
-        input [batch, ...] from the previous stage. Return the output to send or, on the last stage,
-        the scaled scalar loss."""
+        input [batch, ...] from the previous stage. Return the output. On the last stage, return the
+        scaled scalar loss."""
         version = self._version_of(microbatch)
         weights = self.versions[version]
         x = x.detach().requires_grad_(self.stage > 0)
@@ -238,8 +238,8 @@ def build_trainers(
     stages: Iterable[int] | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> Trainers:
-    """Build trainers with the initial weights for `stages`, or for all stages if `stages` is
-    None."""
+    """Build the trainers of `stages` with the initial weights. If `stages` is None, build the
+    trainers of all stages."""
     modules = workload.build_modules(schedule.stages_per_rank)
     common = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
     return {

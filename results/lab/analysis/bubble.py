@@ -64,7 +64,7 @@ def explain(
 
 
 def _slowest_operations(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the highest median time of any rank for each operation of each stage."""
+    """For each operation of each stage, return the highest of the ranks' median times."""
     largest: dict[str, float] = {}
     for name, seconds in (item for rank in ranks for item in rank["operations_s"].items()):
         largest[name] = max(seconds, largest.get(name, 0.0))

@@ -38,8 +38,7 @@ LIMIT_S = 900
 
 
 class Clock:
-    """Timer of the steps after the warm-up. The result also contains the peak GPU memory of the
-    process."""
+    """Measures the time of the steps after the warm-up, and the peak GPU memory of the process."""
 
     def __init__(self) -> None:
         self.num_steps = 0

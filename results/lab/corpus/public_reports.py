@@ -5,8 +5,9 @@
 CASES contains one folder per case, with a model in the folder `model` and with data files.
 A case passes if the program rejects it with the expected message or if three conditions hold:
 
-- The token IDs of each sample equal the output of `tokenizer(text)`, or of `apply_chat_template`
-  for the conversation or a part of it that ends with an answer.
+- The token IDs of each sample equal the output of `tokenizer(text)`, with or without a final EOS
+  token. For a conversation, they equal the output of `apply_chat_template` for all messages up to
+  one of the answers.
 - The loss covers each answer once.
 - The counts add up.
 

@@ -1,4 +1,4 @@
-"""Make prompt-and-answer records from the embedded text, which is Python's standard library."""
+"""Make prompt-and-answer records from the embedded text, the code of Python's standard library."""
 
 import ast
 import json

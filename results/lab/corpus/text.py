@@ -3,10 +3,10 @@
     python -m results.lab.corpus.text 10GB OUT.json [--tokenizer FOLDER] [--work FOLDER]
 
 The program writes a file of the given size: copies of the embedded corpus with shuffled lines and
-digits. A separate process prepares the file as a training run would: first without a cache, then
-with the cache, then by memory-mapping the cache as each process in a run does. Ten times per
-second, the program adds up the proportional and the resident set sizes of the separate process and
-its children. It records the largest value of each sum.
+digits. A separate process prepares the file three times: without a cache, with the cache, and by
+memory-mapping the cache as each process in a training run does. Ten times per second, the program
+adds up the memory (PSS and RSS) of the separate process and its children. The record contains the
+largest value of each sum.
 """
 
 import json

@@ -44,8 +44,8 @@ def _line(first: str, cells: list[str]) -> str:
 
 
 def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
-    """Return (label, bytes on the fullest process, whether dp_shard shards this state) for each
-    kind of state."""
+    """Return one row for each kind of state: a label, the number of bytes on the fullest process,
+    and whether dp_shard shards this state."""
     strategy = plan.strategy
     state = estimate_state(plan)
     unsharded_state = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
@@ -71,8 +71,8 @@ def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
 
 
 def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
-    """Return the number of parameters in one stage, without padding. The first and the last stage
-    both hold a tied embedding."""
+    """Return the number of parameters in one stage, without padding. A tied embedding is counted in
+    both the first and the last stage."""
     count = blocks_per_stage[stage] * size.block_parameters
     if stage == 0:
         count += size.embedding_parameters + size.position_parameters

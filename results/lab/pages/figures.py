@@ -73,7 +73,7 @@ def one_launch(records: Path) -> Figure:
 
 
 def tradeoff(records: Path) -> Figure:
-    """Plot tokens per second against the peak GiB on the fullest GPU for each layout."""
+    """For each layout, plot tokens per second against the peak memory of the fullest GPU in GiB."""
     chosen = {
         "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
@@ -154,7 +154,8 @@ def _idle(record: Record) -> tuple[float, float]:
 
 
 def memory(records: Path) -> Figure:
-    """Plot the state and the other memory on the fullest GPU for each layout."""
+    """For each layout, plot the peak memory of the fullest GPU, divided into state and other
+    memory."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
@@ -187,8 +188,9 @@ def overlap(records: Path) -> Figure:
 
 
 def from_scratch(records: Path) -> Figure:
-    """Plot the losses of a run on Python's standard library and of two runs on English text. One
-    English run starts from the weights of the first run, and the other from random weights."""
+    """Plot the losses of three runs, one trained on the code of Python's standard library and two
+    trained on English text. One of the English runs starts from the weights of the first run, and
+    the other from random weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
         "code of Python's standard library, 9 MB": {"from random weights": first},
