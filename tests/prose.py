@@ -139,8 +139,8 @@ def findings(path: Path) -> list[Finding]:
 
 
 def folder_of(path: Path) -> str:
-    """Return the name under which a file's findings are counted: its folder or, for a page, its
-    path."""
+    """Return the name under which the findings in a file are counted. The name is the file's folder
+    or, for a page, the file's path."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts if path.suffix == ".md" else parts[:2] if len(parts) > 2 else parts[:1])
 

@@ -16,8 +16,8 @@ NO_GPU = "#!/bin/sh\nexit 9\n"
 
 
 def installed(tmp_path, nvidia_smi, index):
-    """Run a copy of setup_env.sh with the given nvidia-smi, and return the arguments that uv
-    received."""
+    """Run a copy of setup_env.sh with a fake nvidia-smi and the given index for CPU builds. Return
+    the arguments of `uv pip install`, and the messages of setup_env.sh."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
     programs, uv_log = tmp_path / "bin", tmp_path / "uv.log"

@@ -1,5 +1,5 @@
-"""Cause faults: a rank hangs, fails or is killed, the launcher is killed, the terminal closes, or
-the disk is full. The run must end soon, leave no processes behind, and record the reason."""
+"""Test runs in which a rank hangs, fails or is killed, the launcher is killed, the terminal closes,
+or the disk is full. Such a run must soon end, leave no processes behind, and record the reason."""
 
 import platform
 import re

@@ -20,7 +20,7 @@ NOT_RUN = "is code and was not run"
 
 
 def edit(file: Path, **values: object) -> None:
-    """Set values in a JSON file. `a__b=1` sets document["a"]["b"]."""
+    """Set values in a JSON file. For example, `a__b=1` sets `document["a"]["b"]` to 1."""
     document = json.loads(file.read_text())
     for name, value in values.items():
         *path, last = name.split("__")
@@ -43,8 +43,8 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(run_dir, tmp_path_factory):
-    """Return untrusted folders and files by name. The entry "mark" is the path of a
-    file that their code would create if it ran."""
+    """Return the paths of untrusted folders and files, keyed by name. If any of their code runs, it
+    creates the file at the path "mark"."""
     root = tmp_path_factory.mktemp("hostile")
     mark = root / "code-ran"
     evil = root / "evil"

@@ -1,5 +1,5 @@
-"""Test access to the Hub with a stub on loopback that serves files, rejects requests, cuts off
-downloads, never answers, or has stopped."""
+"""Test access to the Hub with a stub on loopback. In different tests, the stub serves files,
+rejects requests, cuts off downloads, never answers, or is no longer running."""
 
 import functools
 import io
@@ -32,8 +32,8 @@ def parquet(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="module")
 def wikitext():
-    """Return {path on the Hub: content} for a small imitation of WikiText-2 that has headings,
-    paragraphs and blank rows."""
+    """Return the files of a small imitation of WikiText-2, keyed by their paths on the Hub. The
+    text has headings, paragraphs and blank rows."""
     lines = [f" {line} \n" for line in small_text().read_text().splitlines()]
     texts = ["", " = An article = \n", "", " = = Use = = \n", "", *lines]
     rows = [{"text": text} for text in texts]
@@ -44,8 +44,8 @@ def wikitext():
 
 @pytest.fixture(scope="module")
 def own_dataset():
-    """Return {path on the Hub: content} for two datasets: me/chats has a validation split, and
-    me/cards has two configs."""
+    """Return the files of two datasets, keyed by their paths on the Hub. The dataset me/chats has a
+    validation split, and me/cards has two configs."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     chats = [{"number": n, "messages": messages} for n in range(120)]
@@ -111,8 +111,8 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
 
 
 def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # noqa: F811
-    """The template in additional_chat_templates/tool_use.jinja renders records with tools, as in
-    transformers."""
+    """The template in additional_chat_templates/tool_use.jinja renders records with tools, as it
+    does in transformers."""
     content = {file.name: file.read_bytes() for file in folder.iterdir()}
     content |= {"model.safetensors": b"", "onnx/tokenizer.json": b"", "config.json": b"{}"}
     turns = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ' ' }}{% endfor %}"

@@ -22,7 +22,7 @@ LONG = {**SMALL, "num_samples": 1200, "epochs": 80, "checkpoint_every": 0}
 
 @dataclass
 class Trap:
-    """Object that creates a folder at the path `file` when it is unpickled."""
+    """Creates a folder at the path `file` when unpickled."""
 
     file: Path
 

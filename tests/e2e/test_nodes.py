@@ -1,5 +1,5 @@
-"""Test runs on several nodes, which are network namespaces. Each node resolves its host name to
-loopback."""
+"""Test runs on several nodes, which are simulated by network namespaces. Each node resolves its
+host name to loopback."""
 
 import shutil
 

@@ -12,8 +12,8 @@ NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
 
 
 def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, **changes):
-    """Run with bad gradients in `steps`. Return "" if the run succeeds, and the output of all
-    processes if it fails."""
+    """Train with the fault `case` from fault_cases.py, by default bad gradients in `steps`. Return
+    "" if the run succeeds, and the output of all processes if it fails."""
     values = {**SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "checkpoint_every": EVERY}
     values |= {**NATIVE.get(strategy, {}), "output_dir": output_dir, **changes}
     said = run_case(f"fault_cases:{case}", values, name=NAME, steps=steps, step=step)

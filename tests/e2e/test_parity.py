@@ -1,5 +1,5 @@
-"""Test `parity` as a user would type it, with layouts that match the results of a single process
-and one layout that omits part of a gradient."""
+"""Test `parity` as a user would type it. Some layouts match the results of a single process. One
+layout omits part of a gradient."""
 
 import json
 import math

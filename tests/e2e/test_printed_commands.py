@@ -87,7 +87,7 @@ COMMANDS = sorted(
 
 @functools.cache
 def as_required() -> bool:
-    """Return whether the Python that runs the tests meets requirements.txt. If it does not, run.sh
+    """Return whether the tests' Python environment meets requirements.txt. If it does not, run.sh
     uses a different Python."""
     check = [sys.executable, ROOT / "strategies/check_requirements.py", ROOT / "requirements.txt"]
     return run_command(check).returncode == 0

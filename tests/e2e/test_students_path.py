@@ -44,8 +44,8 @@ class Terminal:
         self.keyboard, self.text = keyboard, ""
 
     def read_until(self, pattern: str, limit_s: float = 120) -> None:
-        """Wait until the output matches `pattern`. An empty pattern waits for the end of the
-        output."""
+        """Wait until the output matches `pattern`. If `pattern` is empty, wait until the output
+        ends."""
         end = time.monotonic() + limit_s
         while not (pattern and re.search(pattern, self.text)):
             ready, _, _ = select.select([self.keyboard], [], [], max(0, end - time.monotonic()))
@@ -65,7 +65,7 @@ class Terminal:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the final state of each line. Progress bars overwrite their lines."""
+    """Return the final state of each line, because progress bars overwrite their lines."""
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
 
 

@@ -86,8 +86,8 @@ def test_a_skipped_update_changes_nothing():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_equals_clip_grad_norm(fused):
-    """Clipping gives the same weights as clip_grad_norm_. The fused optimizer itself scales the
-    gradients. On a CPU, no other test uses that optimizer."""
+    """Clipping gives the same weights as clip_grad_norm_, even with the fused optimizer, which
+    scales the gradients itself. No other test uses that optimizer on a CPU."""
     weights = []
     for engine_clips in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))

@@ -95,9 +95,10 @@ def reshard(
     work: Mapping[str, Any] = EIGHT_LAYERS,
     pool: Pool | None = None,
 ) -> dict[Pair, dict[str, float]]:
-    """Compare the second half of each pair's steps with an uninterrupted single-process run. For
-    each pair, return the largest relative difference in any loss and, measured by the 2-norm, in
-    any weight tensor."""
+    """For each pair, train half of the steps under the first layout and the other half under the
+    second. Compare the losses of the second half and the final weights with an uninterrupted
+    single-process run. For each pair, return the largest relative difference of a loss, and of a
+    weight tensor in the 2-norm."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)
@@ -106,8 +107,8 @@ def reshard(
 def _save(
     layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
 ) -> dict[str, str]:
-    """Train under each layout for half of the steps, then save. Return the run folder for each
-    layout."""
+    """Train under each layout for half of the steps, then save a checkpoint. Return the run folder
+    for each layout."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
@@ -125,8 +126,8 @@ def _save(
 def _resume(
     pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
-    """Resume the runs that `_save` saved in `runs`. Return the differences for each pair, as
-    `reshard` does."""
+    """Resume each pair's saved run under the pair's second layout. `runs` maps saved layouts to run
+    folders. Return the same differences as `reshard`."""
     expected = reference(dict(work), steps=NUM_STEPS)
     differences = {}
     for count, names in _by_processes({resumed for _, resumed in pairs}):

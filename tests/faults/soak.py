@@ -251,8 +251,8 @@ class Mission:
         return launcher.returncode
 
     def _check_outcome(self, row: dict[str, Any]) -> None:
-        """Record a failure if the run did not end as required after this fault. Also set
-        `row["named"]` to whether the run's messages name the cause."""
+        """Record a failure if the run did not end as required after this fault. Also record in
+        `row["named"]` whether the run's messages name the cause."""
         if not row["struck"] or self.time_left() <= 0:
             return
         expected = FAULTS[row["kind"]]
@@ -276,7 +276,7 @@ class Mission:
 
 
 class Soak:
-    """Run missions on `jobs` threads until time is up or `num_faults` faults have struck."""
+    """Runs missions on `jobs` threads until time is up or `num_faults` faults have struck."""
 
     def __init__(
         self, seed: int, num_faults: int, seconds: float, jobs: int,
@@ -420,7 +420,8 @@ class Soak:
 def totals_by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the totals of `starts` by name. `key` maps each (mission, start) pair to its name."""
+    """Group (mission, start) pairs by the result of `key`. Return the totals of each group, keyed
+    by this result."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
         group = [pair for pair in starts if key(*pair) == name]
@@ -452,7 +453,8 @@ def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_weights(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Return whether two runs' weights are bit-identical, and the largest relative difference."""
+    """Return whether two runs' weights are bit-identical, and the largest relative difference
+    between their tensors."""
     assert set(actual) == set(expected)
     differences = {}
     for name in actual:
@@ -463,8 +465,8 @@ def compare_weights(actual: dict[str, Any], expected: dict[str, Any]) -> dict[st
 
 
 def running_pids(processes: Path) -> Iterator[int]:
-    """Yield the IDs of the running processes that have a file in `processes`. The file's name is
-    the process ID."""
+    """Yield the IDs of the running processes that have a file in `processes`. Each file's name is a
+    process ID."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()
@@ -474,7 +476,7 @@ def running_pids(processes: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Mount a small disk at `folder` until the `with` block ends."""
+    """Mount a small disk at `folder`, and unmount it when the `with` block ends."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
     try:
         yield

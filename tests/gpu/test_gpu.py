@@ -1,4 +1,4 @@
-"""Tests on real GPUs. Run them with: bash tests/run.sh tests/gpu tests/lab -m gpu"""
+"""Tests on real GPUs. Run them with `bash tests/run.sh tests/gpu tests/lab -m gpu`."""
 
 import json
 import os
@@ -55,8 +55,8 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_layouts_on_several_gpus_equal_one_gpu(count, data):
-    """Every layout gives the same results as an eager run on one GPU. Layouts use NCCL and, if they
-    support it, compiled code."""
+    """Every layout gives the same results as an eager run on one GPU. All layouts use NCCL. Layouts
+    that can be compiled use compiled code."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
     base = {**DEEP, "pack": data == "packed"}

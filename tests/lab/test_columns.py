@@ -9,7 +9,7 @@ from tests.support import made_record
 
 
 def cells(text):
-    """Return each row of a Markdown table as {column: cell}."""
+    """Return each row of a Markdown table as a dictionary from column names to cells."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert set("".join(lines[1])) == {"-"}
     return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]

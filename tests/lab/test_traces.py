@@ -1,5 +1,5 @@
-"""Test how the runs in a plan are traced: timelines, records of two processes, and the published
-shares of computing and communication."""
+"""Test the traces of a plan's runs: timelines, the record of runs on two processes, and the
+published shares of computation and communication."""
 
 import json
 

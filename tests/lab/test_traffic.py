@@ -56,7 +56,7 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
 
 def test_counted_bytes_equal_the_formulas():
     """The counted bytes of every rank equal the result of the formula. With four local steps, local
-    SGD sends a quarter of the bytes that dp sends per step."""
+    SGD sends a quarter as many bytes per step as dp."""
     found = run_cases(CASES, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:

@@ -1,4 +1,5 @@
-"""Create folders with tiny random decoders of more than twenty kinds, saved by transformers."""
+"""Create model folders in transformers' format for tiny random decoders of more than twenty
+kinds."""
 
 from pathlib import Path
 

@@ -119,7 +119,8 @@ def test_a_pipe_as_weights_is_refused(tmp_path):
 
 @pytest.fixture
 def adapters(tmp_path):
-    """Return a model and an adapter folder for it, with rank 2 and nonzero B matrices."""
+    """Return a model and a folder with adapters for it. The adapters have rank 2 and nonzero B
+    matrices."""
     spec = find_model("gpt2-tiny")
     state = {}
     for number in range(2):

@@ -89,9 +89,9 @@ def test_chunks_are_predicted_to_need_less_memory(tmp_path):
 
 
 def test_default_chunks_cost_little(tmp_path):
-    """The default chunk is small if additional chunks cost little. They cost little if the output
-    layer is a small part of the model, or if adapters are trained, because the output layer then
-    needs no gradient."""
+    """The default chunk is small if additional chunks cost little. This is the case if the output
+    layer is a small part of the model. It is also the case in LoRA training, because the output
+    layer then needs no gradient."""
 
     def chunk(model, machine=GPU_MACHINE, **values):
         values = {"strategy": "dp", "precision": "bf16", "max_length": 1024, **values}

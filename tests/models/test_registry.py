@@ -22,8 +22,8 @@ def planned(model, tmp_path, **others):
 
 
 def test_plans_with_model_folders(tmp_path):
-    """Plan with two model folders. One folder has weights. The other has no weights, and its config
-    describes a size that no built-in model has."""
+    """Make plans with two model folders. One folder has weights. The other has no weights, and its
+    config describes a size that no built-in model has."""
     folder = tmp_path / "four"
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}

@@ -79,8 +79,9 @@ def find_stale(mutation: Mutation) -> str:
 
 
 def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[int, float, str]:
-    """Return (pytest's exit code, seconds, reason). The reason is the first failed test or the last
-    line of the output. A run that exceeds the time limit counts as failed."""
+    """Return pytest's exit code, the duration in seconds, and a reason. The reason is the first
+    failed test or, if no test failed, the last line of the output. A run that exceeds the time
+    limit counts as failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     began = time.monotonic()
@@ -127,8 +128,8 @@ def write(path: Path, text: str) -> None:
 
 
 def run_group(mutations: list[Mutation]) -> list[str]:
-    """Run the tests that these mutations share: first without a mutation and then, if the tests
-    pass, with each mutation. Return one line per mutation that is not caught."""
+    """Run the tests that these mutations share, first without a mutation. If the tests pass, run
+    them with each mutation. Return one line per mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

@@ -20,8 +20,8 @@ VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
 
 def plan_on_two_ranks(tmp_path, **rank_1_values):
-    """Plan on two threads that act as ranks without a process group. Return each rank's plan or
-    error message."""
+    """Make a plan on two threads that act as ranks without a process group. Return each rank's plan
+    or error message."""
     store = dist.HashStore()
 
     def plan(rank):

@@ -23,8 +23,8 @@ SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, h
 
 
 def measure_rank(plan, rank):
-    """Build one rank's engine. Return the number of elements in the full parameters of its stage,
-    the number of bytes in its shards, and the ranks in its tp group."""
+    """Build one rank's engine. Return the number of elements in the unsharded parameters of the
+    rank's stage, the number of bytes in the rank's shards, and the ranks in its tp group."""
     process = Process(
         rank=rank,
         world_size=WORLD_SIZE,

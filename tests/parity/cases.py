@@ -113,7 +113,7 @@ def _separate_records(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, transform: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """Train for the given `steps` of a run with `num_steps` steps. The default is all steps.
+    """Train for the given `steps` of a run with `num_steps` steps, by default for all of them.
     `transform` returns a replacement for the batch of each step."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
@@ -131,8 +131,8 @@ def _train(
 
 
 def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
-    """Return an engine's evaluation loss and logits, and check that all ranks agree and that the
-    training state does not change."""
+    """Return an engine's evaluation loss and logits. Check that all ranks agree, and that the
+    evaluation does not change the training state."""
     state_before = engine.full_state()
     evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
     logits = engine.logits(PROMPT)
@@ -234,7 +234,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train for half of `steps`, then save. Return the run folder for each case."""
+    """Train for half of `steps`, then save a checkpoint. Return the run folder for each case."""
 
     def use(run: Run) -> str:
         step = arguments["steps"] // 2
@@ -280,9 +280,9 @@ def _recording_functional(seen: dict[str, list[str]], kinds: dict[str, str]) -> 
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return, for each rank, {"residual": [state, ...], "attention": [...], "adapter": [...]}. Each
-    entry is a hash of the random number generator's state before one dropout in a training step.
-    Equal states produce equal dropout masks."""
+    """Return, for each rank, lists with the keys "residual", "attention" and "adapter". Each entry
+    of a list is a hash of the random number generator's state before one dropout in a training
+    step. Equal states produce equal dropout masks."""
     seen: dict[str, list[str]] = {}
     attention.F = decoder.F = _recording_functional(seen, DROPOUT_KINDS)
     lora.F = _recording_functional(seen, {"dropout": "adapter"})

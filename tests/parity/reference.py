@@ -67,8 +67,8 @@ def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Return the learning rate of a step: linear warm-up, starting above 0, then cosine decay to
-    0."""
+    """Return the learning rate of a step. During warm-up, the rate increases linearly from above 0.
+    It then decays to 0 along a cosine."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)

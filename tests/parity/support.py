@@ -96,8 +96,8 @@ def small_infinity(**zero: int) -> dict[str, str]:
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, function: str = "train"
 ) -> dict[str, Any]:
-    """Return the result of a single-process run with the whole batch in one micro-batch, unless
-    `values` splits the batch. The result is cached."""
+    """Return the cached result of a single-process run. The whole batch is one micro-batch unless
+    `values` splits it."""
     return _reference(json.dumps({"strategy": "dp", **micro_batches(1), **values}), steps, function)
 
 

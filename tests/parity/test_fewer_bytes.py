@@ -63,7 +63,8 @@ MOVED = {
 
 
 def gathered_while(names):
-    """Map each (pass, block) to the block that was running when the all-gather of `block` began."""
+    """Return a dictionary from (pass, block) to the block that was running when the all-gather for
+    `block` began."""
     found, current = {}, ""
     for name in names:
         what, _, block = name.removesuffix(")").partition(" (blocks.")

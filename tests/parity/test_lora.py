@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 
 
 class Adapted(torch.nn.Module):
-    """A Hugging Face GPT-2 whose matrices are W + SCALE (B A)^T with frozen W."""
+    """GPT-2 model from Hugging Face with the matrices `W + SCALE * (B @ A).T`, where W is
+    frozen."""
 
     def __init__(self, model, initial):
         super().__init__()
@@ -264,8 +265,8 @@ def test_a_run_continues_from_exported_adapters(folder, trained, tmp_path):
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
-    """Infinity accepts frozen weights in bf16 and rejects them in fp32. On a CPU in fp32, DeepSpeed
-    gave different results depending on whether it kept weights in files."""
+    """Infinity accepts frozen weights in bf16 and rejects them in fp32. With fp32 on a CPU,
+    DeepSpeed's results depended on whether it kept weights in files."""
     values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
     assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4
     with refused("precision='fp32'", "16 bits"):

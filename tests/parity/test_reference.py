@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    """Return (initial model, training records, validation records) for the reference."""
+    """Return the reference's initial model, training records and validation records."""
     tokenizer = GPT2TokenizerFast.from_pretrained(EMBEDDED_DIR)
     files = [folder / f"{name}.jsonl" for name in ("train", "held-out")]
     records = [read_records(file, tokenizer, SETTINGS.max_length) for file in files]
@@ -88,7 +88,8 @@ def one_process(folder):
 
 
 def assert_follows(found, expected, *, far=5e-5):
-    """Compare losses, evaluations, final weights and, if the reference has them, gradient norms."""
+    """Check that losses, evaluations and final weights agree. If the expected results include
+    gradient norms, check these as well."""
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     if "grad_norms" in expected:
         assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
@@ -186,13 +187,13 @@ def test_topk_int8_equals_its_formula():
 
 
 def topk_int8(gradients, share):
-    """Return the mean over processes as the exchange computes it. `gradients` has shape [processes,
-    steps, values], and the result has shape [steps, values].
+    """Return the mean of the processes' gradients as the exchange computes it. `gradients` has
+    shape [processes, steps, values], and the result has shape [steps, values].
 
-    Each process sends its p-th shard to process p, which returns the mean. In both directions, the
-    k values with the largest magnitudes are exact. The other values are rounded to multiples of
-    1/127 of the largest remaining magnitude. The rounding errors are added to the values of the
-    next step."""
+    Each process sends its shard number `p` to process `p`, which returns the mean. In both
+    directions, the `k` values with the largest magnitudes are exact. The other values are rounded
+    to multiples of 1/127 of the largest remaining magnitude. The rounding errors are added to the
+    values of the next step."""
     num_processes, num_steps, num_values = gradients.shape
     part = num_values // num_processes
     k = round(share * part)

@@ -117,7 +117,7 @@ def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
 
 
 def test_steps_for_a_small_text_on_a_cpu_match_the_run(tmp_path, monkeypatch, capsys):
-    """On a CPU, a small text is trained with a preset whose max_steps is only a limit."""
+    """On a CPU, training on a small text uses a preset whose max_steps is only an upper limit."""
     text = tmp_path / "mine.txt"
     text.write_text("one more word " * 800)
     options = "--dataset", str(text), "--output_dir", str(tmp_path), "--num_gpus", "2"

@@ -1,5 +1,5 @@
-"""Test keys that have no effect. On the command line, they are rejected. In CONFIG, they only cause
-a note."""
+"""Test keys that have no effect. On the command line, they are rejected. In CONFIG, they only
+produce a note."""
 
 import pytest
 

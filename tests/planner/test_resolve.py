@@ -25,7 +25,7 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """Return (object with the fields of the draft and of its sources, list of notes)."""
+    """Return an object with the fields of the draft and of its sources, and a list of notes."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, local_cluster(machine, world_size, world_size), notes)

@@ -85,7 +85,7 @@ def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_longer_samples_need_more_memory_and_time(name, tmp_path):
-    """Longer samples must need more memory and take at least as much time as shorter samples.
+    """Longer samples must need more memory than shorter samples and take at least as much time.
     Activation checkpointing must reduce memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
@@ -142,8 +142,8 @@ def test_every_layout_that_can_start_is_ranked(count, tmp_path):
 
 
 def layout_of(plan):
-    """Return a key that is equal for equal layouts. For example, hybrid without a pipeline is
-    zero1."""
+    """Return a key that is equal for equal layouts. For example, hybrid without a pipeline has the
+    same key as zero1."""
     name = plan.strategy.name if plan.strategy.traits.takes_json else "native"
     name = "zero1" if name == "hybrid" and plan.mesh["pp"] == 1 else name
     return name, tuple(plan.mesh.values())

@@ -50,7 +50,8 @@ def over_seeds():
 
 
 def rows_of(comparison, title="Results"):
-    """Return the table with the given title as {row name: {heading: cell}}."""
+    """Return the table with the given title as a dictionary from row names to rows. Each row is a
+    dictionary from headings to cells."""
     (table,) = (table for table in comparison.tables() if table.title == title)
     rows = zip(*table.columns.values(), strict=True)
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}

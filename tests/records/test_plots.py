@@ -18,15 +18,15 @@ def of_runs(*records):
 
 
 def bars(axes):
-    """Return a plot's bars as {label: length}, from top to bottom."""
+    """Return the lengths of a plot's bars, keyed by label, from top to bottom."""
     assert axes.yaxis_inverted()
     names = [text.get_text() for text in axes.get_yticklabels()]
     return dict(zip(names, [bar.get_width() for bar in axes.patches], strict=True))
 
 
 def curves(axes):
-    """Return a plot's lines as {label: (x values, losses)}. Validation curves, which have no label,
-    are omitted."""
+    """Return the x values and losses of a plot's lines, keyed by label. Validation curves, which
+    have no label, are omitted."""
     lines = {
         line.get_label(): line.get_data() for line in axes.get_lines() if len(line.get_xdata())
     }

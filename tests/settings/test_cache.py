@@ -22,8 +22,8 @@ import torch
 
 
 def start(tmp_path, dont_write, num_cores=2):
-    """Start a process that imports a package named torch, and return the package's bytecode files
-    afterwards."""
+    """Start a process that imports a package named torch. Return the bytecode files that exist for
+    this package when the process has ended."""
     package = tmp_path / "site" / "torch" / "__init__.py"
     package.parent.mkdir(parents=True, exist_ok=True)
     package.touch()

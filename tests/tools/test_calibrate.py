@@ -63,8 +63,8 @@ def test_calibrated_rates_predict_the_measured_step_time(monkeypatch, tmp_path):
 
 
 def test_rates_are_recovered_from_measured_times():
-    """Recover known rates from their times: 10 TFLOP/s for matrix multiplications in whole tiles,
-    links of 100 GB/s, and a slow host."""
+    """Recover known rates from simulated measurements: 10 TFLOP/s for matrix multiplications in
+    whole tiles, 100 GB/s for links, and a host that needs twice the base time per block."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
     measured_rates = {

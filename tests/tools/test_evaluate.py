@@ -40,8 +40,8 @@ def model(folder):  # noqa: F811
 
 
 def theirs(model, samples):
-    """Return the summed loss in nats that transformers computes, and the number of targets.
-    `samples` contains (IDs, target mask) pairs."""
+    """Return the summed loss in nats that transformers computes, and the number of targets. Each
+    sample consists of token IDs and a target mask."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = 0.0, 0
     for ids, mask in samples:

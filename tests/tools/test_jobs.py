@@ -76,7 +76,8 @@ def sources_of():
 @pytest.fixture
 def call(monkeypatch):
     """Return a function that runs the script without looking for tokenizers, weights or data. The
-    function returns (exit code, plans for the picked layouts, plans that a dry run describes)."""
+    function returns the exit code, the plans for the picked layouts, and the plans that a dry run
+    describes."""
 
     def run(words):
         picked, printed = [], []
